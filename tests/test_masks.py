@@ -314,6 +314,31 @@ def test_other_refusals():
         BitfieldMask.causal(2, 4).to_dense(BitfieldMask.causal(3, 4))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        [Segment("text", 3)],
+        [("text", 3)],
+        Segment("text", 3),
+        [{"text": 3}],
+        [["text"]],
+        [[(3, "text")]],
+        [[Segment("text", 3), None]],
+        "text",
+        3,
+        None,
+    ],
+)
+def test_from_segments_shows_the_form_it_takes(given):
+    with pytest.raises(
+        TypeError, match=r"list of rows, each a list of segments, \[\[Segment\('text', 12\), .*; got "
+    ) as error:
+        BitfieldMask.from_segments(given)
+    assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="stream of segment 'image' must be an int, got str 'a'"):
+        BitfieldMask.from_segments([[Segment("image", 2, "a")]])
+
+
 @pytest.mark.parametrize("length", [60, 3000])
 def test_plot_writes_a_png(tmp_path, length):
     image = pytest.importorskip("matplotlib.image")

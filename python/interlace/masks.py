@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from interlace._mask_values import keepable, readable
 
 if TYPE_CHECKING:
     from interlace._mask_flex import FlexDifference
@@ -139,7 +141,7 @@ class BitfieldMask:
         self.window = window
         self.sinks = min(_integer("sinks", sinks, least=0), NO_WINDOW)  # positions stay below it
         self._pos = pos
-        if bits.device.type == "cpu" and not torch.compiler.is_compiling():
+        if bits.device.type == "cpu" and readable(bits, *companions.values()):
             self._check_values()
 
     def _check_values(self) -> None:
@@ -187,9 +189,12 @@ class BitfieldMask:
     @property
     def pos(self) -> Tensor:
         """int32 [B, T]: as given, else 0, 1, ... within each document (made on first use and kept)."""
-        if self._pos is None:
-            self._pos = _default_positions(self.bits, self.doc)
-        return self._pos
+        if self._pos is not None:
+            return self._pos
+        made = _default_positions(self.bits, self.doc)
+        if keepable(made):
+            self._pos = made
+        return made
 
     def tokens(self) -> Tokens:
         """Every field of the rule as a [B, T] tensor: doc 0, span -1, window NO_WINDOW where the mask has none."""
@@ -249,15 +254,17 @@ class BitfieldMask:
         tokens see each other both ways (the rule of Gemma-3: causal over what is before, both ways within the image).
         Streams: text is 0; other kinds are numbered 1, 2, ... in the order in which they first appear anywhere in
         `sequences`, unless `streams` names their number; `Segment.stream` overrides both for its segment. Kinds beyond
-        the last free number share stream 55: since every token attends every stream, nobody sees more or less by that,
-        and only names and colours are shared. Span ids count 0, 1, ... along each row. Raises ValueError on a length
-        below 0 or a given stream outside 0..55.
+        the last free number share stream 55, which changes names and colours only: every token attends every stream.
+        Span ids count 0, 1, ... along each row. Raises TypeError for anything but rows of segments, ValueError on a
+        length below 0 or a given stream outside 0..55.
         """
-        rows = [[Segment(*segment) for segment in sequence] for sequence in sequences]
+        rows = _segments(sequences)
         numbers = {"text": 0, **(streams or {})}
         free = (n for n in range(1, MAX_STREAM + 1) if n not in set((streams or {}).values()))
         for segment in (segment for row in rows for segment in row):
             _integer(f"length of segment {segment.kind!r}", segment.length, least=0)
+            if segment.stream is not None:
+                _integer(f"stream of segment {segment.kind!r}", segment.stream, least=0)
             if segment.kind not in numbers and segment.stream is None:
                 numbers[segment.kind] = next(free, MAX_STREAM)
         length = max((sum(segment.length for segment in row) for row in rows), default=0)
@@ -463,6 +470,20 @@ def _renumber(pieces: Sequence[Tensor]) -> Tensor:
         out.append(torch.where(row < 0, -1, inverse - holes + used))
         used += ids.numel() - holes
     return torch.cat(out).to(torch.int32).unsqueeze(0)
+
+
+def _segments(sequences: Any) -> list[list[Segment]]:
+    """The rows of from_segments. Raises TypeError for what is no list of rows of segments."""
+    try:
+        rows = [list(sequence) for sequence in sequences]
+        if all(isinstance(kind, str) and len(more) in (1, 2) for row in rows for kind, *more in row):
+            return [[Segment(*segment) for segment in row] for row in rows]
+    except (TypeError, ValueError):  # no lists, no tuples
+        pass
+    raise TypeError(
+        f"from_segments takes a list of rows, each a list of segments, [[Segment('text', 12), Segment('image', 64)]]; "
+        f"got {sequences!r:.200}"
+    )
 
 
 def _integer(name: str, value: object, *, least: int) -> int:

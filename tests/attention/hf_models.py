@@ -112,6 +112,13 @@ def siglip_text():
     return transformers.SiglipTextModel(transformers.SiglipTextConfig(**sizes, num_attention_heads=4))
 
 
+def bert(**changes):
+    sizes = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**{**sizes, **dropped, "num_hidden_layers": 2, **changes})
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
 def whisper():
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -129,7 +136,7 @@ def whisper():
     )
 
 
-FAMILIES = (llama, mistral, gemma2, gemma3, paligemma, qwen2_vl, qwen2_5_vl, siglip, siglip_text, whisper)
+FAMILIES = (llama, mistral, gemma2, gemma3, paligemma, qwen2_vl, qwen2_5_vl, siglip, siglip_text, bert, whisper)
 MODELS = {family.__name__: family for family in FAMILIES}
 IMAGE_TOKENS = {"gemma3": 4, "paligemma": 16, "qwen2_vl": 4, "qwen2_5_vl": 4}  # per image
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ PLAN = AttentionPlan.build(BitfieldMask.causal(1, 6))
         *(lambda m: torch.where(m, 0.0, -1.0), lambda m: m != 0, lambda m: m.bool(), lambda m: m.to(torch.float32)),
         *(lambda m: ~m, lambda m: 1 - m, lambda m: m.all(), lambda m: m[:, 0], lambda m: m[:, :, 0], lambda m: m[0]),
         *(lambda m: m.mT, lambda m: m.data, lambda m: m.new_zeros(3), lambda m: torch.cat([m, m]), lambda m: m.sum()),
-        lambda m: m.expand(1, 2, 6, 6),
+        *(lambda m: m.expand(1, 2, 6, 6), lambda m: m.chunk(2, 3), lambda m: m.split(3, -1), lambda m: m.unbind()),
     ],
 )
 def test_a_carrier_cannot_be_computed_with(use):
@@ -46,6 +49,43 @@ def test_a_carrier_answers_what_models_ask_of_masks():
     assert moved.device.type == moved.interlace_plan[0].device.type == "meta"
     assert moved.interlace_plan[1:] == mask.interlace_plan[1:] == ("reference", True)
     assert repr(mask) == "Carrier([1, 1, 6, 6], device='cpu')"
+
+
+def stored(mask):
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda mask: pickle.loads(pickle.dumps(mask)), stored])
+def test_copies_of_a_carrier_have_its_plan(copied):
+    mask = carrier(PLAN, backend="reference")
+    other = copied(mask)
+    assert type(other) is type(mask) and other.shape == mask.shape
+    plan, *more = other.interlace_plan
+    assert more == ["reference", True]
+    for found, wanted in zip(plan.tensors(), PLAN.tensors()):
+        assert torch.equal(found, wanted)
+
+
+def test_replicas_of_data_parallel_are_told_that_a_plan_does_not_reach_them():
+    """They run in threads of their own, where the model would make masks that know of no plan."""
+    replica = llama()
+    for part in replica.modules():
+        part._is_replica = True  # as torch.nn.parallel.replicate does, which needs GPUs
+    ids = text_ids(1, 6)
+
+    def run():
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: replica(ids, use_cache=False).logits).result()
+
+    with (
+        use_plan(PLAN),
+        pytest.raises(ValueError, match=r"DataParallel runs its replicas .* use\s+DistributedDataParallel"),
+    ):
+        run()
+    torch.testing.assert_close(run(), replica(ids, use_cache=False).logits)
 
 
 @given(st.data())
@@ -69,6 +109,12 @@ def test_a_piece_of_a_carrier_holds_the_plan_of_its_queries_and_keys(data):
 
 
 # ---------------------------------------------------------------------- models that compute with their masks
+
+
+def llama():
+    made = model("Llama")
+    made.set_attn_implementation(NAME)
+    return made
 
 
 def model(family, **changes):

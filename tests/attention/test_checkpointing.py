@@ -13,7 +13,7 @@ from interlace.attention import AttentionPlan
 from interlace.attention.hf import NAME, use_plan
 from interlace.masks import BitfieldMask
 from tests.attention.hf_models import FIVE, TEXT, random
-from tests.attention.test_hf_families import assert_same
+from tests.attention.hf_pairs import assert_same
 from tests.model.zoo import assert_same_gradients, build, gradients, samples, siglip
 
 IMAGE = 50

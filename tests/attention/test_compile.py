@@ -18,7 +18,7 @@ from interlace.attention._traced import interval_plan, traced_plan
 from interlace.attention.hf import FLASH_NAME, NAME, carrier, use_plan
 from interlace.masks import BitfieldMask, visible
 from tests.attention.hf_models import FIVE, batch, make, random, text_ids
-from tests.attention.test_hf_families import assert_same, pair
+from tests.attention.hf_pairs import assert_same, pair
 from tests.mask_strategies import masks
 from tests.model.zoo import assert_same_gradients, build, gradients, samples, siglip
 
@@ -166,6 +166,12 @@ def test_a_plan_of_another_thread_is_refused():
             _own(PACKED[0].q_bits)
     with use_plan(PACKED[0]):
         assert torch.equal(_own(PACKED[0].q_bits), PACKED[0].q_bits)
+
+
+def test_cuda_graphs_leave_out_what_reads_values():
+    """mode="reduce-overhead" would replay these ops without running them."""
+    for op in (torch.ops.interlace.own_plan, torch.ops.interlace.attention_plan):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
 
 
 @pytest.mark.slow

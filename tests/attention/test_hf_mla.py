@@ -14,7 +14,7 @@ import transformers
 
 from interlace.attention import hf
 from tests.attention.hf_models import TEXT, text_ids
-from tests.attention.test_hf_families import Watch, assert_same, assert_same_generation
+from tests.attention.hf_pairs import Watch, assert_same, assert_same_generation
 
 LATENT = {
     **{name: value for name, value in TEXT.items() if name != "head_dim"},

@@ -3,6 +3,7 @@ that they are not to be had, and what to do instead."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention._hf_limits import Limits
+from interlace.attention._hf_plans import cut, narrowed, packed_plan
 from interlace.masks import BitfieldMask, Segment
 
 MASK = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 3), Segment("text", 1)]])
@@ -28,6 +31,11 @@ SECOND = r"no second derivative.*SDPBackend\.MATH"
 
 def ours(q, k=K, v=V):
     return bitfield_attention(q, k, v, PLAN)
+
+
+def masked(q, k=K, v=V):
+    """Given a mask, of which a plan is made inside the transform."""
+    return bitfield_attention(q, k, v, MASK)
 
 
 def dense(q, k=K, v=V):
@@ -63,9 +71,74 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("form", [ours, masked])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_those_of_dense_attention(name):
-    torch.testing.assert_close(TRANSFORMS[name](ours), TRANSFORMS[name](dense), rtol=1e-11, atol=1e-11)
+def test_transforms_are_those_of_dense_attention(name, form):
+    torch.testing.assert_close(TRANSFORMS[name](form), TRANSFORMS[name](dense), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("made_of", ["mask", "plan"])
+def test_masks_that_differ_along_a_mapped_dimension(made_of):
+    """A mask for each query tensor: packed documents cut elsewhere, windows, spans."""
+    cuts = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, -1]], dtype=torch.int32)
+    windows = torch.tensor([[3] * 6, [1, 2, 3, 1, 2, 3], [6] * 6], dtype=torch.int32)
+    bits = BitfieldMask.causal(1, 6).bits
+
+    def mask(cut, window):
+        return BitfieldMask(bits, doc=cut[None], window=window[None])
+
+    def attend(q, cut, window):
+        given = mask(cut, window)
+        return bitfield_attention(q, K, V, given if made_of == "mask" else AttentionPlan.build(given, block=4))
+
+    def wanted(q, cut, window):
+        seen = mask(cut, window).to_dense()[:, None]
+        k, v = (x.repeat_interleave(2, dim=1) for x in (K, V))
+        scores = (q @ k.mT * 3**-0.5).masked_fill(~seen, -torch.inf)
+        return torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0).nan_to_num() @ v
+
+    alone = [wanted(*one) for one in zip(rows(Q), cuts, windows)]
+    torch.testing.assert_close(vmap(attend)(rows(Q), cuts, windows), torch.stack(alone), rtol=1e-11, atol=1e-11)
+    found = vmap(grad(square(attend)), in_dims=(0, 0, 0))(rows(Q), cuts, windows)
+    for got, one in zip(found, zip(rows(Q), cuts, windows)):
+        x = one[0].clone().requires_grad_()
+        out = wanted(x, *one[1:])
+        torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), x)[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "functionalize"])
+def test_what_a_transform_has_used_serves_outside(transform):
+    """What masks and plans keep for later is not of the transform, whose tensors end with it."""
+    mask = BitfieldMask.causal(1, 6)
+    ends = torch.tensor([0, 2, 6])
+
+    def attend(q):
+        plan = cut(narrowed(AttentionPlan.build(mask, block=4), Limits(back=2)), ends, ends)
+        return bitfield_attention(q, K, V, plan) + bitfield_attention(
+            q, K, V, packed_plan(ends, ends, 6, 6, causal=True)
+        )
+
+    inside = TRANSFORMS[transform](lambda q, *_: attend(q))
+    torch.testing.assert_close(TRANSFORMS[transform](lambda q, *_: attend(q)), inside)
+    assert copy.deepcopy(mask).pos.numpy().tolist() == [[0, 1, 2, 3, 4, 5]]
+    alone = attend(Q)
+    torch.testing.assert_close(functionalize(attend)(Q), alone)
+    for plan in (
+        narrowed(AttentionPlan.build(mask, block=4), Limits(back=2)),
+        packed_plan(ends, ends, 6, 6, causal=True),
+    ):
+        assert all(isinstance(tensor.numpy().tolist(), list) for tensor in plan.tensors())
+
+
+def test_wrong_masks_are_told_under_transforms():
+    def f(q, doc):
+        return bitfield_attention(q, K, V, BitfieldMask(MASK.bits, doc=doc))
+
+    wrong = torch.full((1, 6), -2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="doc holds -2"):
+        grad(lambda q: f(q, wrong).sum())(Q)
+    with pytest.raises(ValueError, match="doc holds -2"):
+        vmap(f)(rows(Q), wrong.expand(3, 1, 6))
 
 
 def test_no_rows_are_part_of_the_graph():
@@ -110,10 +183,11 @@ FORWARD = {
 }
 
 
+@pytest.mark.parametrize("form", [ours, masked])
 @pytest.mark.parametrize("name", FORWARD)
-def test_forward_mode_is_refused(name):
+def test_forward_mode_is_refused(name, form):
     with pytest.raises(RuntimeError, match=FORWARD_MODE):
-        FORWARD[name](ours)
+        FORWARD[name](form)
 
 
 @pytest.mark.parametrize("name", ["jvp", "hessian", "dual numbers"])

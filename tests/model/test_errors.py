@@ -206,7 +206,7 @@ def test_attention_dropout_is_refused_in_training():
     mllm = build(None, None, language=lambda: qwen2(attention_dropout=0.1))
     batch = mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 4)])
     mllm.eval()(**batch)
-    with pytest.raises(ValueError, match=r"attention dropout is 0.1"):
+    with pytest.raises(ValueError, match=r"Qwen2Attention drops .*\(attention_dropout = 0\.1 in Qwen2Config\)"):
         mllm.train()(**batch)
 
 
@@ -215,3 +215,63 @@ def test_postprocess_that_changes_the_number_of_tokens():
     vision.connect(24)
     with pytest.raises(ValueError, match=r"postprocess made 3 tokens of 4.*downsample=1"):
         vision(pixel_values=[torch.zeros(3, 8, 8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "callback", "message"),
+    [
+        ("tokens", lambda shape: 4, r"tokens = .*<lambda> must take \(shape, about\), not \(shape\)"),
+        ("tokens", 7, "tokens = 7 is a int, not a function"),
+        ("preprocess", lambda: {}, r"preprocess = .*<lambda> must take \(inputs\), not \(\)"),
+        ("postprocess", lambda output: output, r"must take \(inputs, output\)"),
+        ("postprocess_projector", "mlp", "postprocess_projector = 'mlp' is a str"),
+        ("collate", lambda items, more: {}, r"must take \(items\), not \(items, more\)"),
+    ],
+)
+def test_callbacks_are_checked_when_given(name, callback, message):
+    with pytest.raises(TypeError, match=message):
+        ModalityModule(siglip(), **{name: callback})
+
+
+@pytest.mark.parametrize("count", [None, "4", 4.0, 0, -1, True])
+def test_a_tokens_callback_must_return_a_number(count):
+    vision = ModalityModule(siglip(), tokens=lambda shape, about: count)
+    with pytest.raises(
+        ValueError, match=rf"callback tokens = .*<lambda> gave {count!r} for an item of shape .* int of at"
+    ):
+        vision.tokens((3, 8, 8))
+
+
+def test_a_tokens_callback_that_fails_is_named():
+    vision = ModalityModule(siglip(), tokens=lambda shape, about: about["frames"])
+    with pytest.raises(ValueError, match=r"callback tokens = .* raised KeyError: 'frames'"):
+        vision.tokens((3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "callbacks", [{"tokens": lambda shape, about: 3}, {"postprocess_projector": lambda i, f: f[:3]}]
+)
+def test_callbacks_that_disagree_about_the_number_of_features(callbacks):
+    vision = ModalityModule(siglip(), **callbacks)
+    vision.connect(24)
+    with pytest.raises(
+        ValueError, match=r"made [34] features of 1 items that become [34] tokens: the callback tokens must"
+    ):
+        vision(pixel_values=[torch.zeros(3, 8, 8)])
+    nothing = ModalityModule(siglip(), postprocess_projector=lambda inputs, features: None)
+    nothing.connect(24)
+    with pytest.raises(ValueError, match="made a NoneType instead of features"):
+        nothing(pixel_values=[torch.zeros(3, 8, 8)])
+
+
+def test_what_is_no_list_of_samples_is_named():
+    mllm = build(None, None)
+    one = sample(mllm, torch.Generator().manual_seed(0), 4)
+    with pytest.raises(ValueError, match=r"collate takes samples, not a dict: make them with interlace.model.Sample"):
+        mllm.collate([vars(one)])
+    with pytest.raises(ValueError, match="collate takes a list of samples, not a Sample: put it in a list"):
+        mllm.collate(one)
+    with pytest.raises(ValueError, match="generate takes samples, not a dict"):
+        mllm.generate(vars(one))
+    with pytest.raises(TypeError, match=r"takes a batch, not a list: mllm\(\*\*mllm.collate\(samples\)\)"):
+        mllm([one])

@@ -198,15 +198,15 @@ def test_videos_of_models_that_make_other_features_of_them_are_refused(tmp_path:
         MultimodalModel.of_whole(wholes.video_llava())
 
 
-def test_seconds_of_videos_place_them_as_huggingface_does(tmp_path: Path) -> None:
-    """tokens_per_second is 4: at 0.5 s from frame to frame the second one is 2 positions later."""
+def test_seconds_of_videos_place_them(tmp_path: Path) -> None:
+    """tokens_per_second is 4: at 0.5 s from frame to frame the second one is 2 positions later, and text behind it."""
     wholes.written("qwen2_5_vl", tmp_path)
     mllm = MultimodalModel.from_pretrained(tmp_path, backend="reference").eval()
     positions = mllm.language_settings.positions
     video = Media((32, 24), 8, torch.zeros(32, 24), about={"grid_thw": (2, 4, 4), "second_per_grid_ts": (0.5,)})
     ids = torch.tensor([5, *[wholes.VIDEO] * 8, 7])
     sample = Sample(ids, torch.full_like(ids, -100), {"vision": [video]}, "told")
-    assert positions is not None and positions(sample)[:, 0].tolist() == [0, 1, 1, 1, 1, 3, 3, 3, 3, 3]
+    assert positions is not None and positions(sample)[:, 0].tolist() == [0, 1, 1, 1, 1, 3, 3, 3, 3, 4]
     for about in ({}, {"second_per_grid_ts": ()}, {"second_per_grid_ts": (0.0,)}):
         untold = Media((32, 24), 8, torch.zeros(32, 24), about={"grid_thw": (2, 4, 4), **about})
         with pytest.raises(ValueError, match=r"'untold', vision item 0 is a video and .*second_per_grid_ts"):

@@ -267,6 +267,30 @@ def test_impossible_batches_are_refused(samples, microbatches, message):
         parallelize(mllm, make_layout(mllm, "parallel", 1)).step(given, microbatches)
 
 
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda mllm, batch: mllm.collate(batch), r"a list of samples, not a dict: .* goes to mllm\(\*\*batch\)$"),
+        (lambda mllm, batch: batch[0], "a list of samples, not a Sample: put it in a list$"),
+        (lambda mllm, batch: iter(batch), "a list of samples, not a list_iterator"),
+        (
+            lambda mllm, batch: batch[0].input_ids,
+            r"a list of samples, not a Tensor: make them with .*Sample\(input_ids",
+        ),
+        (lambda mllm, batch: [vars(one) for one in batch], "takes samples, not a dict: make them with"),
+        (lambda mllm, batch: [[one.input_ids for one in batch]], "takes samples, not a Tensor: make them with"),
+    ],
+)
+def test_a_step_names_what_is_no_sample(form, message):
+    mllm = tiny_mllm()
+    batch = random_microbatches(mllm, "text")[0]
+    parallel = parallelize(mllm, make_layout(mllm, "parallel", 1))
+    for call in (parallel.step, parallel.evaluate):
+        with pytest.raises(ValueError, match=message):
+            call(form(mllm, batch))
+    parallel.step(batch)
+
+
 def test_a_result_survives_pickling():
     result = StepResult(1.5, 7, 2)
     again = pickle.loads(pickle.dumps(result))

@@ -53,8 +53,8 @@ WRONG = [
     ("model.vision={projector='qformer',projector_config={queries=0}}", "of 1 or more, not queries = 0"),
     ("model.vision={projector='pixel_shuffle',projector_config={scale=1.5}}", "must be 1 or more, not 1.5"),
     (f"model.vision.postprocess='{OWN}:NOTHING'", "postprocess = .*NOTHING' is a int, not a function"),
-    (f"model.vision.postprocess='{OWN}:no_arguments'", r"no_arguments' must take two arguments, not "),
-    (f"model.vision.preprocess='{OWN}:half'", "half' must take one argument, not"),
+    (f"model.vision.postprocess='{OWN}:no_arguments'", r"no_arguments' must take \(inputs, output\), not \(\)"),
+    (f"model.vision.preprocess='{OWN}:half'", r"half' must take \(inputs\), not"),
     (
         "model.vision={architecture='qwen2_5_vl_vision',config={hidden_size=16,out_hidden_size=16,intermediate_size=24,"
         "depth=1,num_heads=2,patch_size=4,window_size=16}}",

@@ -26,6 +26,12 @@ attend(q, k, v, plan, scale=, softcap=) with what that takes, and returning out 
 Active = tuple[AttentionPlan | None, Backend]
 NOTHING: Active = (None, None)  # by identity: nobody has called use_plan, not even with None
 
+EXPORTED = (
+    "torch.export would make the plan a constant of the program: export the model without a plan, so that the program "
+    "makes its masks from its inputs, or export a module of your own that takes an AttentionPlan as an input"
+)
+TRACED = "torch.jit.trace cannot follow a plan, whose lists it would make constants: use torch.export"
+
 _active: ContextVar[Active] = ContextVar("interlace_plan", default=NOTHING)
 
 
@@ -50,8 +56,13 @@ def use_plan(plan: AttentionPlan | None, *, backend: Backend = None) -> Iterator
 
 def current_plan() -> Active:
     """The plan and backend that `use_plan` set here."""
+    if torch.compiler.is_exporting() and (_shared.plan is not None or _shared.several):
+        raise ValueError(EXPORTED)
     if not torch.compiler.is_compiling() or _shared.several:  # the latter breaks the graph
-        return _active.get()
+        active = _active.get()
+        if active[0] is not None and torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            raise ValueError(TRACED)
+        return active
     plan = _shared.plan
     if plan is None:
         return None, _shared.backend
@@ -61,6 +72,11 @@ def current_plan() -> Active:
 def current_plan_is_unset() -> bool:
     """Whether no use_plan surrounds this, not even one with None; not for code that is being compiled."""
     return _active.get() is NOTHING
+
+
+def another_thread_has_a_plan() -> bool:
+    """Whether a plan is set in other threads, and nothing in this one."""
+    return current_plan_is_unset() and (_shared.plan is not None or _shared.several)
 
 
 def under_current_plan(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +125,8 @@ class _Shared:
 _shared = _Shared()
 
 
-@torch.library.custom_op("interlace::own_plan", mutates_args=())
+# A CUDA graph (mode="reduce-overhead") would copy q_bits elsewhere, and replay without comparing.
+@torch.library.custom_op("interlace::own_plan", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _own(q_bits: Tensor) -> Tensor:
     """A copy of a plan's q_bits, if that plan is the running thread's own."""
     plan, _ = _active.get()

@@ -11,12 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from interlace.attention._active import TRACED
 from interlace.attention._hf_plans import changed
+from interlace.attention._traced import whole_graph
 from interlace.attention.plan import AttentionPlan
 
 # Where torch functions of subclasses are not asked (C++, a copy that lost its class), torch has no arithmetic for this
@@ -35,14 +38,24 @@ class Carrier(Tensor):
     @staticmethod
     def of(plan: AttentionPlan, *more: Any) -> Carrier:
         """A carrier of `plan`, on its device, with `more` beside it."""
-        scalar = torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE)
-        made = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len).as_subclass(Carrier)
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            raise ValueError(TRACED)
+        if torch.compiler.is_compiling() and not whole_graph():
+            return _outside_graphs(plan, *more)
+        shape = (plan.batch, 1, plan.q_len, plan.k_len)
+        if isinstance(plan.q_bits, FakeTensor):
+            made: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
+        else:
+            made = torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
         made.interlace_plan = (plan, *more)  # type: ignore[assignment]
         return made
 
     def with_plan(self, plan: AttentionPlan) -> Carrier:
         """Another plan, with the same things beside it."""
         return self if plan is self.interlace_plan[0] else Carrier.of(plan, *self.interlace_plan[1:])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Carrier.of, self.interlace_plan
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Carrier({list(self.shape)}, device={str(self.device)!r})"
@@ -76,9 +89,23 @@ class Carrier(Tensor):
                 failure, result = error, None
         if failure is not None:
             raise refusal(name) from failure
-        if isinstance(result, Tensor) and name != "__get__":
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if name != "__get__" and any(isinstance(each, Tensor) for each in results):
             raise refusal(name)
         return result
+
+
+class _OfFakes(Carrier):
+    """A carrier among fake tensors, of which torch makes no subclasses: it has no storage at all."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise refusal(str(func))
+
+
+@torch.compiler.disable
+def _outside_graphs(plan: AttentionPlan, *more: Any) -> Carrier:
+    return Carrier.of(plan, *more)
 
 
 def refusal(operation: str) -> ValueError:

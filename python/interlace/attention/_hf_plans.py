@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace._mask_values import keepable
 from interlace.attention._hf_limits import Limits
 from interlace.attention._traced import traced_plan
 from interlace.attention.plan import AttentionPlan
@@ -25,7 +26,7 @@ def narrowed(plan: AttentionPlan, limits: Limits) -> AttentionPlan:
     """
     if not limits.narrow:
         return plan
-    if torch.compiler.is_compiling():
+    if not keepable(plan.q_bits):
         return changed(plan, partial(_within, limits=limits))
     made: dict[Any, AttentionPlan] = plan.__dict__.setdefault("_narrowed", {})
     if limits not in made:
@@ -83,7 +84,7 @@ def cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
     """
     if plan.batch != 1:
         raise ValueError(f"cu_seq_lens_q describes one row of packed sequences, but the batch is {plan.batch}")
-    if torch.compiler.is_compiling():
+    if not keepable(q_ends, k_ends):
         return _build_cut(plan, q_ends, k_ends)
     key = (id(q_ends), q_ends._version, id(k_ends), k_ends._version)
     kept: tuple[Any, AttentionPlan, Any] | None = plan.__dict__.get("_cut")
@@ -116,7 +117,7 @@ def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causa
     last end is padding. causal needs both to be the same. Kept on `q_ends`, so that the layers of a tower share one
     plan. Raises ValueError for boundaries that do not fit.
     """
-    if torch.compiler.is_compiling():
+    if not keepable(q_ends, k_ends):
         return _build_packed(q_ends, k_ends, q_len, k_len, causal)
     made: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
     key = (q_ends._version, id(k_ends), k_ends._version, q_len, k_len, causal)

@@ -7,10 +7,12 @@ follow from those of the tokens: no graph break, no recompilation.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from interlace.attention._transforms import row_by_row
 from interlace.attention.plan import TENSOR_FIELDS, AttentionPlan
 from interlace.masks import BitfieldMask, Tokens, word
 
@@ -63,13 +65,15 @@ def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
 # ---------------------------------------------------------------------- the op
 
 
-@torch.library.custom_op("interlace::attention_plan", mutates_args=())
+# It reads values, which a CUDA graph (mode="reduce-overhead") cannot.
+@torch.library.custom_op("interlace::attention_plan", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _plan(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Tensor]:
     if bool(gaps.any()):
         raise ValueError(
             "a compiled model's mask lets a query see keys with others between them that it does not see, which a plan "
-            "made in compiled code cannot say. Compile without fullgraph=True, or make the plan outside the compiled "
-            "model and pass attention_mask=interlace.attention.hf.carrier(plan)"
+            "made in compiled code, or under torch.func.vmap, cannot say. Compile without fullgraph=True (instead of "
+            "vmap, run a batch), or make the plan outside the model and pass "
+            "attention_mask=interlace.attention.hf.carrier(plan)"
         )
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos = fields
     queries = BitfieldMask(q_bits, doc=q_doc, span=q_span, pos=q_pos, window=q_window, sinks=sinks)
@@ -84,6 +88,12 @@ def _plan_fake(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> li
     q_bits, k_bits = fields[0], fields[len(QUERIES)]
     shapes = [*((room,) for room in _rooms(q_bits, k_bits, block)), q_bits.shape, k_bits.shape]
     return [q_bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+@_plan.register_vmap
+def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
+    lists, dims = row_by_row(_plan)(info, in_dims, *args)
+    return list(lists), list(dims)
 
 
 def _rooms(q_bits: Tensor, k_bits: Tensor, block: int) -> list[int]:
@@ -119,6 +129,8 @@ def _filled(values: Tensor, room: int) -> Tensor:
 @torch.compiler.assume_constant_result  # it is run while the code is traced, and holds for that code
 def whole_graph() -> bool:
     """Whether the code that is being traced may not break: fullgraph=True, or torch.export."""
+    if torch.compiler.is_exporting():
+        return True
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 

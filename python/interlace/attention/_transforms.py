@@ -22,7 +22,7 @@ from interlace.attention.plan import AttentionPlan
 
 INSTEAD = (
     "use scaled_dot_product_attention(q, k, v, attn_mask=mask.to_dense()[:, None], enable_gqa=True) under "
-    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it"
+    'torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it; in a HuggingFace model, attn_implementation="eager"'
 )
 
 
@@ -76,11 +76,11 @@ def refuse_batched_gradients(*grads: Tensor | None) -> None:
 
 
 def row_by_row(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """A vmap rule: one call per row of the batch, all with the same plan."""
+    """A vmap rule: one call per row of the batch. Plans may be batched too."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         def row(take: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, ...]:
-            return function(*(take(x, d) if isinstance(d, int) else x for x, d in zip(args, in_dims)))
+            return function(*_taken(take, args, in_dims))
 
         rows = [row(lambda x, d: x.select(d, i)) for i in range(info.batch_size)]  # noqa: B023  (called at once)
         if not rows:  # a row of zeros, which depends on the arguments, says what shapes and gradients none would have
@@ -92,30 +92,36 @@ def row_by_row(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any
     return rule
 
 
+def _taken(take: Callable[[Tensor, int], Tensor], x: Any, dim: Any) -> Any:
+    """`x` with take(tensor, dim) for its batched tensors; `dim`: None, or as x, which may be a list."""
+    if dim is None:
+        return x
+    return take(x, dim) if isinstance(dim, int) else [_taken(take, *pair) for pair in zip(x, dim)]
+
+
 class _Attention(torch.autograd.Function):
-    """apply(q, k, v, plan, scale, softcap, deterministic, backend) -> (out, lse)."""
+    """apply(q, k, v, plan, *numbers) -> (out, lse); plan and numbers as the op takes them."""
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *numbers: Any) -> Any:
-        lists = (plan.tensors(), plan.block, plan.sinks)
-        return _call(torch.ops.interlace.bitfield_attention, q, k, v, *lists, *numbers)
+    def forward(*args: Any) -> Any:
+        return _call(torch.ops.interlace.bitfield_attention, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, ctx.plan, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        q, k, v, plan, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, *plan)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @torch.compiler.disable  # it runs when the transform does, which may be in a frame that torch.compile looks at
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *plan = ctx.saved_tensors
         grads: tuple[Any, ...] = (None, None, None)
         if dout is not None or dlse is not None:
             dout = torch.zeros_like(out) if dout is None else dout
-            grads = gradients(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+            grads = gradients(dout, dlse, q, k, v, out, lse, plan, *ctx.numbers)
         return *grads, None, *(None for _ in ctx.numbers)
 
     @staticmethod
@@ -124,16 +130,13 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """apply(dout, dlse, q, k, v, out, lse, plan, scale, softcap, deterministic, backend) -> (dq, dk, dv)."""
+    """apply(dout, dlse, q, k, v, out, lse, plan, *numbers) -> (dq, dk, dv); plan and numbers as the op takes them."""
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> Any:
-        q, k, v, out, lse, plan, *numbers = rest
-        lists = (plan.tensors(), plan.block, plan.sinks)
-        operator = torch.ops.interlace.bitfield_attention_backward
-        return _call(operator, dout, dlse, q, k, v, out, lse, *lists, *numbers)
+    def forward(*args: Any) -> Any:
+        return _call(torch.ops.interlace.bitfield_attention_backward, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -159,7 +162,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *numbers: Any) 
             "bitfield_attention cannot be compiled inside a transform of torch.func (grad, vmap, ...): leave the "
             "function that calls the transform uncompiled (torch.compiler.disable)"
         )
-    return _eager_attend(q, k, v, plan, *numbers)
+    return _eager_attend(q, k, v, plan.tensors(), plan.block, plan.sinks, *numbers)
 
 
 _eager_attend = torch.compiler.disable(_Attention.apply)

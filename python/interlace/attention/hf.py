@@ -32,14 +32,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from interlace._mask_values import batching, readable
 from interlace.attention import _hf_masks
-from interlace.attention._active import Backend, current_plan, current_plan_is_unset, under_current_plan, use_plan
+from interlace.attention._active import (
+    EXPORTED,
+    Backend,
+    another_thread_has_a_plan,
+    current_plan,
+    current_plan_is_unset,
+    under_current_plan,
+    use_plan,
+)
 from interlace.attention._carrier import DTYPE as CARRIER_DTYPE
 from interlace.attention._carrier import Carrier
+from interlace.attention._hf_dropout import no_dropout
 from interlace.attention._hf_limits import Limits, limits_of
 from interlace.attention._hf_masks import Sides, Unknown
 from interlace.attention._hf_plans import cut, narrowed, packed_plan
@@ -111,6 +122,11 @@ def attention(
     if kwargs.get("output_attentions"):
         _warn("attention weights are never formed: output_attentions=True returns None in their place")
     narrow = True
+    if getattr(module, "_is_replica", False) and another_thread_has_a_plan():
+        raise ValueError(
+            "torch.nn.DataParallel runs its replicas in threads of their own, which use_plan does not reach: use "
+            "DistributedDataParallel, or run the model without a plan"
+        )
     if attention_mask is None:
         plan, backend = current_plan()
         _check_recomputed(module, plan)
@@ -119,6 +135,8 @@ def attention(
         if plan is None:
             _check_dense(attention_mask)
             _check_alone(module)
+        elif narrow and torch.compiler.is_exporting():
+            raise ValueError(EXPORTED)
         elif narrow and sliding_window is _UNSAID:
             _check_unlimited(module, plan)
     sliding_window = None if sliding_window is _UNSAID else sliding_window
@@ -141,7 +159,7 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if dropout:
-        raise ValueError(f"attention dropout is {dropout}; bitfield attention has none: set attention_dropout to 0")
+        raise no_dropout(module, dropout)
     if sliding_window is not None and narrow:
         plan = narrowed(plan, Limits(back=sliding_window))
     attend = backend if callable(backend) else partial(bitfield_attention, backend=backend)
@@ -187,11 +205,7 @@ def _check_recomputed(module: nn.Module, plan: AttentionPlan | None) -> None:
 
 
 def _check_dense(mask: Tensor) -> None:
-    if mask.dtype == CARRIER_DTYPE:
-        raise ValueError(
-            "an attention mask lost its plan on the way to the attention layer (the model copied it); to pass a plan, "
-            "run the model inside interlace.attention.hf.use_plan(plan) with attention_mask=None"
-        )
+    _check_not_lost(mask)
     if mask.dim() != 4:
         raise ValueError(
             f"an attention mask of shape {list(mask.shape)} reached an attention layer, which needs "
@@ -200,6 +214,18 @@ def _check_dense(mask: Tensor) -> None:
         )
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(f"an attention mask is {mask.dtype}; it must be bool (True: seen) or floating (added)")
+
+
+def _check_not_lost(mask: Tensor | None) -> None:
+    if mask is None or mask.dtype != CARRIER_DTYPE or isinstance(mask, Carrier):
+        return
+    if torch.compiler.is_exporting():
+        raise ValueError(EXPORTED)
+    raise ValueError(
+        "an attention mask lost its plan on the way to the attention layer (the model or a transform of torch.func "
+        "copied it); to pass a plan, run the model inside interlace.attention.hf.use_plan(plan) with "
+        "attention_mask=None"
+    )
 
 
 def _check_alone(module: nn.Module) -> None:
@@ -279,8 +305,10 @@ def make_mask(
     raises ValueError. Without a plan returns a dense mask where the mask function is not understood, with one warning
     that names it, and for a single query.
     """
+    _check_not_lost(attention_mask)
     plan, backend = current_plan()
-    whole = torch.compiler.is_compiling() and whole_graph()
+    compiling = torch.compiler.is_compiling()
+    whole = compiling and whole_graph()
     if plan is not None and whole:  # the function cannot be taken apart, so the layers narrow the plan or refuse it
         if attention_mask is not None:
             raise ValueError("a compiled model cannot compare padding with the active plan: pass attention_mask=None")
@@ -302,12 +330,13 @@ def make_mask(
         return None  # shapes are all that is asked for, and a plan depends on values
     if q_length == 1:
         return _dense(given, skip=skip_for_one_token)
-    if whole:
-        seen = _dense(given, skip=False)
-        assert seen is not None
-        return _carry(interval_plan(seen), None, narrow=False)
     if cache_position is None:
         cache_position = torch.arange(q_length, device=device) + kwargs.get("q_offset", 0)
+    if whole or (not compiling and (batching() or isinstance(cache_position, FakeTensor))):
+        seen = _dense(given, skip=False)
+        assert seen is not None
+        if not readable(seen):
+            return _carry(interval_plan(seen), backend, narrow=False)
     at = Sides(cache_position.unsqueeze(0).long(), torch.arange(kv_length, device=device).unsqueeze(0) + kv_offset)
     made = _plan_of(mask_function, at, batch_size, attention_mask)
     return _dense(given, skip=False) if made is None else _carry(made, backend, narrow=False)
@@ -316,6 +345,10 @@ def make_mask(
 @torch.compiler.disable(recursive=True)
 def _narrowed_for(plan: AttentionPlan, function: Callable[..., Any], padding: Tensor | None) -> AttentionPlan:
     """The active plan within the limits of the mask that the model asks for; raises ValueError."""
+    if not readable(padding):
+        raise ValueError(
+            "padding that torch.func.vmap batches cannot be compared with the active plan: say it in the plan"
+        )
     if padding is not None and padding.dim() == 2:
         seen = nn.functional.pad(padding.to(plan.k_doc.device).bool(), (0, max(0, plan.k_len - padding.shape[1])))
         if bool(((plan.k_doc >= 0) & ~seen[:, : plan.k_len]).any()):

@@ -285,10 +285,10 @@ class _Eager(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         special = not _is_plain_eager(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
+        plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
         if _transforms.transforming():
-            grads = _transforms.gradients(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+            grads = _transforms.gradients(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         elif special or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says it has none
-            plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         else:
             grads = run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from interlace._mask_values import readable
 from interlace.attention._blocks import block_lists
 from interlace.masks import BitfieldMask, Tokens
 
@@ -113,6 +114,9 @@ class AttentionPlan:
         key heads (default: as many): many heads keep a GPU's multiprocessors evenly busy by themselves, few need their
         long rows split. Any number of heads may use the plan.
 
+        Under torch.func's transforms, under torch.export and of fake tensors an op makes the plan (_traced.py), in
+        which `cap` and the numbers of heads play no part.
+
         Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
         """
         for name, given in (("mask", mask), ("kv_mask", kv_mask if kv_mask is not None else mask)):
@@ -130,6 +134,11 @@ class AttentionPlan:
                 f"kv_mask ({keys.batch} rows, {keys.device}) does not fit the query mask ({mask.batch} rows, "
                 f"{mask.device}): they need the same batch and device"
             )
+        if torch._C._functorch.peek_interpreter_stack() is not None or not readable(mask.bits, keys.bits):
+            from interlace.attention._traced import traced_plan
+
+            plan = traced_plan(mask.tokens(), keys.tokens(), mask.sinks, block)
+            return plan if device is None else plan.to(device)
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
         splitting = _Splitting(
             cap, (heads, kv_heads or heads), torch.device(device) if device is not None else mask.device

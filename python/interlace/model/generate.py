@@ -24,7 +24,7 @@ from interlace.model.deepstack import handing
 from interlace.model.language import LanguageSettings, as_model_wants, embed, plan_after, plan_of
 from interlace.model.placeholders import every_id
 from interlace.model.rows import PACKED, mask_of
-from interlace.model.sample import Sample
+from interlace.model.sample import Sample, check_samples
 from interlace.model.slice import takes
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def generate(
         raise ValueError(
             f"temperature {temperature} must be >= 0, top_p {top_p} in (0, 1], max_new_tokens {max_new_tokens} >= 0"
         )
+    check_samples("generate", prompts)
     if not prompts:
         return []
     room = [max_new_tokens] * len(prompts)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
+from interlace.model import callbacks
 from interlace.model.clips import ClipInputs
 from interlace.model.feed import NOTHING, About, Inputs, Item, Shape
 from interlace.model.feeding import ARGUMENTS, Feed, config_of, features_of, feeds_of
@@ -68,7 +69,7 @@ class ModalityModule(nn.Module):
     layers: path of the ModuleList that is cut into stages, where it is not plain.
 
     Raises ValueError for a module without recognisable layers or input, one that gives other features in here than by
-    itself, or an unknown projector.
+    itself, or an unknown projector; TypeError for a callback that does not take these arguments.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class ModalityModule(nn.Module):
                 "model"
             )
         self.kind = ARGUMENTS.get(argument, "image")
+        given = {"preprocess": preprocess, "postprocess": postprocess, "postprocess_projector": postprocess_projector}
+        callbacks.check({**given, "tokens": tokens, "collate": collate})
         if downsample < 1:
             raise ValueError(f"downsample is {downsample}; it must be at least 1 (tokens that become one)")
         if isinstance(projector, str) and projector not in PROJECTORS:
@@ -231,7 +234,7 @@ class ModalityModule(nn.Module):
         makes of them, and again of `downsample` one.
         """
         if self._tokens is not None:
-            return self._tokens(tuple(shape), about)
+            return callbacks.token_count(self._tokens, tuple(shape), about)
         item = Item(tuple(shape), about)
         count = -(-self._feature_count(item) // self.downsample)
         return count_tokens(self.projector or self.projector_class, count, self._grid(item, count))
@@ -265,7 +268,7 @@ class ModalityModule(nn.Module):
         and int64 [n, k] of each name that the encoder is told, grid_thw [n, 3].
         """
         if self._collate is not None:
-            return self._collate(items)
+            return callbacks.call("collate", self._collate, items)  # type: ignore[no-any-return]
         inputs = self.feed.collate(items)
         if self.preprocess is None and items and self.packing == PACKED and not self.is_told:
             inputs["plan"] = packed_plan([self.encoder_length(item.shape, item.about) for item in items])
@@ -320,7 +323,7 @@ class ModalityModule(nn.Module):
         "context" in `inputs` the layers, and the hidden states between stages, have this rank's share of the rows.
         """
         if self.preprocess is not None:  # which may leave out what it does not know
-            inputs = {"context": inputs.get("context"), **_called("preprocess", self.preprocess, dict(inputs))}
+            inputs = {"context": inputs.get("context"), **callbacks.call("preprocess", self.preprocess, dict(inputs))}
         items = self.feed.items(inputs)
         lengths = [self.encoder_length(*item) for item in items]
         like = next(self.layers.parameters())
@@ -459,21 +462,14 @@ class ModalityModule(nn.Module):
     def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
-            features = _called("postprocess", self.postprocess, inputs, features)
+            features = callbacks.call("postprocess", self.postprocess, inputs, features)
         grids = [self._grid(item, -(-n // self.downsample)) for item, n in zip(items, lengths, strict=True)]
         features = project(self.projector, features, lengths, grids, self.downsample)
-        if self.postprocess_projector is None:
-            return features
-        return _called("postprocess_projector", self.postprocess_projector, inputs, features)
-
-
-def _called(which: str, callback: Callable[..., Any], *arguments: Any) -> Any:
-    """What a user's callback returns; of what it raises the message says whose it is."""
-    try:
-        return callback(*arguments)
-    except Exception as error:
-        name = getattr(callback, "__qualname__", type(callback).__name__)
-        raise RuntimeError(f"the callback {which} = {name} raised {type(error).__name__}: {error}") from error
+        if self.postprocess_projector is not None:
+            features = callbacks.call("postprocess_projector", self.postprocess_projector, inputs, features)
+        if self._tokens or self.postprocess or self.postprocess_projector:
+            callbacks.check_features(features, [self.tokens(*item) for item in items])
+        return features
 
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:

@@ -25,7 +25,7 @@ from interlace.model.naming import LANGUAGE_MODEL, resolve
 from interlace.model.placeholders import Ids, check_placeholders, configured
 from interlace.model.projector import unit_of
 from interlace.model.rows import ROWS
-from interlace.model.sample import IGNORE, Sample, refuse_copies
+from interlace.model.sample import IGNORE, Sample, check_samples, refuse_copies
 from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, frozen_modules, keep_frozen
@@ -384,6 +384,7 @@ class MultimodalModel(nn.Module):
         decode=False: meta tensors in place of all media, for stages that need shapes only; nothing is loaded.
         """
         self._check_module(name)
+        check_samples("collate", samples)
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
             rows = self.language_settings.packing == ROWS
@@ -438,6 +439,8 @@ class MultimodalModel(nn.Module):
         features that do not match the placeholders, for several samples in a row of a model that does not pack, and for
         labels that were not shifted (on a CPU: a GPU would have to be waited for).
         """
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(f"the model takes a batch, not a {type(input_ids).__name__}: mllm(**mllm.collate(samples))")
         if labels is not None and labels.device.type == input_ids.device.type == "cpu":
             refuse_copies("labels", [(input_ids, labels)])
         if mask is None and plan is None:

@@ -187,6 +187,22 @@ class SampleOutline:
         raise RuntimeError(f"the labels of {self.name} are on another rank: this one computes without them")
 
 
+def check_samples(call: str, given: Any) -> None:
+    """Raise ValueError unless `given` is a list of samples. call: what it was given to."""
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    wrong = [item for item in given if not hasattr(item, "media")] if several else [given]
+    if not wrong:
+        return
+    if isinstance(given, Mapping):
+        hint = "a batch that mllm.collate made goes to mllm(**batch)"
+    elif isinstance(given, Sample):
+        hint = "put it in a list"
+    else:
+        hint = "make them with interlace.model.Sample(input_ids, labels, media)"
+    kind = type(wrong[0]).__name__
+    raise ValueError(f"{call} takes {'samples' if several else 'a list of samples'}, not a {kind}: {hint}")
+
+
 def shift_labels(labels: Tensor) -> Tensor:
     """Labels that lie beside their own ids, int64 [..., L] with one sequence per row -> each beside the id before it.
 

@@ -17,6 +17,7 @@ from interlace.model import Media, MultimodalModel
 from interlace.model.language import look_at
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.places import KEY, with_places
+from interlace.model.sample import check_samples
 from interlace.run.assign import DEFERRING, Assigner
 from interlace.run.device import moved
 from interlace.run.dispatch import Dispatcher
@@ -67,15 +68,17 @@ class GlobalBatch:
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> GlobalBatch:
-        """That of samples, lists of samples, or streams. Raises ValueError for an empty batch, and for a mixture."""
+        """That of samples, lists of samples, or streams. Raises ValueError for an empty batch, for a mixture and for
+        anything but samples."""
         if isinstance(microbatches, Sequence):
             microbatches = tuple(microbatches)
         if isinstance(samples, Dispatched):
             return cls(samples.samples, None, microbatches, chunks, place, samples)
-        if not samples:
+        if isinstance(samples, Sequence) and not samples:
             raise ValueError("a step needs at least one sample")
-        lists = [isinstance(item, (list, tuple)) for item in samples]
+        lists = [isinstance(item, (list, tuple)) for item in samples] if isinstance(samples, Sequence) else []
         if not any(lists):
+            check_samples("a step", samples)
             return cls(list(samples), None, microbatches, chunks, place)
         if not all(lists):
             raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
@@ -87,6 +90,7 @@ class GlobalBatch:
             if group:
                 groups.append(list(range(len(flat), len(flat) + len(group))))
                 flat += group
+        check_samples("a step", flat)
         if not flat:
             raise ValueError("all microbatches are empty: a step needs at least one sample")
         return cls(flat, groups, microbatches, chunks, place)

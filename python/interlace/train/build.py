@@ -21,7 +21,7 @@ from interlace.train.architectures import differences, read_json
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
-from interlace.train.modules import check_projector, make_encoder, make_language_model
+from interlace.train.modules import check_attention_dropout, check_projector, make_encoder, make_language_model
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
         model = _whole(Path(spec.path), tokenizer, source)
         _check_vocabulary(config, model.vocab_size, tokenizer, source)
         freeze(config, model, source)
+        check_attention_dropout(model, spec.path, source)
         return model
     with torch.device("meta"):
         language_model = make_language_model(spec.language_model, tokenizer.vocab_size, source)
@@ -63,6 +64,7 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     for name, encoder in spec.encoders().items():
         check_projector(model.encoders[name], encoder, f"{source}: [model.{name}] projector")
     freeze(config, model, source)
+    check_attention_dropout(model, None, source)
     return model
 
 

@@ -11,12 +11,16 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from interlace.attention._hf_dropout import dropout_key, dropout_rate, place_of
+from interlace.model.callbacks import misfit
 from interlace.model.projector import ItemProjector
+from interlace.model.whole import whole_class
 from interlace.train.architectures import RESERVED, SETTINGS, config_keys, model_class
 from interlace.train.config import ConfigError, imported, nearest
 from interlace.train.schema_base import MOST
@@ -26,7 +30,6 @@ MOST_LAYERS = 10_000
 SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "embeddings", "d_model", "experts")
 """What the names of keys end with that count something of which there must be some."""
 MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers"}
-DROPPED = {"attention_dropout", "attention_probs_dropout_prob"}
 
 
 def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> Any:
@@ -43,9 +46,9 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
 
     where = f"{source}: [model.{name}]"
     callbacks: dict[str, Any] = {}
-    for key, count in (("preprocess", 1), ("postprocess", 2), ("postprocess_projector", 2), ("tokens", 2)):
+    for key in ("preprocess", "postprocess", "postprocess_projector", "tokens"):
         if (path := getattr(spec, key)) is not None:
-            callbacks[key] = _function(path, count, f"{where} {key}")
+            callbacks[key] = _function(path, key, where)
     projector: Any = spec.projector
     if projector not in PROJECTORS:
         projector = _own_class(projector, f"{where} projector")
@@ -62,21 +65,31 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def check_attention_dropout(model: Any, folder: str | None, source: str) -> None:
+    """Raises ConfigError where attention weights would be dropped in training, naming the key.
+
+    folder: of a whole model, whose config.json has the key.
+    """
+    for name in model.modules_order():
+        module = model.encoders[name].module if name in model.encoders else model.language_model
+        for part in module.modules():
+            if part.training and (rate := dropout_rate(part)):
+                config = module.config if folder is None else whole_class(Path(folder))[1]
+                key = place_of(config, part.config) + dropout_key(part, rate)
+                where = (
+                    f"[model.{name}.config] {key}" if folder is None else f"[model] path: {key} of {folder}/config.json"
+                )
+                raise ConfigError(f"{source}: {where} must be 0, not {rate:g}: bitfield attention has no dropout")
+
+
 # ---------------------------------------------------------------------- what a config imports
 
 
-def _function(path: str, count: int, where: str) -> Callable[..., Any]:
-    """A function that takes `count` arguments. Raises ConfigError."""
-    found = imported(path, where)
-    if not callable(found):
-        raise ConfigError(f"{where} = {path!r} is a {type(found).__name__}, not a function")
-    try:
-        inspect.signature(found).bind(*range(count))
-    except TypeError:
-        wanted = {1: "one argument", 2: "two arguments"}[count]
-        raise ConfigError(f"{where} = {path!r} must take {wanted}, not {inspect.signature(found)}") from None
-    except ValueError:  # of code that is not Python's there is no signature
-        pass
+def _function(path: str, key: str, where: str) -> Callable[..., Any]:
+    """The callback `key` of an encoder. Raises ConfigError."""
+    found = imported(path, f"{where} {key}")
+    if why := misfit(key, found):
+        raise ConfigError(f"{where} {key} = {path!r} {why}")
     return found  # type: ignore[no-any-return]
 
 
@@ -174,7 +187,7 @@ def _checked(spec: Module, model: Any, where: str) -> dict[str, Any]:
             hint = "it is set by the trainer" if key in RESERVED else nearest(key, fields - RESERVED)
             raise ConfigError(f"{where} has no key {key!r} for {model.__name__}; {hint}")
         given, default = spec.config[key], defaults.get(key)
-        problem = _problem_of(key, given) if spec.path is None or key in DROPPED else ""
+        problem = _problem_of(key, given) if spec.path is None else ""
         if key in ("image_size", "patch_size") and isinstance(default, int) and isinstance(given, list):
             problem = f"must be one number, the side of a square, not {given!r}"
         if problem:
@@ -205,8 +218,6 @@ def _problem_of(key: str, value: Any) -> str:
         return f"must be a finite number, not {value!r}"
     if key == "rope_parameters" or key.endswith("eps"):
         return "" if value > 0 else f"must be more than 0, not {value!r}"
-    if key in DROPPED and value != 0:
-        return f"must be 0, not {value!r}: bitfield attention has no dropout"
     if "drop" in key or key.endswith("_prob"):
         return "" if 0 <= value <= 1 else f"must be between 0 and 1, not {value!r}"
     if isinstance(value, float):

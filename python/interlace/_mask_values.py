@@ -1,0 +1,36 @@
+"""Values of masks: whether Python can read them, and whether tensors made of them may be kept for later."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether Python can read the values of all of `tensors`."""
+    if torch.compiler.is_compiling():
+        return False
+    return not any(tensor is not None and (isinstance(tensor, FakeTensor) or _is_batched(tensor)) for tensor in tensors)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether torch.func.vmap batches `tensor`, at any level of nested transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def keepable(*tensors: Tensor) -> bool:
+    """Whether tensors made now may be kept for later: not those of traced code, nor of a transform of torch.func."""
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and readable(*tensors)
+
+
+def batching() -> bool:
+    """Whether a torch.func.vmap is active, at any level."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
