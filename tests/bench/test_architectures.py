@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from torch import nn
 
-from bench.architectures import ENCODER, LANGUAGE, OUTCOMES, examine_variant, population, variants
+from bench.architectures import ENCODER, LANGUAGE, OUTCOMES, build, examine_variant, population, variants
+from bench.architectures_check import prompts, samples_of, spread_encoder
 from bench.architectures_table import table
 from interlace.attention import hf
-from interlace.model import multimodal
+from interlace.model import ModalityModule, MultimodalModel, multimodal, set_checkpointing
 from interlace.model.trial import Packing
 from tests.bench.sweep import REPORT, ROWS, cases
 
@@ -113,6 +117,42 @@ def test_a_sample_of_the_table(kind, outcome):
 def test_a_larger_sample_of_the_table(kind, outcome, part):
     for case in drawn(kind, outcome, 20, seconds=30, seed=1)[part::4]:
         find_again(*case, thorough=outcome == "right")
+
+
+def gradients_of(kind, name, variant):
+    """mode of activation checkpointing -> gradients of a case of the table, text or items alone."""
+    model = build(kind, name, variants(name)[variant] if kind == LANGUAGE else None)
+    if kind == LANGUAGE:
+        owner = MultimodalModel({}, model).eval()
+        batch, layers = owner.collate(samples_of(prompts(model))), owner.layer_list("language_model")
+    else:
+        items = spread_encoder(model, ModalityModule(copy.deepcopy(model), projector=nn.Identity()))
+        owner = ModalityModule(model, projector=nn.Identity()).eval()
+        owner.connect(owner.feature_size)
+        batch, layers = owner.collate(items), owner.layers
+
+    def gradients(mode):
+        set_checkpointing(layers, mode)
+        owner.zero_grad()
+        output = owner(**batch)
+        (output.loss if kind == LANGUAGE else output.square().sum()).backward()
+        return {key: parameter.grad for key, parameter in owner.named_parameters()}
+
+    return gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("kind", [LANGUAGE, ENCODER])
+def test_checkpointing_keeps_the_gradients_of_a_sample_of_the_table(kind, part):
+    for case in drawn(kind, "right", 24, seconds=8, seed=2)[part::4]:
+        gradients = gradients_of(*case)
+        wanted = gradients("none")
+        for mode in ("full", "selective"):
+            found = gradients(mode)
+            for key, expected in wanted.items():
+                assert (found[key] is None) == (expected is None), (case, mode, key)
+                assert expected is None or torch.allclose(found[key], expected, atol=1e-6, equal_nan=True), (case, key)
 
 
 def test_a_leak_is_found_to_be_wrong(monkeypatch):

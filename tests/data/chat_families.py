@@ -143,6 +143,19 @@ def llava_next(folder: Path) -> Family:
     return Family(made, tokenizer.convert_tokens_to_ids("<image>"))
 
 
+def llava_next_video(folder: Path) -> Family:
+    tokenizer = trained({"image_token": "<image>", "video_token": "<video>"})
+    pixels = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+        image_grid_pinpoints=[[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]],
+    )
+    said = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    video = _video("LlavaNextVideoVideoProcessor", size={"height": 28, "width": 28})
+    made = _loaded(folder, "LlavaNextVideoProcessor", tokenizer, pixels, *video, template=LLAVA, **said)
+    return Family(made, tokenizer.convert_tokens_to_ids("<image>"))
+
+
 def llava_onevision(folder: Path) -> Family:
     tokenizer = trained({"image_token": "<image>", "video_token": "<video>"}, ("<|im_start|>", "<|im_end|>"))
     pixels = transformers.LlavaOnevisionImageProcessorPil(
@@ -185,6 +198,9 @@ def qwen3_vl(folder: Path) -> Family:
     size = {"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 40}
     pixels = transformers.Qwen2VLImageProcessorPil(size=size, patch_size=16)
     return _qwen(folder, "Qwen3VLProcessor", pixels, "Qwen3VLVideoProcessor", size=size, cap_pixels_per_frame=False)
+
+
+qwen3_vl_moe = qwen3_vl
 
 
 def gemma3(folder: Path, **said: Any) -> Family:

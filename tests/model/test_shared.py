@@ -56,6 +56,7 @@ def test_packed_texts_are_what_they_are_alone(family, checkpointing):
     mllm = build(None, None, language=MODELS[family])
     mllm.set_checkpointing(checkpointing)
     batch, oracle = texts(), plain(mllm)
+    oracle.set_checkpointing("none")
     total = torch.zeros(())
     alone = []
     for one in batch:
@@ -65,6 +66,10 @@ def test_packed_texts_are_what_they_are_alone(family, checkpointing):
     (total / 12).backward()
     output = mllm(**mllm.collate(batch))
     torch.testing.assert_close(output.logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
+    if (family, checkpointing) == ("gemma3n", "selective"):
+        with pytest.raises(ValueError, match="Gemma3nTextDecoderLayer changes the result of a matrix product in place"):
+            output.loss.backward()
+        return
     output.loss.backward()
     assert_same_gradients(gradients(mllm), gradients(oracle), 1e-4)
 

@@ -9,10 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
+    AyaVisionConfig,
+    AyaVisionForConditionalGeneration,
     CLIPVisionConfig,
+    Cohere2Config,
+    DeepseekOcr2Config,
+    DeepseekOcr2ForConditionalGeneration,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Granite4VisionConfig,
+    Granite4VisionForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -20,6 +29,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextVideoConfig,
+    LlavaNextVideoForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -30,8 +43,12 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
@@ -48,6 +65,9 @@ VISION = {**LAYERS, "hidden_size": 16, "image_size": 16, "patch_size": 4}
 TEXT = {**LAYERS, "hidden_size": 24, "vocab_size": VOCAB, "num_key_value_heads": 1, "max_position_embeddings": 256}
 
 
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
 def llava() -> nn.Module:
     vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=TOKEN))
@@ -61,8 +81,7 @@ def llava_full() -> nn.Module:
 
 
 def gemma3() -> nn.Module:
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    text = Gemma3TextConfig(**TEXT, head_dim=12, sliding_window=6, layer_types=kinds)
+    text = Gemma3TextConfig(**TEXT, head_dim=12, sliding_window=6, layer_types=KINDS)
     vision = SiglipVisionConfig(**VISION, vision_use_head=False)
     tokens = {"image_token_id": TOKEN, "boi_token_id": 43, "eoi_token_id": 44}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
@@ -115,24 +134,72 @@ def qwen2_5_vl() -> nn.Module:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+QWEN3 = {"hidden_size": 16, "out_hidden_size": 24, "num_position_embeddings": 16}
+WHOLE_ROPE = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+
+
 def qwen3_vl() -> nn.Module:
-    sizes = {
-        "hidden_size": 16,
-        "out_hidden_size": 24,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    text = {**TEXT, **ROPE, "head_dim": 12}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config={**PATCHES, **sizes}, text_config=text, **IDS))
+    vision, text = {**PATCHES, **QWEN3, "deepstack_visual_indexes": [0, 1]}, {**TEXT, **ROPE, "head_dim": 12}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config=vision, text_config=text, **IDS))
+
+
+def qwen3_vl_moe() -> nn.Module:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    text = {**TEXT, **ROPE, "head_dim": 12, **experts}
+    vision = {**PATCHES, **QWEN3, "deepstack_visual_indexes": [0, 1]}
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(vision_config=vision, text_config=text, **IDS))
+
+
+def qwen3_5() -> nn.Module:
+    """Layers with a state beside those with attention."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 12}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    text = {**TEXT, **heads, **sizes, **WHOLE_ROPE, "layer_types": kinds}
+    config = Qwen3_5Config(vision_config={**PATCHES, **QWEN3}, text_config=text, **IDS)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def glm4v() -> nn.Module:
+    vision = {**PATCHES, "hidden_size": 16, "out_hidden_size": 24, "image_size": 16}
+    tokens = {"image_start_token_id": 43, "image_end_token_id": 44}
+    tokens |= {"video_start_token_id": 41, "video_end_token_id": 42}
+    text = {**TEXT, **WHOLE_ROPE, "head_dim": 12}
+    ids = {"image_token_id": TOKEN, "video_token_id": VIDEO}
+    return Glm4vForConditionalGeneration(Glm4vConfig(vision_config=vision, text_config=text, **tokens, **ids))
+
+
+def aya_vision() -> nn.Module:
+    vision = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+    text = Cohere2Config(**TEXT, head_dim=12, layer_types=KINDS, sliding_window=6)
+    config = AyaVisionConfig(vision_config=vision, text_config=text, image_token_index=TOKEN, downsample_factor=2)
+    return AyaVisionForConditionalGeneration(config)
+
+
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48]]
+
+
+def llava_next() -> nn.Module:
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    config = LlavaNextConfig(
+        vision_config=vision, text_config=text, image_grid_pinpoints=PINPOINTS, image_token_id=TOKEN
+    )
+    return LlavaNextForConditionalGeneration(config)
+
+
+def llava_next_video() -> nn.Module:
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    tokens = {"image_token_id": TOKEN, "video_token_id": VIDEO}
+    config = LlavaNextVideoConfig(vision_config=vision, text_config=text, image_grid_pinpoints=PINPOINTS, **tokens)
+    return LlavaNextVideoForConditionalGeneration(config)
 
 
 def llava_onevision() -> nn.Module:
     vision = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
-    pinpoints = [[16, 32], [32, 16], [32, 32], [16, 48]]
     config = LlavaOnevisionConfig(
         vision_config=vision,
         text_config={**TEXT, "model_type": "qwen2"},
-        image_grid_pinpoints=pinpoints,
+        image_grid_pinpoints=PINPOINTS,
         image_token_id=TOKEN,
         video_token_id=VIDEO,
     )
@@ -144,6 +211,37 @@ def video_llava() -> nn.Module:
     vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
     tokens = {"image_token_index": TOKEN, "video_token_index": VIDEO}
     return VideoLlavaForConditionalGeneration(VideoLlavaConfig(vision_config=vision, text_config=text, **tokens))
+
+
+def granite4_vision() -> nn.Module:
+    """With features for several layers of the language model, and none in the place of the placeholders."""
+    vision = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False, "hidden_size": 64}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": 8, "max_position_embeddings": 8}
+    config = Granite4VisionConfig(
+        vision_config=vision,
+        text_config=TEXT,
+        qformer_config={"model_type": "blip_2_qformer", "use_qformer_text_input": False, **sizes},
+        image_grid_pinpoints=PINPOINTS,
+        image_token_index=TOKEN,
+        downsample_rate="1/2",
+        deepstack_layer_map=[[1, 0], [2, 1]],
+        spatial_target_layers=[0, 1, 1, 2],
+        vision_feature_select_strategy="full",
+    )
+    return Granite4VisionForConditionalGeneration(config)
+
+
+def deepseek_ocr2() -> nn.Module:
+    """With a tower of two, one behind the other."""
+    first = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 64, "window_size": 4}
+    first |= {"output_channels": 8, "downsample_channels": [8, 16], "global_attn_indexes": [1], "mlp_dim": 24}
+    second = {**LAYERS, "hidden_size": 16, "num_key_value_heads": 1, "vocab_size": 8}
+    text = {**TEXT, "num_key_value_heads": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8}
+    text |= {"n_group": 1, "topk_group": 1}
+    vision = {"sam_config": first, "encoder_config": second}
+    config = DeepseekOcr2Config(vision_config=vision, text_config=text, image_token_id=TOKEN)
+    return DeepseekOcr2ForConditionalGeneration(config)
 
 
 class Shown(NamedTuple):
@@ -184,6 +282,8 @@ SECONDS = [
     [],
     [patches(2, 4, 4, video=True, seconds=0.5), patches(1, 4, 4), patches(3, 4, 4, video=True, seconds=2.0)],
 ]
+PICTURES = [[patches(1, 4, 6)], [], [patches(1, 8, 4), patches(1, 4, 4)]]
+TILES = [[tiles(3, 16, 30)], [], [tiles(5, 32, 32), tiles(3, 9, 30)]]
 FRAMES = [[patches(1, 4, 6)], [], [patches(1, 8, 4), *[patches(1, 4, 4, video=True)] * 2, patches(1, 4, 4)]]
 CASES = {
     "llava": Case(llava),
@@ -196,6 +296,11 @@ CASES = {
     "qwen2_vl": Case(qwen2_vl, GRIDS),
     "qwen2_5_vl": Case(qwen2_5_vl, SECONDS),
     "qwen3_vl": Case(qwen3_vl, FRAMES),
+    "qwen3_vl_moe": Case(qwen3_vl_moe, FRAMES),
+    "glm4v": Case(glm4v, PICTURES),
+    "aya_vision": Case(aya_vision),
+    "llava_next": Case(llava_next, TILES),
+    "llava_next_video": Case(llava_next_video, TILES),
     "llava_onevision": Case(
         llava_onevision, [[tiles(3, 16, 30)], [], [tiles(1, 16, 30), tiles(1, 9, 9)], [tiles(5, 32, 32)]]
     ),
@@ -281,7 +386,7 @@ def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
                 given["second_per_grid_ts"] = torch.tensor(seconds)
         if name in ("qwen2_vl", "qwen2_5_vl"):  # behind a video the library's own are wrong: see test_positions.py
             given["position_ids"] = positions(sample)[:, None]
-        if name == "qwen3_vl" and "video_grid_thw" in given:  # of which the processor writes each frame apart
+        if name.startswith("qwen3_vl") and "video_grid_thw" in given:  # of which the processor writes each frame apart
             given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     elif items and shown[0].about:
         most = max(item.shape[0] for item in items)

@@ -21,7 +21,7 @@ from interlace.cli import main
 from tests.data import chat_families
 from tests.data.test_chats_faults import TEMPLATE
 from tests.train.test_own_data import CONFIG
-from tests.train.test_own_data_whole import MODELS
+from tests.train.whole_families import MODELS
 
 WHOLE = """
 [run]

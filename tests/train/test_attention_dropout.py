@@ -63,11 +63,10 @@ def test_an_encoder_names_its_key_and_may_drop_where_it_is_frozen() -> None:
 
 def test_a_folder_of_one_module(tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=300)).save_pretrained(tmp_path)
-    model: dict[str, Any] = {"language_model": {"path": str(tmp_path)}}
     with pytest.raises(ConfigError, match=r"\[model\.language_model\.config\] attn_pdrop must be 0, not 0\.1"):
-        build(config_of(model), ByteTokenizer())
-    model["language_model"]["config"] = {"attn_pdrop": 0.0}
-    assert build(config_of(model), ByteTokenizer()).language_model.config.attn_pdrop == 0
+        build(config_of({"language_model": {"path": str(tmp_path)}}), ByteTokenizer())
+    mended = {"language_model": {"path": str(tmp_path), "config": {"attn_pdrop": 0.0}}}
+    assert build(config_of(mended), ByteTokenizer()).language_model.config.attn_pdrop == 0
 
 
 def test_a_whole_checkpoint_names_the_place_in_its_file(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ NOT_FED = {
     ),
     "an encoder of waves": (
         "model.audio={architecture='Wav2Vec2Model',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
-        "num_attention_heads=2,conv_dim=[8],conv_kernel=[10],conv_stride=[5],num_conv_pos_embeddings=4,num_conv_pos_embedding_groups=2,mask_time_prob=0.0,layerdrop=0.0}}",
+        "num_attention_heads=2,conv_dim=[8],conv_kernel=[10],conv_stride=[5],num_conv_pos_embeddings=4,num_conv_pos_embedding_groups=2,mask_time_prob=0.0,layerdrop=0.0,attention_dropout=0.0}}",
         "Wav2Vec2Model takes no (mel bins, frames) of 10 ms",
     ),
     "no pictures": (

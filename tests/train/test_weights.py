@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from interlace.data import ByteTokenizer
+from interlace.model import MultimodalModel
 from interlace.run import memory, parallelize
 from interlace.run.graph import stage_graph
 from interlace.run.ranks import make_ranks
@@ -18,6 +20,7 @@ from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 from interlace.train.feed import datasets
 from interlace.train.weights import random_values
+from tests.model import wholes
 from tests.train.test_build import _build, _config
 
 HEADS = [f"model.language_model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
@@ -123,3 +126,24 @@ def test_a_model_on_meta_is_given_memory_and_then_computes_as_the_whole() -> Non
         parallelize(model, build_layout(config, model), transport="local", device="meta")
     with pytest.raises(ConfigError, match=r"no rule is known for the first values of language_model\.other"):
         next(random_values(model, ["language_model.other"], 0))
+
+
+FIRST = ("llava_next", "qwen2_audio")  # a weight beside the tower, and sinusoids
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in wholes.CASES]
+)
+def test_the_first_values_of_whole_models_are_huggingfaces(name: str) -> None:
+    """Buffers are in no folder: without these values a run would begin with others than HuggingFace's model has."""
+    own = wholes.CASES[name].make()
+    with torch.device("meta"):
+        model = MultimodalModel.of_whole(type(own)(copy.deepcopy(own.config)))
+    names = [parameter for parameter, _ in model.named_parameters()]
+    read = dict(random_values(model, [], 0, read=names))
+    buffers = {model.name_in_whole(each): values for each, values in read.items()}
+    for key, expected in own.named_buffers():
+        assert torch.equal(buffers[key], expected), key
+    drawn = dict(random_values(model, names, 0))
+    assert drawn.keys() >= set(names) and all(bool(drawn[each].isfinite().all()) for each in names)
+    assert all(torch.equal(drawn[each], values) for each, values in read.items())

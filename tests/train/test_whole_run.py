@@ -16,9 +16,11 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.model import MultimodalModel
+from interlace.model.whole import build_whole
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint.identity import canonical_names
+from tests.model.older import folder_of
 from tests.train.test_pretrained import all_weights
 from tests.train.test_weights import OfOneRank
 
@@ -75,6 +77,15 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
     assert seen == set(stored)
 
 
+def test_experts_of_an_older_folder_are_read_transposed_as_huggingface_does(tmp_path: Path) -> None:
+    folder = folder_of("qwen3_vl_moe", tmp_path / "older")
+    config = configs.from_table(copy.deepcopy(TABLE) | {"model": {"path": str(folder)}}, source="mine.toml")
+    stored = stored_weights(config, MultimodalModel.of_whole(build_whole(folder)))
+    expected = dict(MultimodalModel.from_pretrained(folder).named_parameters())
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].read(), value) for name, value in expected.items())
+
+
 def test_projectors_are_named_by_a_pattern_as_those_of_other_models(folder: Path) -> None:
     table = copy.deepcopy(TABLE) | {"model": {"path": str(folder)}}
     table["train"] |= {"freeze": ["*"], "train": ["*.projector"]}
@@ -119,10 +130,11 @@ def test_a_run_is_exported_key_for_key(folder: Path, tmp_path: Path, capsys: pyt
     same = {key for key in before if torch.equal(before[key], after[key])}
     assert same == {key for key in before if "vision_tower" in key}
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert f"{tmp_path / 'out' / 'config.json'}: load it with transformers 5;" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").read_text() == (folder / "config.json").read_text()
     LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "by huggingface")
-    for file in ("config.json", "generation_config.json"):
-        wanted = json.loads((tmp_path / "by huggingface" / file).read_text())
-        assert json.loads((tmp_path / "out" / file).read_text()) == wanted
+    wanted = json.loads((tmp_path / "by huggingface" / "generation_config.json").read_text())
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == wanted
     assert main(["export", str(run), str(tmp_path / "first"), "--step", "1"]) == 0
     first = all_weights(tmp_path / "first")
     assert any(not torch.equal(first[key], after[key]) for key in after)

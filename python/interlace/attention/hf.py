@@ -452,13 +452,13 @@ def _remember_plans() -> None:
 
 def _know_what_is_packed() -> None:
     """transformers looks into positions for packed sequences, in every forward, and reads the answer from the GPU:
-    under a plan, which says what is packed, it need not."""
+    under a plan, which says what is packed, it need not; on meta there is nothing to read."""
     find = masking_utils.find_packed_sequence_indices
     if not hasattr(find, "knows_plans"):
 
         @wraps(find)
         def find_without_plan(position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-            if not torch.compiler.is_compiling() and current_plan()[0] is not None:
+            if position_ids.is_meta or (not torch.compiler.is_compiling() and current_plan()[0] is not None):
                 return None
             found: Tensor | None = find(position_ids, *args, **kwargs)
             return found

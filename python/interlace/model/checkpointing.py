@@ -57,9 +57,16 @@ KEPT = frozenset(
 """Operations whose results "selective" keeps, by name: not every build of torch has all of them."""
 
 
+UNSAFE_VIEW = "aten::_unsafe_view"
+"""torch.matmul returns its product through this: the same memory under a version counter of its own."""
+
+
 def keeps(_: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy of "selective", as `torch.utils.checkpoint.create_selective_checkpoint_contexts` asks for it."""
-    if operation.name() in KEPT and not _drops_out(operation, args, kwargs):
+    name = operation.name()
+    # Kept, too, for its counter: torch then sees that a product was changed in place, and does not take it for the old.
+    view = name == UNSAFE_VIEW and type(args[0].grad_fn).__name__ != "CloneBackward0"
+    if view or (name in KEPT and not _drops_out(operation, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -77,7 +84,19 @@ def _checkpointed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     forward = MethodType(type(layer).forward, layer)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(under_current_plan(forward), *args, use_reentrant=False, **how, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            raise ValueError(
+                f'{type(layer).__name__} changes the result of a matrix product in place, which "selective" activation '
+                'checkpointing keeps: use "full"'
+            ) from error
+
+    return checkpoint(under_current_plan(run), *args, use_reentrant=False, **how, **kwargs)
 
 
 def _full(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

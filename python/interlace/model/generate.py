@@ -25,6 +25,7 @@ from interlace.model.language import LanguageSettings, as_model_wants, embed, pl
 from interlace.model.placeholders import every_id
 from interlace.model.rows import PACKED, mask_of
 from interlace.model.sample import Sample, check_samples
+from interlace.model.slice import takes
 
 if TYPE_CHECKING:
     from interlace.model.multimodal import MultimodalModel
@@ -143,12 +144,11 @@ class Reading:
     def _run(self, plan: AttentionPlan, positions: Tensor, wanted: Tensor, **given: Tensor) -> Tensor:
         postprocess = self.settings.postprocess
         options: dict[str, Any] = {}
-        accepted = inspect.signature(self.module.forward).parameters
-        if postprocess is None and "logits_to_keep" in accepted:
+        if postprocess is None and "logits_to_keep" in inspect.signature(self.module.forward).parameters:
             options["logits_to_keep"] = wanted  # the vocabulary is large, and a row of prompts long
-        cache_name = "cache" if "cache" in accepted else "past_key_values"  # transformers before 5.24
+        cache_name = "cache" if takes(self.module, "cache") else "past_key_values"  # transformers before 5.24
         cache = {} if self.cache is None else {cache_name: self.cache}
-        if "use_cache" in accepted:
+        if takes(self.module, "use_cache"):
             cache["use_cache"] = self.cache is not None
         with use_plan(plan, backend=self.settings.backend):
             output = self.module(**given, **options, **cache, position_ids=as_model_wants(positions))

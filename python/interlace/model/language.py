@@ -163,10 +163,7 @@ def _call(
     kwargs: Inputs = {"inputs_embeds": given, "position_ids": as_model_wants(positions)}
     if per_layer is not None:
         kwargs["per_layer_inputs"] = per_layer
-    accepted = inspect.signature(module.forward).parameters
-    if "use_cache" in accepted:
-        kwargs["use_cache"] = False
-    kept = wanted is not None and "logits_to_keep" in accepted
+    kept = wanted is not None and "logits_to_keep" in inspect.signature(module.forward).parameters
     if wanted is not None and kept:
         columns = wanted.any(0).nonzero().squeeze(1) if columns is None else columns
         kwargs["logits_to_keep"] = columns.to(given.device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from interlace.model.collate import check_bidirectional
+from interlace.model.kept_config import keep_config
 from interlace.model.language import LanguageSettings, merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL
@@ -68,6 +69,7 @@ def save_modules(
     for name, module in {**{n: e.module for n, e in encoders.items()}, LANGUAGE_MODEL: language_model}.items():
         module.save_pretrained(folder / name)  # type: ignore[operator]
         if source is not None:
+            keep_config(folder / name, source / name)
             copy_companions(source / name, folder / name)
     save_file(projector_weights(encoders), folder / PROJECTOR)
     facts = {

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from transformers import PreTrainedModel
 
 from interlace.model.checkpointing import Checkpointing, check_entry, set_checkpointing
 
@@ -81,6 +83,19 @@ def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             "cannot find the hidden state in a layer's arguments: it must come first, or be named hidden_states"
         )
     return given
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    """Whether a module's forward uses an argument of this name: its own, or one of the **kwargs that HuggingFace's
+    models hand to models inside of them."""
+    forward: Callable[..., Any] = module.forward
+    parameters = inspect.signature(forward).parameters
+    if argument in parameters:
+        return True
+    hands_on = isinstance(module, PreTrainedModel) and any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
+    return hands_on and any(isinstance(part, PreTrainedModel) and takes(part, argument) for part in module.children())
 
 
 def find_layers(module: nn.Module, path: str | None = None) -> str:
@@ -227,7 +242,8 @@ def run(
     hidden replaces what `first_layer` is given; enter(given) -> replacement does so too and may call `leave`.
     Raises RuntimeError if the forward never reached `first_layer` (layer drop).
     """
-
+    if takes(module, "use_cache"):  # a layer that is computed again would find its own keys in the cache
+        kwargs = {**kwargs, "use_cache": False}
     entered = hidden is None and enter is None
 
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

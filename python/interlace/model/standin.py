@@ -12,9 +12,8 @@ Random weights say more than real ones: a gate that starts at zero hides today w
 from __future__ import annotations
 
 import copy
-import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -263,9 +262,3 @@ def plainly() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-
-
-def takes(module: nn.Module, argument: str) -> bool:
-    """Whether a module's forward has an argument of this name."""
-    forward: Callable[..., Any] = module.forward
-    return argument in inspect.signature(forward).parameters

@@ -20,8 +20,8 @@ from interlace.model.loss import head_of
 from interlace.model.remembered import remembered
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import IGNORE, Sample
-from interlace.model.slice import carve
-from interlace.model.standin import SMALL, Unanswerable, cheaply, stand_in, takes
+from interlace.model.slice import carve, takes
+from interlace.model.standin import SMALL, Unanswerable, cheaply, stand_in
 from interlace.model.trial import (
     TOLERANCE,
     Case,

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from interlace.attention.hf import NAME
 from interlace.model.deepstack import layers_of
 from interlace.model.folder_kinds import refuse_other_kinds
+from interlace.model.kept_config import CONFIG, keep_config
 from interlace.model.patches import PatchInputs
 from interlace.model.placeholders import configured
 from interlace.model.tied import say_untied
@@ -31,7 +32,6 @@ from interlace.model.whole_positions import RopeIndex
 from interlace.model.whole_tower import WholeEncoder
 from interlace.model.whole_trial import TakenApart, bidirectional_media
 
-CONFIG = "config.json"
 WEIGHTS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5"),
     *(".gguf", ".onnx", ".onnx_data", ".ckpt"),
@@ -164,7 +164,10 @@ def take_apart(whole: Any) -> TakenApart:
     parts = Parts.of(whole)
     language_model = parts.language_model(whole)
     language_model.set_attn_implementation(NAME)  # before the tower, which may take the other name of it
-    encoder = WholeEncoder(whole, parts)
+    try:
+        encoder = WholeEncoder(whole, parts)
+    except ValueError as error:
+        raise ValueError(f"{type(whole).__name__} cannot be cut into its modules: {error}") from error
     base = getattr(language_model, parts.base)
     # Others make features of a video by code of their own (pooling, another tower), which is not called here.
     videos = isinstance(encoder.feed, PatchInputs) and hasattr(base, "get_video_features")
@@ -189,9 +192,10 @@ def put_together(encoder: WholeEncoder, language_model: nn.Module) -> Any:
 
 
 def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
-    """Write what HuggingFace's from_pretrained reads into `folder`, with tokenizer and processor of `source`."""
+    """Write what HuggingFace reads again into `folder`, with config, tokenizer and processor of `source`."""
     whole.save_pretrained(folder)
     if source is not None:
+        keep_config(folder, source)
         copy_companions(source, folder)
 
 

@@ -132,9 +132,11 @@ class Parts:
     def language_model(self, whole: Any) -> Any:
         """The whole without tower and what follows it; it shares all that is left."""
         base = clone(getattr(whole, self.base))
-        for key in (self.tower, *self.beside):
+        for key in self.beside:
             base._modules.pop(key, None)
-            base._parameters.pop(key, None)
+            parameter = base._parameters.pop(key, None)
+            if parameter is not None:  # HuggingFace's rules for first values fill it wherever they see the base
+                vars(base)[key] = torch.empty_like(parameter, device="meta", requires_grad=False)
         base._modules[self.tower] = Gone()
         made = self._around(whole, base)
         # Without the tower's, or the library would wonder each time where its model is. The base keeps the whole's.

@@ -152,6 +152,12 @@ class WholeEncoder(ModalityModule):
         config: Any = self.module.config
         super().connect(out_features * (1 + len(getattr(config, INDEXES, None) or ())))
 
+    def _unknown(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"no way is known to give {self.kind} items to its tower ({type(error).__name__}: {error}). Train it with "
+            "HuggingFace's class"
+        )
+
     def _measure(self, feeds: Sequence[Feed]) -> None:
         super()._measure(feeds)
         if self.images is not None and self.images.any_size:

@@ -23,8 +23,8 @@ from interlace.model.patches import GRID, UNIT, PatchInputs
 from interlace.model.placeholders import Ids, token_ids
 from interlace.model.remembered import remembered
 from interlace.model.sample import IGNORE, Media, Sample
-from interlace.model.slice import find_layers
-from interlace.model.standin import Unanswerable, cheaply, stand_in, takes
+from interlace.model.slice import find_layers, takes
+from interlace.model.standin import Unanswerable, cheaply, stand_in
 from interlace.model.tiles import TileInputs
 from interlace.model.trial import TOLERANCE, far, one_line, random_rows
 from interlace.model.trial_language import WORDS, plain_ids, trim

@@ -73,14 +73,14 @@ class Made(NamedTuple):
     """A weight that files hold in other pieces than the library's module: experts one by one, two maps as one.
 
     sources: (pattern of the library's converter, tensor), in order; first: the first name of those that it makes of
-    them; name: the one that is meant.
+    them; name: the one that is meant; module: the library's, which some converters ask for a shape.
     """
 
     converter: Any
     sources: list[tuple[str, Stored]]
     first: str
     name: str
-    config: Any
+    module: Any
 
     def tensors(self) -> list[Stored]:
         """The tensors of files that it is made of."""
@@ -97,7 +97,8 @@ class Made(NamedTuple):
         for (pattern, stored), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.first, stored.key, pattern, tensor)
         try:
-            made = converter.convert(self.first, config=self.config)[self.name]
+            config = getattr(self.module, "config", None)
+            made = converter.convert(self.first, model=self.module, config=config)[self.name]
         except Exception as error:  # whatever it raises for pieces that do not fit each other
             raise ValueError(f"{self.name} cannot be made of {self.sources[0][1].key} and others: {error}") from None
         result: Tensor = made[0] if isinstance(made, list) else made
@@ -275,7 +276,7 @@ def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, So
         start = converter.target_patterns[0]
         for target in converter.target_patterns:
             name = first.replace(start, target, 1)
-            found[name] = Made(converter, sources, first, name, getattr(module, "config", None))
+            found[name] = Made(converter, sources, first, name, module)
     return found
 
 
@@ -338,6 +339,12 @@ def contents_of(folder: Path) -> dict[str, Stored]:
     other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
     also = f", only {other[0]}, which is a pickle: save the model again with safetensors" if other else ""
     raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{also}")
+
+
+def shapes_of(folder: Path) -> dict[str, list[int]]:
+    """The shape of every tensor of a folder, by key."""
+    files = {stored.file for stored in contents_of(folder).values()}
+    return {key: shape for file in files for key, (shape, _) in _heads(file).items()}
 
 
 def _heads(file: Path) -> dict[str, tuple[list[int], str]]:

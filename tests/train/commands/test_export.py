@@ -16,17 +16,20 @@ from interlace.train.build import architecture, build, materialize
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.commands import export
-from interlace.train.commands.export import _companions
+from interlace.train.commands.export import _companions, _for_transformers_5
 from interlace.train.commands.reloaded import Checked
 from interlace.train.config import dumps, loads
 from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import trained
 from tests.data.test_chats_faults import TEMPLATE
 from tests.model import zoo
+from tests.model.older import folder_of
 from tests.train.test_own_data import CONFIG
 
 
-def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
@@ -40,6 +43,8 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path, monkeyp
     identity = identity_of(model, architecture(config))
     Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "transformers 4" in line]
+    assert said.startswith(f"{tmp_path}/out/language_model/config.json: load it with transformers 5;")
     calls: list[str] = []  # asked as trained, with adapters beside the layers, and before anything is written
     for where, name, result in (
         ("train.commands.reloaded", "ask", "asked"), ("model.lora", "merge_adapters", None),
@@ -71,6 +76,15 @@ def test_a_check_without_chats_is_refused_before_a_whole_checkpoint_is_read(
         "--check 3 asks a whole checkpoint by its processor, which reads chats, and the data are digits"
         in capsys.readouterr().err
     )
+
+
+def test_weights_in_another_layout_than_the_source_are_named(tmp_path: Path) -> None:
+    """HuggingFace turns the experts of an older Qwen3-VL-MoE when it reads them, and does not turn them back."""
+    source, target = folder_of("qwen3_vl_moe", tmp_path / "source"), tmp_path / "out"
+    MultimodalModel.from_pretrained(source).save_pretrained(target)
+    [line] = _for_transformers_5(target, source)
+    key = "model.language_model.layers.0.mlp.experts.down_proj"
+    assert line == f"{target}: load it with transformers 5; {key} is [4, 24, 8], in {source} [4, 8, 24]"
 
 
 @pytest.mark.parametrize("mean", ["", "mean = [0.5, 0.5, 0.5]\n"])

@@ -78,6 +78,9 @@ def export(options: argparse.Namespace) -> int:
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
     print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
+    whole = config.model.path
+    for line in [] if options.adapter else _for_transformers_5(target, None if whole is None else Path(whole)):
+        print(line)
     if asked is None:
         return 0
     checked = check(asked, target)
@@ -85,17 +88,41 @@ def export(options: argparse.Namespace) -> int:
     return 0 if checked.good else 1
 
 
+def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
+    """A line about each part of an exported model that transformers 4 would misread; source: the whole checkpoint."""
+    from interlace.model.kept_config import ROTATION, for_transformers_5
+    from interlace.train.pretrained import shapes_of
+
+    lines = [
+        f"{file}: load it with transformers 5; transformers 4 ignores {ROTATION} and rotates by its defaults"
+        for file in for_transformers_5(target)
+    ]
+    if source is not None:
+        now, before = shapes_of(target), shapes_of(source)
+        moved = sorted(key for key in now if before.get(key) != now[key])
+        lines += [
+            f"{target}: load it with transformers 5; {key} is {now[key]}, in {source} {before.get(key, 'absent')}"
+            for key in moved[:1]
+        ]
+    return lines
+
+
 def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     """Write what a model of modules is asked with into `folder`: tokenizer, chat template, and how pixels are scaled.
 
-    Of chats the run's own tokenizer, which knows the placeholders; else that of the language model's folder. Beside
-    each encoder what its folder says of pixels, with the config's mean and std where it gives them.
+    Each module that was read from a folder keeps that folder's config.json. Of chats the run's own tokenizer, which
+    knows the placeholders; else that of the language model's folder. Beside each encoder what its folder says of
+    pixels, with the config's mean and std where it gives them.
     """
+    from interlace.model.kept_config import keep_config
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole import copy_companions
     from interlace.train.media_specs import pixels
     from interlace.train.texts import tokenizer_of
 
+    for name, module in config.model.modules().items():
+        if module.path is not None:
+            keep_config(folder / name, Path(module.path))
     language_model = folder / LANGUAGE_MODEL
     if config.data.dataset == "chats":
         tokens = tokenizer_of(config, source=source)
