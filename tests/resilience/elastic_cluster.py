@@ -383,11 +383,7 @@ def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, floa
     model = build(config, tokenizer)
     parallel = parallelize(model, Layout.balanced(model, 1), transport="local", device="cpu")
     initialize(parallel, seed=config.run.seed)
-    feed = Feed(
-        *datasets(config, model, tokenizer), batch_size=config.train.batch_size, seed=config.run.seed,
-        validation_samples=config.train.validation_samples,
-        row_tokens=config.data.max_tokens if config.data.pack else None,
-    )  # fmt: skip
+    feed = Feed.of_config(config, *datasets(config, model, tokenizer), None)
     folder.mkdir(parents=True)
     trainer = Trainer(config, model, parallel, feed, folder, quiet=True)
     samples: dict[int, Sequence[int]] = {}

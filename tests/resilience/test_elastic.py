@@ -18,8 +18,10 @@ from tests.resilience.sweep import KINDS, TABLE, check, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
-    """Also one that dies when all have measured a step, and it alone has not written the line yet."""
-    made = table(tmp_path / "runs", train={"steps": 8, "validate_every": 0}, resilience={"nodes": 3})
+    """Also one that dies when all have measured a step, and it alone has not written the line yet. Every other step is
+    the last of an epoch, with one sample for all pipelines."""
+    train = {"steps": 8, "batch_size": 9, "validate_every": 0}
+    made = table(tmp_path / "runs", train=train, data={"held_out": 0.995}, resilience={"nodes": 3})
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.kill_before_line(3)
         cluster.start("a", "b", "c")
@@ -91,9 +93,9 @@ def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_packed_rows_outlive_a_node(tmp_path: Path) -> None:
-    """The rows of a batch are shared out anew, over pipelines of which one is gone."""
+    """The rows of a batch are shared out anew, over pipelines of which one is gone. Every other batch has one row."""
     made = table(tmp_path / "runs", train={"steps": 8, "batch_size": 6, "microbatches": 6}, resilience={"nodes": 3})
-    made["data"] |= write_chats(tmp_path / "chats")
+    made["data"] |= write_chats(tmp_path / "chats") | {"limit": 20}
     made["model"]["language_model"]["config"]["max_position_embeddings"] = made["data"]["max_tokens"]
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.start("a", "b", "c")
