@@ -1,4 +1,4 @@
-"""On which addresses this process listens, as the kernel knows it (Linux)."""
+"""TCP sockets as the kernel knows them (Linux): on which addresses this process listens, what waits to be read."""
 
 from __future__ import annotations
 
@@ -23,4 +23,15 @@ def listens_on() -> set[tuple[str, int]]:
             if fields[3] == "0A" and fields[9] in sockets:
                 address, port = fields[1].split(":")
                 found.add((address, int(port, 16)))
+    return found
+
+
+def unread(port: int) -> int:
+    """Bytes that have come to this port of this machine, from the machine itself, and that its process has not read."""
+    found = 0
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, own, _, _, queues, *_ = line.split()
+            if int(own.rpartition(":")[2], 16) == port:
+                found += int(queues.rpartition(":")[2], 16)
     return found

@@ -277,7 +277,7 @@ def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
 def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     """kill -9 of a rank, then --resume, then SIGTERM to the launcher: the curve of an unbroken run, whose launcher is
     killed: its ranks save and give the folder back, and nothing else of it stays."""
-    steps = ["--set", "train.steps=400", "--set", "checkpoint.every=5", "--set", "train.validate_every=0"]
+    steps = ["--set", "train.steps=4000", "--set", "checkpoint.every=5", "--set", "train.validate_every=0"]
     settings = [*steps, "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
     process = _start("train", tiny, *settings)
     _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
@@ -295,7 +295,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 143 and "going on from" in output, output
     assert not (folder / "run.lock").exists()
-    stopped = int(re.search(r"stopped after step (\d+) of 400; saved", output).group(1))  # type: ignore[union-attr]
+    stopped = int(re.search(r"stopped after step (\d+) of 4000; saved", output).group(1))  # type: ignore[union-attr]
     assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir()
     broken = _curve(folder)
     assert [step for step, _ in broken] == list(range(1, stopped + 1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -41,33 +42,65 @@ def take(loader: Loader, count: int) -> list[list[int]]:
     return [numbers(next(loader)) for _ in range(count)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(1, 40),
-    batch=st.integers(1, 8),
-    stop=st.integers(0, 20),
+    batch=st.integers(1, 45),
+    epochs=st.integers(1, 3),
+    stop=st.integers(0, 200),
     prefetch=st.sampled_from([0, 0, 1, 3]),
     shuffle=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_interrupted_and_resumed_equals_uninterrupted(size, batch, stop, prefetch, shuffle, seed):
-    batch = min(batch, size)
+def test_every_epoch_has_every_sample_once_also_across_a_resume(size, batch, epochs, stop, prefetch, shuffle, seed):
     make = {"seed": seed, "shuffle": shuffle, "prefetch": prefetch}
+    per_epoch = math.ceil(size / batch)
+    steps, stop = epochs * per_epoch, stop % (epochs * per_epoch + 1)
     with Loader(Numbers(size), batch, **make) as loader:
-        whole = take(loader, stop + 8)
+        assert [loader.batches(epoch) for epoch in range(epochs)] == [per_epoch] * epochs and loader.left_out(0) == 0
+        whole = take(loader, steps + 2)
     with Loader(Numbers(size), batch, **make) as loader:
         first = take(loader, stop)
         state = loader.state_dict()
     with Loader(Numbers(size), batch, **make) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict() == state
-        assert first + take(loader, 8) == whole
-    # Every epoch: each sample at most once, all but an incomplete batch, under that epoch's number.
+        assert first + take(loader, steps + 2 - stop) == whole
+    for epoch in range(epochs):
+        mine = whole[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert [len(numbers) for numbers in mine[:-1]] == [batch] * (per_epoch - 1)
+        assert sorted(n for numbers in mine for n in numbers) == [1000 * epoch + i for i in range(size)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 40), batch=st.integers(1, 8), stop=st.integers(0, 20), seed=st.integers(0, 5))
+def test_drop_last_has_full_batches_alone_and_counts_what_it_leaves_out(size, batch, stop, seed):
+    batch = min(batch, size)
     per_epoch = size // batch
-    for epoch in range((stop + 8) // per_epoch):
-        seen = [n for b in whole[epoch * per_epoch : (epoch + 1) * per_epoch] for n in b]
-        assert len(set(seen)) == len(seen) == per_epoch * batch
+    make = {"seed": seed, "prefetch": 0, "drop_last": True}
+    with Loader(Numbers(size), batch, **make) as loader:
+        whole = take(loader, stop + 3 * per_epoch)
+        assert loader.left_out(0) == loader.left_out(2) == size % batch
+    resumed = Loader(Numbers(size), batch, **make)
+    resumed.load_state_dict(loader.state_dict() | {"epoch": stop // per_epoch, "position": stop % per_epoch})
+    assert take(resumed, 3 * per_epoch) == whole[stop:]
+    with Loader(Numbers(size), batch, seed=seed, prefetch=0) as smaller:
+        assert take(smaller, per_epoch) == whole[:per_epoch]  # the same order, with no smaller batch behind it
+    for epoch in range(len(whole) // per_epoch):
+        seen = [n for numbers in whole[epoch * per_epoch : (epoch + 1) * per_epoch] for n in numbers]
+        assert len(set(seen)) == len(seen) == size - size % batch
         assert all(n // 1000 == epoch and n % 1000 < size for n in seen)
+
+
+def test_a_state_without_drop_last_is_of_a_run_that_dropped():
+    """Before the key existed the end of an epoch was left out, and states did not say so."""
+    old = Loader(Numbers(10), 4, drop_last=True).state_dict() | {"position": 1}
+    del old["drop_last"]
+    with pytest.raises(ValueError, match="drop_last = True, this run False: the order of samples would differ"):
+        Loader(Numbers(10), 4).load_state_dict(old)
+    same = Loader(Numbers(10), 4, drop_last=True, prefetch=0)
+    same.load_state_dict(old)
+    assert (same.epoch, same.position) == (0, 1)
 
 
 def test_a_state_names_the_batch_that_is_next():
@@ -75,8 +108,8 @@ def test_a_state_names_the_batch_that_is_next():
     state = Loader(Numbers(50), 6).state_dict() | {"epoch": 1, "position": 3}
     loader = Loader(Numbers(50), 6, prefetch=0)
     loader.load_state_dict(state)
-    assert take(loader, 2) == whole[11:13]
-    assert [i + 1000 for i in loader.indices(1, 3)] == whole[11]
+    assert take(loader, 2) == whole[12:14]  # an epoch has 9 batches
+    assert [i + 1000 for i in loader.indices(1, 3)] == whole[12]
 
 
 class Pictures(Numbers):
@@ -198,10 +231,12 @@ def test_a_plain_map_style_dataset_works():
 def test_bad_settings_and_foreign_states():
     for arguments, message in (
         ({"batch_size": 0}, "batch_size is 0: a batch needs at least one sample"),
-        ({"batch_size": 11}, "the dataset has 10 samples, one batch needs 11"),
+        ({"batch_size": 11, "drop_last": True}, "the dataset has 10 samples, one batch needs 11"),
     ):
         with pytest.raises(ValueError, match=message):
             Loader(Numbers(10), **arguments)
+    with pytest.raises(ValueError, match="the dataset has no samples"):
+        Loader(Numbers(0), 1)
     state = Loader(Numbers(10), 2).state_dict()
     for other in (Loader(Numbers(10), 2, seed=1), Loader(Numbers(10), 5), Loader(Numbers(12), 2)):
         with pytest.raises(ValueError, match="the order of samples would differ"):

@@ -31,26 +31,47 @@ def _shape(batch: list[Any]) -> list[list[int]]:
     return [[int(sample.input_ids[0]) for sample in row] for row in batch]
 
 
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=120)
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=120), st.integers(1, 5), st.integers(50, 160), st.integers(0, 3)
-)
-def test_rows_hold_whole_samples_up_to_their_size(lengths: list[int], rows: int, most: int, seed: int) -> None:
+@given(LENGTHS, st.integers(1, 5), st.integers(50, 160), st.integers(0, 3), st.integers(0, 50))
+def test_rows_hold_whole_samples_and_an_epoch_has_all_of_them(
+    lengths: list[int], rows: int, most: int, seed: int, stop: int
+) -> None:
+    loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    count = loader.batches(0) + loader.batches(1)
+    batches = [next(loader) for _ in range(count)]
+    assert (loader.epoch, loader.position) == (2, 0) and loader.left_out(0) == loader.left_out(1) == 0
+    for batch in batches:
+        assert len(batch) <= rows and all(row for row in batch)
+        assert all(sum(len(sample) for sample in row) <= most for row in batch)
+    shapes = [_shape(batch) for batch in batches]
+    for mine in (shapes[: loader.batches(0)], shapes[loader.batches(0) :]):
+        assert sorted(index for batch in mine for row in batch for index in row) == list(range(len(lengths)))
+    stop %= count + 1
+    first = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    assert [_shape(next(first)) for _ in range(stop)] == shapes[:stop]
+    resumed = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    resumed.load_state_dict(first.state_dict())
+    assert [_shape(next(resumed)) for _ in range(count - stop)] == shapes[stop:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(50, 160), st.integers(0, 3))
+def test_drop_last_leaves_out_what_does_not_fill_the_rows(lengths: list[int], rows: int, most: int, seed: int) -> None:
     try:
-        loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+        loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0, drop_last=True)
     except ValueError as error:
         assert "make no batch" in str(error) and sum(lengths) <= rows * most
         return
-    seen = []
-    for _ in range(loader.batches(0)):
-        batch = next(loader)
-        assert len(batch) <= rows and all(row for row in batch)
-        assert all(sum(len(sample) for sample in row) <= most for row in batch)
-        seen += [index for row in _shape(batch) for index in row]
-    assert len(set(seen)) == len(seen)
+    seen = [index for _ in range(loader.batches(0)) for row in _shape(next(loader)) for index in row]
+    assert len(set(seen)) == len(seen) == len(lengths) - loader.left_out(0)
     assert loader.epoch == 1 and loader.position == 0
     # What is left of the epoch would not have filled another batch.
     assert sum(lengths) - sum(lengths[index] for index in seen) <= rows * most
+    whole = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    assert [index for _ in range(loader.batches(0)) for row in _shape(next(whole)) for index in row] == seen
 
 
 def test_rows_are_nearly_full_and_about_equal() -> None:
@@ -88,7 +109,7 @@ def test_the_reader_is_asked_for_rows() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="a sample has 30 tokens, a row takes 20"):
         RowLoader(Texts([30, 5]), 1, 20)
-    with pytest.raises(ValueError, match="make no batch of 3 rows"):
-        RowLoader(Texts([30, 5]), 3, 40)
+    with pytest.raises(ValueError, match=r"make no batch of 3 rows.* or leave out drop_last"):
+        RowLoader(Texts([30, 5]), 3, 40, drop_last=True)
     with pytest.raises(ValueError, match="rows is 0"):
         RowLoader(Texts([30, 5]), 0, 40)

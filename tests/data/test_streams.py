@@ -257,10 +257,10 @@ def test_a_reader_that_is_late_is_named(parallel, monkeypatch: pytest.MonkeyPatc
     def quick():
         yield from (text(str(i)) for i in range(9))
 
-    monkeypatch.setattr(parallel, "_timeout", 1.0)
+    monkeypatch.setattr(parallel, "_timeout", 3.0)
     order = [unit[1] for unit in __import__("interlace.data.stream", fromlist=["dealt"]).dealt(3, 0, 0, 1, 3)]
     sources = [slow if shard in order else quick for shard in range(3)]
-    with StreamLoader(IterableStream(sources), parallel, 3, timeout=1.0) as loader:
+    with StreamLoader(IterableStream(sources), parallel, 3, timeout=3.0) as loader:
         with pytest.raises(Exception, match=r"lengths of a coming batch.*rank 1"):
             next(loader)
         stop.append(True)

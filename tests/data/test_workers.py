@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interlace.comm.transports.shm import born
-from interlace.data import Loader, Media, RowLoader, Sample
+from interlace.data import Loader, Media, RowLoader, Sample, workers
 from interlace.data.decoded import PREFIX, Place
 from interlace.data.media import DecodeError
 from interlace.data.producing import Task, sample_key
@@ -241,18 +242,20 @@ class Unready(Pictures):
         return os._exit, (5,)
 
 
-def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path):
+def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path, monkeypatch):
     """Who waits for a sample that somebody else decodes is not ended for it."""
-    dataset = Pictures(4, tmp_path)
-    with Loader(dataset, 4, shuffle=False, prefetch=1, producers=pooled(tmp_path, patience=1.0)) as loader:
+    dataset, ahead = Pictures(4, tmp_path), [0.0]
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+    with Loader(dataset, 4, shuffle=False, prefetch=1, producers=pooled(tmp_path, patience=60.0)) as loader:
         loader.begin()
         kept = loader.producers.decoded
         with kept.claimed(sample_key(dataset, Task("load", at=2))) as mine:
             assert mine
             asked = loader.producers.ask(Task("load", at=2, items=(("audio", 0),)))
-            others = [loader.producers.ask(Task("load", at=at, items=(("audio", 0),))) for at in (0, 1, 3)]
-            assert all(other.result(60).items for other in others)
-            time.sleep(2.5)
+            # So many others that both workers answer some: a try at the sample that was begun before is then over.
+            for ahead[0] in range(0, 101, 10):
+                others = [loader.producers.ask(Task("load", at=at, items=(("audio", 0),))) for at in (0, 1, 3) * 2]
+                assert all(other.result(60).items for other in others)
             assert not asked.done() and loader.producers.restarts == 0
         assert asked.result(60).items and not dataset.blank_items
 

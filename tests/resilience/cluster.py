@@ -1,6 +1,8 @@
 """An elastic run of dummy ranks for tests: a coordinator in a thread, supervisors and ranks as forked processes.
 
 A rank votes step by step and writes what was decided into a file of its own, by process id: the record of what it saw.
+Steps go on until a test ends them (`Cluster.go_on`, `Cluster.finish`), so that some are left when something happens on
+a machine that is slow or busy.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tests.forkserver import context
 from tests.resilience.hosts import enter
 
 HELD = "held"  # the file while which no rank votes
-SLOW = 1.0  # seconds that a slow step takes at most
+END = "end"  # the file that says how many steps there are, in the place of what ranks were told; empty: no end
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
 
 
@@ -77,7 +79,7 @@ class ForkingSupervisor(Supervisor):
 
 
 def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> int:
-    """A rank that does nothing but vote on `steps` steps of some `seconds` each; returns its exit code.
+    """A rank that does nothing but vote on `steps` steps of at most `seconds` each; returns its exit code.
 
     suicidal: the probability, per step, that it kills itself at a random moment of it: before, in or after the vote.
     """
@@ -109,17 +111,20 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
         assert set(known) <= {-1, step}
         member.copied(generation)
         answer = "commit"
-        while answer == "commit" and step < steps:
+        while answer == "commit" and step < number_of_steps(folder, steps):
             if draw.random() < suicidal:
                 threading.Timer(draw.random() * 1.5 * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             member.progress.computing()
-            time.sleep(draw.random() * (SLOW if (folder / "slowly").exists() else seconds))
+            time.sleep(draw.random() * seconds)
+            if (folder / HELD).exists():
+                member.progress.idle("held by the test", PATIENCE)
+                note(held=step)
             while (folder / HELD).exists():
                 time.sleep(0.01)
             answer = member.vote(generation, step)
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
-        if step >= steps:
+        if step >= number_of_steps(folder, steps):
             return 0
         generation = member.next_generation(generation.number, PATIENCE)
 
@@ -138,6 +143,14 @@ def told_by_all(member: Member, generation: Generation, step: int) -> list[int] 
         return None
 
 
+def number_of_steps(folder: Path, told: int) -> int:
+    """How many steps the run has, of a rank that was told so many."""
+    try:
+        return int((folder / END).read_text() or sys.maxsize)
+    except FileNotFoundError:
+        return told
+
+
 def last_noted(folder: Path) -> int:
     """The last step that counts in what ranks have noted; -1 if none does."""
     notes = [note for each in noted(folder).values() for note in each if note.get("answer", "abort") != "abort"]
@@ -149,7 +162,7 @@ def noted(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         for path in folder.iterdir()
-        if path.name not in ("slowly", HELD)
+        if path.name not in (END, HELD)
     }
 
 
@@ -197,7 +210,7 @@ class Cluster:
         with self.coordinator:
             self.code = self.coordinator.run(abandoned=lambda: self.code == -1)
 
-    def start(self, nodes: int = 1, notice: float = 20.0, networks: list[str] | None = None) -> list[Any]:
+    def start(self, nodes: int = 1, notice: float = PATIENCE, networks: list[str] | None = None) -> list[Any]:
         started = []
         for place in range(nodes):
             network = networks[place] if networks is not None else None
@@ -242,10 +255,30 @@ class Cluster:
             found.setdefault(node, []).append(int(process))
         return found
 
-    def slow(self, slowly: bool) -> None:
-        """Steps take long from here on, or as long as they should: so there are some left when something happens."""
-        mark = self.folder / "ranks" / "slowly"
-        mark.touch() if slowly else mark.unlink()
+    def go_on(self) -> None:
+        """Steps have no end from here on, before which ranks start."""
+        (self.folder / "ranks" / END).touch()
+
+    def finish(self) -> int:
+        """Ends the steps a few from here; returns how many there are."""
+        ranks = self.folder / "ranks"
+        (ranks / HELD).touch()  # from here on at most two more votes are given
+        steps = last_noted(ranks) + 4
+        (self.folder / END).write_text(str(steps))
+        (self.folder / END).rename(ranks / END)
+        (ranks / HELD).unlink()
+        return steps
+
+    @contextlib.contextmanager
+    def held(self, ranks: int) -> Iterator[None]:
+        """No rank of so many votes within the block, nor is in a vote that had begun."""
+        (self.folder / "ranks" / HELD).touch()
+        self.until(
+            lambda: sum("held" in notes[-1] for notes in noted(self.folder / "ranks").values() if notes) == ranks,
+            f"{ranks} ranks that are held",
+        )
+        yield
+        (self.folder / "ranks" / HELD).unlink()
 
     def check_votes(self, steps: int | None) -> dict[int, int]:
         """All ranks saw the same decisions, and each of `steps` steps counts once (None: of those that do): the
@@ -293,9 +326,15 @@ class Mortal(Cluster):
         os.kill(process.pid, number)
         process.join()
 
-    def signal_coordinator(self, number: int) -> None:
+    def stop_coordinator(self) -> None:
+        """It stands still, with all of its threads: what asks it gets no answer."""
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        os.kill(self._process.pid, signal.SIGSTOP)
+        self.until(
+            lambda: all((each / "stat").read_text().rpartition(") ")[2][0] == "T" for each in threads.iterdir()),
+            "stop of all of the coordinator's threads",
+        )
 
     def until_dead(self) -> None:
         """Waits until the coordinator has died by itself."""

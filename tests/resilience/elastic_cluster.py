@@ -62,6 +62,8 @@ TABLE: dict[str, Any] = {
     "resilience": {"nodes": 2, "faults": 1, "min_nodes": 1, "heartbeat": 20.0, "notice": 60.0},
 }  # fmt: skip
 
+HELD = 240.0  # seconds that ranks may be held
+
 
 def table(folder: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
     """The table of a tiny config whose runs lie in `folder`. changes: section -> keys."""
@@ -84,13 +86,13 @@ class Cluster:
         folder: Path,
         table: Mapping[str, Any],
         *,
-        pace: float = 0.0,
+        hold: int | None = None,
         resume: str | None = None,
         hosts: Hosts | None = None,
         own: Path | None = None,
         state: bool = False,
     ) -> None:
-        """pace: see `slow`. resume: what follows --resume, if that is there. hosts: on which nodes come one after the
+        """hold: see there. resume: what follows --resume, if that is there. hosts: on which nodes come one after the
         other, and after them the coordinator (by default all are on this one). own: a folder of which each host of
         nodes has a copy, on a disk of its own. state: the coordinator may be killed and started again."""
         self._state = folder / "state" if state else None
@@ -99,13 +101,21 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         self.nodes: dict[str, Any] = {}
         self.journal = folder / "journal.jsonl"
-        self.slow(pace)
+        self.hold(hold)
+        self.slow(0.0)
+
+    def hold(self, step: int | None) -> None:
+        """Ranks stand still when that step has counted, until they are held at a later one; None: no longer."""
+        self._tell_ranks("gate", sys.maxsize if step is None else step)
 
     def slow(self, pace: float) -> None:
-        """Every step takes so many seconds longer from here on, so that there are steps left when faults come."""
-        draft = self.folder / "pace.draft"
-        draft.write_text(str(pace))
-        draft.rename(self.folder / "pace")
+        """Every step takes so many seconds longer from here on: for faults at random moments of steps."""
+        self._tell_ranks("pace", pace)
+
+    def _tell_ranks(self, what: str, value: float) -> None:
+        draft = self.folder / f"{what}.draft"
+        draft.write_text(str(value))
+        draft.rename(self.folder / what)
 
     def __enter__(self) -> Cluster:
         self.address = "127.0.0.1:0" if self.hosts is None else f"{self.hosts.addresses[-1]}:0"
@@ -188,6 +198,14 @@ class Cluster:
         return [
             json.loads(line) for path in self.folder.glob("*.steps") for line in path.read_text().splitlines() if line
         ]
+
+    def voting(self, step: int) -> int:
+        """How many rank processes have begun to vote on a step."""
+        return sum(str(step) in path.read_text().split() for path in self.folder.glob("*.votes"))
+
+    def ready(self, name: str) -> Callable[[], bool]:
+        """Whether a node waits to be taken into a generation."""
+        return lambda: any(event["node"].startswith(f"{name}-") for event in self.events("ready"))
 
     def received(self) -> Counter[int]:
         """Generation -> bytes of layers that came to its ranks, as these counted them."""
@@ -298,22 +316,29 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         write(self, step, values)
 
     Metrics.write = die_or_write  # type: ignore[method-assign]
-    steps, copied = ((folder / f"{os.getpid()}.{what}").open("w") for what in ("steps", "copied"))
+    steps, copied, votes = (
+        (folder / f"{os.getpid()}.{what}").open("w", buffering=1) for what in ("steps", "copied", "votes")
+    )
+    gate, pace = folder / "gate", folder / "pace"
 
     def commit(self: Any, meeting: Any, trainer: Any, step: int) -> None:
+        votes.write(f"{step}\n")
         real(self, meeting, trainer, step)
         samples = self.feed.loader.indices(*trainer.place)
         line = {"step": step, "generation": meeting.generation.number, "samples": samples, "pid": os.getpid()}
         steps.write(json.dumps(line) + "\n")
-        steps.flush()
-        time.sleep(float((folder / "pace").read_text()))
+        if step >= int(gate.read_text()):
+            self.member.progress.idle("held by the test", HELD)
+        while step >= int(gate.read_text()):
+            time.sleep(0.01)
+        self.member.progress.computing()
+        time.sleep(float(pace.read_text()))
 
     take_over = elastic.Rank._take_over
 
     def take(self: Any, meeting: Any, *arguments: Any) -> None:
         take_over(self, meeting, *arguments)
         copied.write(f"{meeting.generation.number} {arguments[-1].received}\n")
-        copied.flush()
 
     elastic.Rank._take_over = take  # type: ignore[method-assign]
     elastic.Rank._commit = commit  # type: ignore[method-assign]
@@ -383,11 +408,7 @@ def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, floa
     model = build(config, tokenizer)
     parallel = parallelize(model, Layout.balanced(model, 1), transport="local", device="cpu")
     initialize(parallel, seed=config.run.seed)
-    feed = Feed(
-        *datasets(config, model, tokenizer), batch_size=config.train.batch_size, seed=config.run.seed,
-        validation_samples=config.train.validation_samples,
-        row_tokens=config.data.max_tokens if config.data.pack else None,
-    )  # fmt: skip
+    feed = Feed.of_config(config, *datasets(config, model, tokenizer), None)
     folder.mkdir(parents=True)
     trainer = Trainer(config, model, parallel, feed, folder, quiet=True)
     samples: dict[int, Sequence[int]] = {}

@@ -54,7 +54,8 @@ def play(
     if lane:
         cut(made, lane)
     began = time.monotonic()
-    with Cluster(folder, made, pace=0.3) as cluster:
+    with Cluster(folder, made) as cluster:
+        cluster.slow(0.3)
         living = [f"n{i}" for i in range(nodes)]
         cluster.start(*living)
         cluster.wait_for(cluster.reached(2), "the first steps", 400)

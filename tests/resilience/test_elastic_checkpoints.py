@@ -28,10 +28,11 @@ def check_unbroken(made: Mapping[str, Any], *clusters: Cluster) -> None:
 
 def test_what_too_few_nodes_have_saved_goes_on_with_enough(tmp_path: Path) -> None:
     made = table(tmp_path / "runs", train={"steps": 10, "validate_every": 4})
-    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+    with Cluster(tmp_path / "first", made, hold=3) as first:
         first.start("a", "b")
         first.wait_for(first.reached(3), "step 3")
         first.kill("a")
+        first.hold(None)
         assert first.end()["b"] == 1, first.told()
     (saved,) = first.checkpoints()
     with Cluster(tmp_path / "second", made, resume="") as second:
@@ -43,8 +44,8 @@ def test_what_too_few_nodes_have_saved_goes_on_with_enough(tmp_path: Path) -> No
 
 
 def test_a_run_that_was_killed_as_a_whole_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    made = table(tmp_path / "runs", train={"steps": 10}, checkpoint={"every": 2})
-    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+    made = table(tmp_path / "runs", train={"steps": 10}, checkpoint={"every": 2, "asynchronous": False})
+    with Cluster(tmp_path / "first", made, hold=3) as first:
         first.start("a", "b")
         first.wait_for(lambda: len(first.checkpoints()) > 0, "a checkpoint")
     saved = first.checkpoints()[-1]
@@ -58,11 +59,13 @@ def test_a_run_that_was_killed_as_a_whole_goes_on_from_its_checkpoint(tmp_path: 
 
 def test_nodes_that_are_all_told_to_go_save_and_the_run_goes_on(tmp_path: Path) -> None:
     made = table(tmp_path / "runs", train={"steps": 10})
-    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+    with Cluster(tmp_path / "first", made, hold=2) as first:
         first.start("a", "b")
         first.wait_for(first.reached(2), "step 2")
         first.preempt("a")
         first.preempt("b")
+        first.wait_for(lambda: len(first.events("leaving")) == 2, "the word of both")
+        first.hold(None)
         assert set(first.end().values()) == {128 + signal.SIGTERM}, first.told()
     (saved,) = first.checkpoints()
     with Cluster(tmp_path / "second", made, resume=str(saved)) as second:
@@ -87,11 +90,12 @@ def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(
     """To its last checkpoint; without one it ends, and all are told why."""
     # One microbatch for each of f + 1 pipelines, so that there are no more: two, of four nodes.
     made = table(
-        tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 4}, checkpoint={"every": every}
-    )
+        tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 4},
+        checkpoint={"every": every, "asynchronous": False},
+    )  # fmt: skip
     if lane:
         cut(made, lane)
-    with Cluster(tmp_path / "run", made, pace=0.3) as cluster:
+    with Cluster(tmp_path / "run", made, hold=3) as cluster:
         cluster.start("a", "b", "c", "d")
         cluster.wait_for(cluster.reached(3), "step 3")
         cluster.wait_for(lambda: not every or len(cluster.checkpoints()) > 0, "a checkpoint")
@@ -100,7 +104,7 @@ def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(
         lost = [pipeline[0].rpartition("-")[0] for pipeline in pipelines]  # both that have the first layer
         for name in lost:
             cluster.kill(name)
-        cluster.slow(0.0)
+        cluster.hold(None)
         codes = [code for name, code in cluster.end().items() if name not in lost]
     if every:
         assert codes == [0, 0], cluster.told()

@@ -37,18 +37,20 @@ def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
     tmp_path: Path, lane: dict[str, int]
 ) -> None:
     """Two microbatches are for two pipelines: three nodes are one of one node and one of two."""
-    made = table(tmp_path / "runs", train={"steps": 60, "microbatches": 1}, resilience={"nodes": 3})
+    made = table(tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 3})
     cut(made, lane)
     made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
-    with Cluster(tmp_path, made, pace=0.3) as cluster:
+    with Cluster(tmp_path, made, hold=3) as cluster:
         cluster.start(*"abc")
         cluster.wait_for(cluster.reached(3), "step 3")
         (alone,) = next(p for p in cluster.events("generation")[-1]["pipelines"] if len(p) == 1)
         victim = alone.rpartition("-")[0]
         cluster.kill(victim)  # its copy is made of what two others have
+        cluster.hold(5)
+        cluster.wait_for(cluster.reached(5, 2), "a step without it")
         cluster.start("d")
-        cluster.wait_for(cluster.reached(6, 3), "a step with d")
-        cluster.slow(0.0)
+        cluster.wait_for(cluster.ready("d"), "node d")
+        cluster.hold(None)
         living = [name for name in "abcd" if name != victim]
         codes = cluster.end()
         assert [codes[name] for name in living] == [0, 0, 0], cluster.told()
@@ -62,10 +64,11 @@ def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, lane: dict[s
     """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""
     made = table(tmp_path / "runs", train={"steps": 200, "validate_every": 0})
     cut(made, lane)
-    with Cluster(tmp_path, made, pace=0.3) as cluster:
+    with Cluster(tmp_path, made, hold=2) as cluster:
         cluster.start("a", "b")
         cluster.wait_for(cluster.reached(2), "step 2")
         cluster.kill("a")
+        cluster.hold(None)
         assert cluster.end()["b"] == 1, cluster.told()
     assert cluster.events("generation")[-1]["of"] == "save"
     assert "too few nodes are left" in cluster.told()
@@ -96,12 +99,12 @@ def test_nodes_of_several_ranks_and_one_alone(
     made = table(tmp_path / "runs", train={"steps": 10}, resilience={"nodes": len(names), "faults": faults})
     cut(made, lane)
     made["resilience"]["ranks_per_node"] = ranks
-    with Cluster(tmp_path, made, pace=0.3 * faults) as cluster:
+    with Cluster(tmp_path, made, hold=2 if faults else None) as cluster:
         cluster.start(*names)
         if faults:
             cluster.wait_for(cluster.reached(2), "step 2")
             cluster.kill("a")
-            cluster.slow(0.0)
+            cluster.hold(None)
         living = list(names[faults:])
         codes = cluster.end()
         assert [codes[name] for name in living] == [0] * len(living), cluster.told()

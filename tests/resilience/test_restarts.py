@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import signal
 import threading
@@ -17,11 +19,13 @@ from interlace.cli import main
 from interlace.resilience.coordinator import Coordinator
 from interlace.resilience.environment import AWAY
 from interlace.resilience.errors import ResilienceError
-from interlace.resilience.link import LOOK, Link
+from interlace.resilience.link import Link
 from interlace.resilience.settings import Settings
-from tests.resilience.cluster import HELD, Mortal, Mourned, cluster, vote_on_steps
+from tests.resilience.cluster import PATIENCE, Mortal, Mourned, cluster, vote_on_steps
+from tests.sockets import unread
 
-SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0, patience=6.0)
+SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0, patience=PATIENCE)
+FOR_THE_DEAD = replace(SETTINGS, patience=8.0)  # which is waited out, for a node that does not come back
 
 
 def in_the_end(run: Mortal, steps: int) -> None:
@@ -35,8 +39,10 @@ def in_the_end(run: Mortal, steps: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_coordinator_that_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
     """At random moments, between votes and in them, away for a moment or longer: nobody is lost, and processes stay."""
-    steps, draw = 60, random.Random(seed)
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, steps, 0.1), 4, Mortal) as run:
+    draw = random.Random(seed)
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.1), 0, Mortal) as run:
+        run.go_on()
+        run.start(4)
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         before = run.ranks()
         for _ in range(5):
@@ -44,7 +50,7 @@ def test_a_coordinator_that_is_killed_again_and_again(tmp_path: Path, seed: int)
             run.kill_coordinator()
             time.sleep(draw.random() * 0.3)
             run.start_coordinator()
-        in_the_end(run, steps)
+        in_the_end(run, run.finish())
         assert run.ranks() == before and run.journal("lost") == []
         assert len(run.journal("taken up")) == 5
 
@@ -56,7 +62,7 @@ def said_by_supervisors(folder: Path) -> str:
 @pytest.mark.parametrize("dies", [False, True], ids=["all live", "and a node with it"])
 def test_a_vote_that_was_decided_and_heard_by_nobody(tmp_path: Path, dies: bool) -> None:
     """It was written down, so it counts: also where one of those who voted is not there any more."""
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, 30, 0.03), 0, Mortal) as run:
+    with cluster(tmp_path, FOR_THE_DEAD if dies else SETTINGS, (vote_on_steps, 30, 0.03), 0, Mortal) as run:
         run.kill_coordinator()  # the first one does not know when it is to die
         run.start_coordinator(last_vote=9)
         run.start(4)
@@ -73,23 +79,23 @@ def test_a_vote_that_was_decided_and_heard_by_nobody(tmp_path: Path, dies: bool)
 
 @pytest.mark.slow
 def test_nodes_that_die_join_and_are_asked_to_go_while_it_is_away(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, 40, 0.04), 4, Mortal) as run:
-        run.slow(True)
+    with cluster(tmp_path, FOR_THE_DEAD, (vote_on_steps, 0, 0.04), 0, Mortal) as run:
+        run.go_on()
+        run.start(4)
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         run.kill_coordinator()
         dead, asked = run.supervisors[:2]
         dead.kill()
         asked.terminate()
         (joiner,) = run.start()
-        time.sleep(0.5)
+        run.until(lambda: "leaves after this step" in said_by_supervisors(tmp_path), "a node that wants to leave")
         run.start_coordinator()
         run.until(lambda: run.journal("lost"), "loss of the one that died")
-        assert "has not come back in the 6 s since" in run.journal("lost")[0]["detail"]
-        asked.join(60.0)
+        assert "has not come back in the 8 s since" in run.journal("lost")[0]["detail"]
+        asked.join(PATIENCE)
         assert asked.exitcode == 128 + signal.SIGTERM
         run.until(lambda: len(run.ranks()) == 5, "a joiner that trains")
-        run.slow(False)
-        in_the_end(run, 40)
+        in_the_end(run, run.finish())
         assert joiner.exitcode == 0 and len(run.journal("lost")) == 1
 
 
@@ -112,7 +118,7 @@ def test_nodes_wait_for_it_no_longer_than_they_should(tmp_path: Path) -> None:
         pids = [pid for processes in run.ranks().values() for pid in processes]
         run.kill_coordinator()
         for node in run.supervisors:
-            node.join(30.0)
+            node.join(PATIENCE)
         assert [node.exitcode for node in run.supervisors] == [1] * 4
         assert "not started again within 1 s (resilience.coordinator_patience)" in said_by_supervisors(tmp_path)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -123,7 +129,7 @@ def test_without_a_state_nodes_end_at_once(tmp_path: Path) -> None:
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         run.kill_coordinator()
         for node in run.supervisors:
-            node.join(30.0)
+            node.join(PATIENCE)
         assert [node.exitcode for node in run.supervisors] == [1] * 4
         said = said_by_supervisors(tmp_path)
         assert "without which no node may train: resume from the last checkpoint" in said
@@ -137,7 +143,7 @@ def test_one_that_does_not_know_the_run_refuses_its_nodes(tmp_path: Path) -> Non
         (tmp_path / "state").unlink()
         run.start_coordinator()
         for node in run.supervisors:
-            node.join(30.0)
+            node.join(PATIENCE)
         assert [node.exitcode for node in run.supervisors] == [1] * 4
         assert "of which this coordinator knows nothing: was it started without its --state?" in said_by_supervisors(
             tmp_path
@@ -145,19 +151,18 @@ def test_one_that_does_not_know_the_run_refuses_its_nodes(tmp_path: Path) -> Non
 
 
 def test_nodes_of_another_config_are_refused_by_one_that_was_started_again(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, 60, 0.02), 4, Mortal) as run:
-        held = tmp_path / "ranks" / HELD
-        held.touch()
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.02), 0, Mortal) as run:
+        run.go_on()
+        run.start(4)
         run.until(lambda: run.generations(), "first generation")
         run.kill_coordinator()
         run.start_coordinator()
         run.settings = replace(SETTINGS, nodes=5)
         (other,) = run.start()
-        other.join(60.0)
+        other.join(PATIENCE)
         assert other.exitcode == 3 and "start all nodes with one config" in said_by_supervisors(tmp_path)
         run.supervisors.remove(other)
-        held.unlink()
-        in_the_end(run, 60)
+        in_the_end(run, run.finish())
 
 
 def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
@@ -173,23 +178,40 @@ def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_a_silent_store_is_told_by_its_supervisor(tmp_path: Path) -> None:
     with cluster(tmp_path, SETTINGS, (vote_on_steps, 1, 0.0), 0, Mortal) as run:
         port = json.loads((tmp_path / "state").read_text())["store_port"]
-        link = Link(f"127.0.0.1:{port}", 20.0, 60.0, tmp_path / "page")
-        before, failed = link.store, threading.Event()
+        word = tmp_path / f"page{AWAY}"
+        os.mkfifo(word)  # whoever opens it to write waits for a reader
+        link = Link(f"127.0.0.1:{port}", PATIENCE, PATIENCE, tmp_path / "page")
+        before, said, failed = link.store, threading.Event(), list[bool]()
 
         def ask() -> None:
             with pytest.raises(dist.DistNetworkError):
                 before.check(["anything"])
-            failed.set()
+            failed.append(said.is_set())
 
-        run.signal_coordinator(signal.SIGSTOP)
+        run.stop_coordinator()
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        assert not failed.wait(0.5)
-        (tmp_path / f"page{AWAY}").write_text("1")  # the first start
-        assert failed.wait(20.0)
+        run.until(lambda: unread(port), "a question that waits for its answer")
+        said.set()
+        word.write_text("1")  # the first start
+        asking.join(PATIENCE)
+        assert failed == [True]
         run.kill_coordinator()
         run.start_coordinator()
         link.renew(before, "it was silent")
         assert link.store is not before and not link.store.check(["anything"])
-        time.sleep(3 * LOOK)  # what was said of the one before does not cut this one off
+        word.write_text("1")  # what is said of the one before does not cut this one off,
+        run.until(lambda: not is_read(word), "end of reading")
+        word.write_text("")  # when it is read again, and so what was said has been heeded
         assert not link.store.check(["anything"])
+
+
+def is_read(pipe: Path) -> bool:
+    """Whether a process has opened a named pipe to read."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    return True

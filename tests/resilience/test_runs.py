@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from interlace.resilience.errors import ResilienceError
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
-from tests.resilience.cluster import HELD, cluster, vote_on_steps
+from tests.resilience.cluster import cluster, vote_on_steps
 
-STEPS = 40
-SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
 
 
 def nodes_of(generation: dict[str, Any]) -> list[str]:
@@ -32,8 +32,8 @@ def kill(process: int, number: int = signal.SIGKILL) -> None:
 
 
 def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, STEPS, 0.05), 0) as run:
-        run.slow(True)
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.05), 0) as run:
+        run.go_on()
         run.start(4)
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         first = run.generations()[0]["pipelines"]
@@ -46,25 +46,29 @@ def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
         (joiner,) = run.start()
         third = run.until(lambda: run.generations()[2:], "generation with the joiner")[0]
         assert len(nodes_of(third)) == 4 and len(third["cause"]) == 1
-        leaver = run.supervisors[1]
         run.until(lambda: len(run.ranks()) == 5, "a joiner that trains")
+        run.until(lambda: not all(each.is_alive() for each in run.supervisors), "end of the victim's supervisor")
+        leaver = next(each for each in run.supervisors if each.is_alive() and each is not joiner)
         leaver.terminate()
         fourth = run.until(lambda: run.generations()[3:], "generation without the leaver")[0]
         assert fourth["leaving"] == [fourth["cause"][0].removeprefix("leave ")]
         assert fourth["leaving"][0] not in nodes_of(fourth)
-        run.slow(False)
+        run.until(lambda: leaver.exitcode is not None, "end of the leaver")
+        steps = run.finish()
         assert run.end() == 0
         assert leaver.exitcode == 128 + signal.SIGTERM and joiner.exitcode == 0
         assert sorted(each.exitcode for each in run.supervisors) == [0, 0, 0, 1, 128 + signal.SIGTERM]
-        counted = run.check_votes(STEPS)
-        assert set(counted.values()) <= {1, 2, 3, 4} and counted[STEPS - 1] == 4
+        counted = run.check_votes(steps)
+        assert set(counted.values()) <= {1, 2, 3, 4} and counted[steps - 1] == 4
         after = run.ranks()
         assert all(len(processes) == 1 for processes in after.values()) and after.items() >= before.items()
 
 
 def test_a_stopped_rank_is_found_and_those_that_wait_for_it_stay(tmp_path: Path) -> None:
-    settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=0.6, gather=60.0)
-    with cluster(tmp_path, settings, (vote_on_steps, STEPS, 0.02), 3) as run:
+    settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+    with cluster(tmp_path, settings, (vote_on_steps, 0, 0.02), 0) as run:
+        run.go_on()
+        run.start(3)
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
         before = run.ranks()
         victim = sorted(before)[1]
@@ -72,14 +76,17 @@ def test_a_stopped_rank_is_found_and_those_that_wait_for_it_stay(tmp_path: Path)
         second = run.until(lambda: run.generations()[1:], "generation without the stopped rank")[0]
         assert second["cause"] == [f"hang {victim}"]
         assert sorted(nodes_of(second)) == sorted(node for node in before if node != victim)
+        steps = run.finish()
         assert run.end() == 0
-        run.check_votes(STEPS)
+        run.check_votes(steps)
         assert run.coordinator.false_alarms == 0 and run.ranks() == before
         assert "its process is stopped" in run.journal("lost")[0]["detail"]
 
 
 def test_a_supervisors_death_is_its_nodes(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, STEPS, 0.04), 4) as run:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.04), 0) as run:
+        run.go_on()
+        run.start(4)
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         before = run.ranks()
         run.supervisors[0].kill()
@@ -87,12 +94,13 @@ def test_a_supervisors_death_is_its_nodes(tmp_path: Path) -> None:
         lost = second["cause"][0].removeprefix("death ")
         assert run.journal("lost")[0]["node"] == lost
         run.until(lambda: not Path(f"/proc/{before[lost][0]}").exists(), "end of the orphaned rank")
+        steps = run.finish()
         assert run.end() == 0
-        run.check_votes(STEPS)
+        run.check_votes(steps)
 
 
 def test_too_few_save_and_stop(tmp_path: Path) -> None:
-    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 10_000, 0.02), 2) as run:
         run.until(lambda: len(run.ranks()) == 2, "two nodes that train")
         victim, survivor = sorted(run.ranks())
@@ -104,7 +112,7 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
 
 
 def test_when_all_are_asked_to_go_the_run_is_saved_and_all_say_so_by_their_code(tmp_path: Path) -> None:
-    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 10_000, 0.02), 2) as run:
         run.until(lambda: len(run.ranks()) == 2, "two nodes that train")
         for node in run.supervisors:
@@ -118,7 +126,7 @@ def test_when_all_are_asked_to_go_the_run_is_saved_and_all_say_so_by_their_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> None:
-    settings = Settings(nodes=4, faults=0, min_nodes=1, heartbeat=2.0, gather=60.0, ranks_per_node=2)
+    settings = Settings(nodes=4, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0, ranks_per_node=2)
     steps = 80
     with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.02), 4) as run:
 
@@ -168,9 +176,9 @@ def test_what_is_no_coordinator_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_nodes_of_another_config_are_refused(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, STEPS, 0.05), 1) as run:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 1, 0.05), 1) as run:
         run.until(lambda: run.journal("came"), "first node")
-        run.settings = Settings(nodes=5, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+        run.settings = Settings(nodes=5, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
         (other,) = run.start()
         other.join(60.0)
         assert other.exitcode == 3
@@ -193,7 +201,7 @@ def give_up_once(folder: Path, steps: int) -> None:
 
 
 def test_when_a_rank_gives_up_and_none_is_lost_all_meet_again(tmp_path: Path) -> None:
-    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=1.5, gather=60.0)
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=3.0, gather=60.0)
     with cluster(tmp_path, settings, (give_up_once, 3), 2) as run:
         assert run.end() == 0
         first, second = run.generations()
@@ -211,7 +219,7 @@ def give_up_always(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path) -> None:
-    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=0.5, gather=60.0)
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
     with cluster(tmp_path, settings, (give_up_always,), 2) as run:
         assert run.end() == 1
         assert "4 times in a row" in run.journal("end")[0]["why"]
@@ -282,17 +290,16 @@ def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
-    settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=5.0, gather=60.0)
-    with cluster(tmp_path, settings, (vote_on_steps, 6, 1.0), 0) as run:
+    with cluster(tmp_path, replace(SETTINGS, nodes=3), (vote_on_steps, 0, 0.05), 0) as run:
+        run.go_on()
         nodes = [*run.start(1, notice=0.2), *run.start(2)]
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
-        (held := tmp_path / "ranks" / HELD).touch()
-        time.sleep(0.5)  # a vote that had begun is over
-        nodes[0].terminate()  # the step lasts longer than its notice
-        run.until(lambda: nodes[0].exitcode is not None, "end of the node")
-        held.unlink()
+        with run.held(3):
+            nodes[0].terminate()  # the step lasts longer than its notice
+            run.until(lambda: nodes[0].exitcode is not None, "end of the node")
         second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
         assert [cause.split()[0] for cause in second["cause"]] == ["death"] and second["leaving"] == []
+        steps = run.finish()
         assert run.end() == 0
         assert sorted(each.exitcode for each in nodes) == [0, 0, 1]
-        run.check_votes(6)
+        run.check_votes(steps)

@@ -59,6 +59,7 @@ CASES = {
     "replicas that run unequal numbers of chunks": Case(
         full(dp=4), full(dp=4), 1, groups=(2, 1, 1, 1, 1, 2), options={"checkpointing": "full"}
     ),
+    "fewer samples than replicas": Case(full(dp=4), full(dp=2, pp=2), 0, groups=(1,)),
     "beside one that is not sharded": Case(ParallelSpec(tp=2, dp=2), full(dp=4), 1, tied=True),
 }
 SLOW = set(CASES) - {"dp 2 x tp 2", "unequal degrees", "sets of 2, one gathers once"}

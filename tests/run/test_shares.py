@@ -70,7 +70,8 @@ def test_a_step_with_shares_and_cuts_of_their_own_is_one_process_s() -> None:
     loss.backward()
     expected = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
     rows = [samples[:3], samples[3:4], samples[4:6], samples[6:]]
-    for given_samples in (samples, rows):  # rows: packed, each a microbatch
+    # rows: packed, each a microbatch; the last batch of an epoch may have fewer than there are microbatches or replicas
+    for given_samples in (samples, rows, [samples[:4], samples[4:]], [samples]):
         mllm = tiny_mllm(encoders=("vision",))
         parallel = parallelize(mllm, LAYOUT, transport="local", timeout=30)
         result = parallel.step(given_samples, [3, 1])
@@ -86,5 +87,5 @@ def test_shares_that_do_not_fit_are_refused() -> None:
         step_table(LAYOUT, lengths, microbatches=[1, 1, 1])
     with pytest.raises(ValueError, match="at least 1"):
         step_table(LAYOUT, lengths, microbatches=[1, 0])
-    with pytest.raises(ValueError, match="2 groups of samples cannot be 3"):
-        step_table(LAYOUT, lengths, microbatches=[2, 1], groups=[[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="4 groups of samples are more than 3 microbatches"):
+        step_table(LAYOUT, lengths, microbatches=[2, 1], groups=[[0], [1], [2], [3]])

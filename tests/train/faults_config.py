@@ -276,8 +276,8 @@ CONFIG = [
     ),
     Fault(
         "fewer samples than a batch",
-        _set("train.batch_size=64", "train.microbatches=2"),
-        ("the dataset has 8 samples, one batch needs 64; make batch_size smaller",),
+        _set("train.batch_size=64", "train.microbatches=2", "data.drop_last=true"),
+        ("the dataset has 8 samples, one batch needs 64; make batch_size smaller, or leave out drop_last",),
     ),
     Fault("no training data", _set("data.train=[]"), ("dataset 'chats' needs train",)),
     Fault(

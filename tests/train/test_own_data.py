@@ -146,10 +146,37 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
         assert main(["mask", str(own / "own.toml"), "--out", str(own / "mask.png")]) == 0
 
 
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_epoch_is_all_records_unless_drop_last_is_set(
+    own: Path, packed: bool, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of 30 records 27 can be used, of which 3 do not fill a batch of 4."""
+    config = own / "own.toml"
+    text = CONFIG.format(folder=own).replace("steps = 2", "epochs = 1")
+    config.write_text(text.replace("samples = 3", "samples = 0"))
+    rows = ["--set=data.pack=true", "--set=train.batch_size=2"] if packed else []
+    found: dict[str, int] = {}
+    for drop in ("false", "true"):
+        capfd.readouterr()
+        dropping = [f"--set=data.drop_last={drop}", f"--set=run.name=drop-{drop}", "--set=parallel.threads=1", *rows]
+        assert main(["train", str(config), *dropping]) == 0, capfd.readouterr().err
+        said = capfd.readouterr().out
+        [folder] = [path for path in (own / "runs" / f"drop-{drop}").iterdir() if path.name != "latest"]
+        summary = json.loads((folder / "summary.json").read_text())
+        found[drop] = round(summary["samples_per_second"] * summary["seconds_of_training"])
+        assert f"drop-{drop} {summary['steps']}/{summary['steps']} · epoch 1.0 of 1 · " in said
+    assert found["false"] == 27 and found["true"] < 27 and (packed or found["true"] == 24)
+    line = f"data.drop_last: the first epoch leaves out {27 - found['true']} of 27 samples, which do not fill a batch"
+    assert line in said
+    assert main(["data", "check", str(config), "--samples=0", *dropping]) == 1  # as records are broken
+    assert capfd.readouterr().out.endswith(f"{line}\n")
+
+
 @pytest.mark.slow
 def test_packed_rows_are_the_same_on_one_rank_and_on_two_replicas(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over an epoch, of which the last batch has less than 4 rows, and into the next one."""
     monkeypatch.delenv("RANK", raising=False)
-    packed = ["--set=data.pack=true", "--set=train.batch_size=4", "--set=log.samples=0", "--set=train.steps=3"]
+    packed = ["--set=data.pack=true", "--set=train.batch_size=4", "--set=log.samples=0", "--set=train.steps=4"]
     curves = []
     for name, cut in {
         "one": ["--set=train.microbatches=4"],

@@ -92,7 +92,7 @@ def _refused(tmp_path: Path) -> Config:
     from tests.train.test_build import TABLE
 
     run = {"name": "tiny", "folder": str(tmp_path), "deterministic": False}
-    return from_table(copy.deepcopy(TABLE) | {"run": run}, ["train.batch_size=4000"])
+    return from_table(copy.deepcopy(TABLE) | {"run": run}, ["train.batch_size=4000", "data.drop_last=true"])
 
 
 def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

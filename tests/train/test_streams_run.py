@@ -195,6 +195,7 @@ def test_a_layout_is_chosen_for_a_stream_with_few_validation_samples(streamed: P
         ("data.readers=0", "readers"),
         ("data.limit=5", "limit is for data that are read at random: a stream takes one source whole"),
         ("data.prefetch=4", "prefetch is of data that are read at random: a stream works one batch ahead"),
+        ("data.drop_last=true", "a stream works one batch ahead, keeps nothing and leaves nothing out"),
         ("data.cache_gb=2.0", "cache_gb is of data that are read at random"),
         ("sources", "sources is for data that are read at random: a stream takes one source whole"),
     ],

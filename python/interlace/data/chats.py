@@ -282,7 +282,6 @@ def load_chats(
     if not train:
         raise chats_files.ChatFileError("data.train names no file; give the files to train on")
     found = prepare(chats_files.find(train), chats, rules, folder)
-    every = np.arange(len(found))
     if validation:
         other = prepare(chats_files.find(validation), chats, rules, folder)
         picks = np.arange(len(other))
@@ -290,7 +289,7 @@ def load_chats(
         if 100 * twice > len(other):  # some few are chance: a hash has 32 bits
             log.warning("%s", SEEN.format(twice, len(other)))
         return (
-            ChatDataset(found, chats, _limited(every, found.hashes, limit), "train"),
+            ChatDataset(found, chats, train_picks(found.hashes, 0.0, limit), "train"),
             ChatDataset(other, chats, picks, "heldout"),
         )
     kept = found.hashes < held_out * 2**32
@@ -299,8 +298,13 @@ def load_chats(
             f"of {len(found)} samples data.held_out = {held_out:g} keeps {int(kept.sum())} for validation, which "
             "leaves none on one side: give data.validation, more samples or another share"
         )
-    picks = _limited(every[~kept], found.hashes, limit)
-    return ChatDataset(found, chats, picks, "train"), ChatDataset(found, chats, every[kept], "heldout")
+    picks = train_picks(found.hashes, held_out, limit)
+    return ChatDataset(found, chats, picks, "train"), ChatDataset(found, chats, np.flatnonzero(kept), "heldout")
+
+
+def train_picks(hashes: np.ndarray, held_out: float, limit: int | None) -> np.ndarray:
+    """int64: the places of the records to train on, of records with these hashes; see `load_chats`."""
+    return _limited(np.flatnonzero(hashes >= held_out * 2**32), hashes, limit)
 
 
 def _limited(picks: np.ndarray, hashes: np.ndarray, limit: int | None) -> np.ndarray:

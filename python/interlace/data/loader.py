@@ -31,7 +31,8 @@ class Loader:
 
     dataset: map-style; one with ``sample(index, epoch)`` gets the epoch, others are indexed. One with
         ``order(seed, epoch)`` says what an epoch draws, always equally many.
-    The last, incomplete batch of an epoch is dropped. prefetch: batches made ahead by a thread (0: none).
+    drop_last: leave out the samples at the end of an epoch that do not fill a batch. By default they are a smaller one.
+    prefetch: batches made ahead by a thread (0: none).
     wanted: the media of a batch that this process will read; the thread loads these, others wait until somebody asks
         for their data. None: all. Called in the thread.
     producers: makes those who prepare the data from this loader, when the first batch is asked for; None: the thread
@@ -47,6 +48,7 @@ class Loader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
         prefetch: int = 2,
         wanted: Callable[[list[Sample]], Iterable[Media]] | None = None,
         producers: Callable[[Loader], Producers] | None = None,
@@ -56,15 +58,21 @@ class Loader:
         size = len(dataset)  # type: ignore[arg-type]
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: a batch needs at least one sample")
-        if size < batch_size:
-            raise ValueError(f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller")
+        if size < 1:
+            raise ValueError("the dataset has no samples")
+        if drop_last and size < batch_size:
+            raise ValueError(
+                f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller, or leave out "
+                "drop_last"
+            )
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.drop_last = drop_last
         self.prefetch, self.wanted = prefetch, wanted
         self.start_producers, self.pinned, self.held_out = producers, pinned, held_out
         self.producers: Producers | None = None
         self.epoch = 0
         self.position = 0
-        self.batches_per_epoch = size // batch_size
+        self.batches_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
         self._orders: dict[int, np.ndarray] = {}
         self._worker: _Prefetcher | Ahead | None = None
         self._closed = False
@@ -93,7 +101,11 @@ class Loader:
 
     def drawn(self, epoch: int, position: int) -> int:
         """How many samples of the order of ``epoch`` are drawn by the end of the batch at ``position``."""
-        return (position + 1) * self.batch_size
+        return min((position + 1) * self.batch_size, len(self.dataset))  # type: ignore[arg-type]
+
+    def left_out(self, epoch: int) -> int:
+        """How many samples of the order of ``epoch`` are in none of its batches."""
+        return len(self.dataset) - self.drawn(epoch, self.batches(epoch) - 1)  # type: ignore[arg-type]
 
     def batches(self, epoch: int) -> int:
         """Batches of ``epoch``."""
@@ -174,6 +186,7 @@ class Loader:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "fingerprint": self.fingerprint(),
         }
@@ -184,7 +197,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was taken. Raises ValueError when it belongs to other data or another order."""
-        mine = self.state_dict()
+        mine, state = self.state_dict(), {"drop_last": True} | state  # states without the key are of runs that did so
         if set(state) != set(mine) or not all(type(state[key]) is type(mine[key]) for key in mine):
             raise ValueError(f"the saved loader state is damaged: it has {sorted(state)}, not {sorted(mine)}")
         for key in mine:

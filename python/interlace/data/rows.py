@@ -35,8 +35,9 @@ class RowLoader(Loader):
     """Batches of `rows` rows with at most `max_tokens` tokens each.
 
     `__next__` yields a batch as lists of samples, one per row, which is what `wanted` is given too. dataset: one with
-    `token_lengths` (int64 [n]). The samples after the last full batch of an epoch are dropped.
-    Raises ValueError when a sample is longer than a row, or all of them make no batch.
+    `token_lengths` (int64 [n]). The last batch of an epoch has what is left, in rows that are shorter, or fewer;
+    drop_last leaves these samples out.
+    Raises ValueError when a sample is longer than a row, or with drop_last all of them make no batch.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RowLoader(Loader):
         *,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
         prefetch: int = 2,
         wanted: Callable[[list[Any]], Iterable[Media]] | None = None,
         producers: Callable[[Loader], Producers] | None = None,
@@ -54,7 +56,7 @@ class RowLoader(Loader):
         held_out: Any = None,
     ) -> None:
         ahead: dict[str, Any] = {"prefetch": prefetch, "wanted": wanted, "producers": producers, "pinned": pinned}
-        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, held_out=held_out, **ahead)
+        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, drop_last=drop_last, held_out=held_out, **ahead)
         self.tokens = np.asarray(dataset.token_lengths, np.int64)
         if rows < 1:
             raise ValueError(f"rows is {rows}: a batch needs at least one")
@@ -68,7 +70,7 @@ class RowLoader(Loader):
         if not self.batches_per_epoch:
             raise ValueError(
                 f"{len(self.tokens)} samples with {int(self.tokens.sum())} tokens make no batch of {rows} rows with "
-                f"{max_tokens} tokens each; lower max_tokens, or the number of rows"
+                f"{max_tokens} tokens each; lower max_tokens or the number of rows, or leave out drop_last"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,9 +87,9 @@ class RowLoader(Loader):
             start, samples, counts = 0, [order[:0]], [np.zeros(1, np.int64)]
             sums = np.concatenate([[0], np.cumsum(self.tokens[order])])
             room = self.rows * self.max_tokens
-            while True:
+            while start < len(order):
                 end = int(np.searchsorted(sums, sums[start] + room, side="right")) - 1
-                if end >= len(order):  # what is left does not fill a batch
+                if self.drop_last and end == len(order):  # what is left does not fill a batch
                     break
                 dealt, each = self._deal(order[start:end])
                 samples.append(dealt)

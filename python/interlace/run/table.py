@@ -108,7 +108,8 @@ def step_table(
     """The table of one step.
 
     microbatches: chunks of each replica of the language model (the layout's last module), at most one per sample;
-        default: twice the stages of its pipeline. Replicas of unequal speed may have a number each. groups: instead,
+        default: twice the stages of its pipeline. Replicas of unequal speed may have a number each. Fewer samples or
+        groups than these make fewer chunks, and some replicas have none. groups: instead,
         the samples of its chunks; the i-th goes to replica i modulo their number, or where `microbatches` has a number
         for each of them to the next in turn that has not got its number yet. chunks: encoder -> chunks of each of its
         replicas (default: as many as the language model has, 1 under "shared"). place: see StepTable. assignment: in
@@ -215,8 +216,8 @@ def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None
     if groups is None:
         bins = min(len(lengths), count)
         return balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins)).astype(np.int64)
-    if len(groups) != count:
-        raise ValueError(f"{len(groups)} groups of samples cannot be {count} microbatches")
+    if len(groups) > count:
+        raise ValueError(f"{len(groups)} groups of samples are more than {count} microbatches")
     found = np.full(len(lengths), -1, np.int64)
     for place, members in enumerate(groups):
         found[list(members)] = place

@@ -44,7 +44,7 @@ from interlace.train.elastic_log import Clocks, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting, Over
 from interlace.train.elastic_plan import microbatches, propose, templates_of
 from interlace.train.elastic_state import Held, Note
-from interlace.train.feed import Feed, datasets, report_left_out
+from interlace.train.feed import Feed, batch_notes, datasets, report_left_out
 from interlace.train.flops import Meter
 from interlace.train.launch import launcher, lock
 from interlace.train.optim import state_sizes
@@ -367,7 +367,6 @@ class Rank:
 
     def _make_feed(self, meeting: Meeting) -> None:
         sizes = sizes_of(meeting.generation)
-        train = self.config.train
         total = microbatches(self.config)
         self.shares_of = lambda rows: self.templates.shares(sizes, rows or total)
         self.shares = self.shares_of(0)
@@ -375,17 +374,11 @@ class Rank:
             return
         assert self.folder is not None
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.feed = Feed(
-            *self.data,
-            batch_size=train.batch_size,
-            seed=self.config.run.seed,
-            validation_samples=train.validation_samples,
-            wanted=self._wanted,
-            row_tokens=self.config.data.max_tokens if self.config.data.pack else None,
-            producers=producers_of(self.config, self.folder, local_world, source=self.source),
-            prefetch=self.config.data.prefetch,
-        )
+        producers = producers_of(self.config, self.folder, local_world, source=self.source)
+        self.feed = Feed.of_config(self.config, *self.data, self._wanted, producers=producers)
         self.cleanup.callback(self.feed.close)
+        for line in batch_notes(self.feed.loader) if meeting.rank == 0 else ():
+            launcher.note(line)
         self.config = whole_run.with_steps(self.config, self.feed.loader.batches, source=self.source)
 
     def _wanted(self, batch: list[Any]) -> Any:

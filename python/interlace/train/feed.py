@@ -24,7 +24,7 @@ from interlace.train.schema_data import Source
 from interlace.train.texts import tokenizer_of
 
 if TYPE_CHECKING:
-    from interlace.data import ChatDataset
+    from interlace.data import ChatDataset, Loader
     from interlace.data.produced import HeldOut
 
 
@@ -68,8 +68,9 @@ class Batch:
 class Feed:
     """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
 
-    `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `wanted`: the
-    media of a batch (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all.
+    `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `drop_last`: leave
+    out the samples at the end of an epoch that do not fill a batch. `wanted`: the media of a batch (of samples, or of
+    rows of them) that this process will read, which are decoded ahead; None: all.
     `producers` make them apart from training (`preparing.producers_of`), `prefetch` batches ahead, in pinned memory
     for a GPU (`pinned`), and decode the held-out ones.
     """
@@ -84,25 +85,34 @@ class Feed:
         validation_samples: int,
         wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
         row_tokens: int | None = None,
+        drop_last: bool = False,
         producers: Callable[[Any], Any] | None = None,
         prefetch: int = 2,
         pinned: bool = False,
     ) -> None:
-        from interlace.data import Loader, RowLoader
-
         self.train = train
         self.in_rows = row_tokens is not None
         ahead: dict[str, Any] = {"wanted": wanted, "producers": producers, "prefetch": prefetch, "pinned": pinned}
         ahead["held_out"] = held_out
-        try:
-            if row_tokens is None:
-                self.loader = Loader(train, batch_size, seed=seed, **ahead)
-            else:
-                self.loader = RowLoader(train, batch_size, row_tokens, seed=seed, **ahead)
-        except ValueError as error:
-            raise ConfigError(f"[train] batch_size: {error}") from None
+        self.loader = loader(train, batch_size, row_tokens, seed=seed, drop_last=drop_last, **ahead)
         self.loader.begin()
         self._hold_out(held_out, validation_samples)
+
+    @classmethod
+    def of_config(cls, config: Config, train: Any, held_out: Any, wanted: Any, **settings: Any) -> Feed:
+        """That of a config which reads at random. wanted, settings (producers, pinned): as of `Feed`."""
+        return cls(
+            train,
+            held_out,
+            batch_size=config.train.batch_size,
+            seed=config.run.seed,
+            validation_samples=config.train.validation_samples,
+            wanted=wanted,
+            row_tokens=config.data.row_tokens,
+            drop_last=config.data.drop_last,
+            prefetch=config.data.prefetch,
+            **settings,
+        )
 
     def _hold_out(self, held_out: Any, validation_samples: int) -> None:
         self.held_out_data = held_out
@@ -222,6 +232,31 @@ class Feed:
         if self.held_out_data.name == "chats":
             return {"uniform_token": math.log(vocabulary), "unigram_token": unigram}
         return {"uniform_byte": math.log(256), "unigram_byte": unigram}
+
+
+def loader(data: Any, batch_size: int, row_tokens: int | None, **settings: Any) -> Loader:
+    """The loader of batches of samples, or of rows of at most `row_tokens` tokens. Raises ConfigError."""
+    from interlace.data import Loader, RowLoader
+
+    try:
+        if row_tokens is None:
+            return Loader(data, batch_size, **settings)
+        return RowLoader(data, batch_size, row_tokens, **settings)
+    except ValueError as error:
+        raise ConfigError(f"[train] batch_size: {error}") from None
+
+
+def batch_notes(loader: Any) -> list[str]:
+    """Lines for the start of a run: samples that ``data.drop_last`` leaves out, and data that make a single batch."""
+    if loader.batches_per_epoch is None:
+        return []
+    count = len(loader.dataset)
+    if loader.drop_last:
+        left = loader.left_out(0)
+        return [f"data.drop_last: the first epoch leaves out {left:,} of {count:,} samples, which do not fill a batch"]
+    if loader.batches_per_epoch == 1:
+        return [f"train.batch_size: one batch takes all {count:,} samples to train on, so each step is an epoch"]
+    return []
 
 
 def datasets(

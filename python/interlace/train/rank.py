@@ -21,7 +21,7 @@ from interlace.train.build import build, build_layout, initialize, materialize, 
 from interlace.train.chosen import choose, fill
 from interlace.train.config import ConfigError
 from interlace.train.costs import ranks_per_node, stated_links
-from interlace.train.feed import Feed, datasets, indexed, report_left_out
+from interlace.train.feed import Feed, batch_notes, datasets, indexed, report_left_out
 from interlace.train.feed_stream import StreamFeed
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
@@ -171,6 +171,8 @@ def _train(
         config = with_steps(config, feed.loader.batches, source=source)
     if rank == 0:
         say_trained(config, model)
+        for line in batch_notes(feed.loader):
+            launcher.note(line)
         if resume is None:
             record(folder, config, asked)  # again, with the steps of its epochs
     forecast = (
@@ -241,22 +243,9 @@ def feed_of(
     if config.data.reading == "stream":
         with startup.bounded("connecting the readers of the data"):
             return StreamFeed(config, train, held_out, parallel, producers)
-    return Feed(
-        train,
-        held_out,
-        batch_size=config.train.batch_size,
-        seed=config.run.seed,
-        validation_samples=config.train.validation_samples,
-        wanted=partial(
-            parallel.wanted,
-            microbatches=None if config.data.pack else config.train.microbatches,
-            chunks=config.chunks(),
-        ),
-        row_tokens=config.data.max_tokens if config.data.pack else None,
-        producers=producers,
-        prefetch=config.data.prefetch,
-        pinned=pinned,
-    )
+    microbatches = None if config.data.pack else config.train.microbatches
+    wanted = partial(parallel.wanted, microbatches=microbatches, chunks=config.chunks())
+    return Feed.of_config(config, train, held_out, wanted, producers=producers, pinned=pinned)
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:

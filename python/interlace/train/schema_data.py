@@ -31,7 +31,7 @@ CHATS = (
 """Keys that only chats have,"""
 STREAM = ("readers", "shuffle_buffer", "exchange_mb")
 """Keys of streams alone,"""
-NOT_STREAM = ("prefetch", "cache_gb")
+NOT_STREAM = ("prefetch", "cache_gb", "drop_last")
 """and those that these have not."""
 NOT_CHATS = ("digit_size", "digit_jitter")
 """that they have not,"""
@@ -144,6 +144,9 @@ class Data(Section):
     """Who decodes: so many processes beside each rank; 0: a thread of the rank itself; ray: tasks on a Ray cluster, for
     many nodes. auto: of chats half of a rank's cores, at most 4, and 0 where it has fewer than 4; of digits 0. Samples
     have the same bits with any."""
+    drop_last: bool = False
+    """Leave out the samples at the end of an epoch that do not fill a batch, others in each epoch. false: the last step
+    of an epoch has what is left, in fewer or smaller microbatches, so that each epoch has all samples (random)."""
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """Batches that are made ahead."""
     cache_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
@@ -167,6 +170,11 @@ class Data(Section):
     digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
     turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
+
+    @property
+    def row_tokens(self) -> int | None:
+        """Most tokens of a packed row; None where samples are not packed."""
+        return self.max_tokens if self.pack else None
 
     def image_tokens(self, own: int) -> int:
         """Most patches of one image for an encoder that was made for images of `own` patches."""
@@ -217,8 +225,8 @@ class Data(Section):
                 )
             if said := self.set_of(NOT_STREAM):
                 raise ValueError(
-                    f"{said[0]} is of data that are read at random: a stream works one batch ahead and keeps nothing; "
-                    "remove it, or set reading='random'"
+                    f"{said[0]} is of data that are read at random: a stream works one batch ahead, keeps nothing and "
+                    "leaves nothing out; remove it, or set reading='random'"
                 )
             if not self.validation:
                 raise ValueError(

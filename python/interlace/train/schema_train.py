@@ -70,7 +70,7 @@ class Train(Section):
     steps: Positive | None = None
     """Optimizer steps of the whole run; or give ``epochs``."""
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Passes over the training data, in place of ``steps``: so many times the whole batches that it makes."""
+    """Passes over the training data, in place of ``steps``: so many times the batches that it makes."""
     batch_size: Positive
     """Samples per step, over all microbatches of all replicas."""
     microbatches: Positive = 1

@@ -16,6 +16,7 @@ from interlace.run.batch import GlobalBatch
 from interlace.run.sizes import size_of
 from interlace.train.config import ConfigError
 from interlace.train.costs import budget_loads
+from interlace.train.feed import loader
 from interlace.train.schema import Config
 
 BATCHES = 2
@@ -61,25 +62,19 @@ def has_data(config: Config) -> bool:
 def real_work(config: Config, data: Any, batch_size: int) -> Work:
     """The first batches that a run of the config would take from the training set `data`; of a stream, whose samples
     nobody has seen, batches of its validation samples, again and again where these are few. Raises ConfigError."""
-    from interlace.data import Loader, RowLoader
-
     if config.data.reading == "stream":
         order = np.random.default_rng([config.run.seed, 4]).permutation(len(data)).tolist()
         drawn = [data.sample(order[i % len(order)], 0) for i in range(BATCHES * batch_size)]
         batches = tuple(drawn[first : first + batch_size] for first in range(0, len(drawn), batch_size))
         return Work(batches, f"{BATCHES} batches of the validation samples of {data.name}, which are read as a stream")
-    seed, rows = config.run.seed, config.data.max_tokens if config.data.pack else None
+    own, seed = config.data, config.run.seed
+    reader = loader(
+        data, batch_size, own.row_tokens, seed=seed, drop_last=own.drop_last, prefetch=0, wanted=lambda _: []
+    )
     try:
-        if rows is None:
-            loader: Any = Loader(data, batch_size, seed=seed, prefetch=0, wanted=lambda _: [])
-        else:
-            loader = RowLoader(data, batch_size, rows, seed=seed, prefetch=0, wanted=lambda _: [])
-    except ValueError as error:
-        raise ConfigError(f"[train] batch_size: {error}") from None
-    try:
-        batches = tuple(next(loader) for _ in range(BATCHES))
+        batches = tuple(next(reader) for _ in range(BATCHES))
     finally:
-        loader.close()
+        reader.close()
     return Work(batches, f"{BATCHES} batches of {data.name}")
 
 

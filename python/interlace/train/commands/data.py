@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -54,6 +54,7 @@ def check(options: argparse.Namespace) -> int:
     shown: list[Any] = []
     trained: dict[str, set[int]] = {}
     tokens: dict[str, np.ndarray] = {}
+    hashes: dict[str, list[int]] = {}  # of the records that `tokens` is of
     overlaps = False
     for place, split in enumerate(splits):
         own = chats_page.Findings(strict, chats)
@@ -65,6 +66,7 @@ def check(options: argparse.Namespace) -> int:
             findings.add(one)
             if split.kind == "train":
                 before.add(zlib.crc32(one.raw.line))
+                hashes.setdefault(split.source, []).extend([zlib.crc32(one.raw.line)] * (one.broken is None))
             elif one.broken is None:
                 seen += zlib.crc32(one.raw.line) in before
             if one.broken is None and one.chat is not None and len(shown) < room:
@@ -82,6 +84,9 @@ def check(options: argparse.Namespace) -> int:
         title = f"interlace data check {' '.join(map(str, options.files))}"
         _write({options.out: chats_page.write(title, findings, shown, chats)})
         print(f"{options.out}: {len(shown)} samples as the model will see them")
+    if config is not None and config.data.reading == "random":
+        for line in _batches(config, tokens, hashes):
+            print(line)
     return BROKEN if findings.broken or overlaps or not findings.usable else CLEAN
 
 
@@ -120,6 +125,35 @@ def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
             f"tokens; gone through {float(share * draws / sizes[name]):.2f} times"
         )
     return lines
+
+
+def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
+    """Lines of text: what a run says of the batches that it makes of records with these lengths and hashes."""
+    from interlace.data import MixedDataset, Part
+    from interlace.data.chats import train_picks
+    from interlace.train.feed import batch_notes, loader
+
+    data, parts = config.data, list[Part]()
+    for each in data.each_source():
+        name = each.name if data.sources else ""
+        own = np.array(hashes.get(name, []), np.uint32)
+        picks = train_picks(own, 0.0 if each.validation else data.held_out, each.limit)
+        if not len(picks):
+            return []
+        parts.append(Part(each.name, cast(Any, _Lengths(tokens[name][picks])), each.weight))
+    dataset = MixedDataset(parts, data.mix_by) if len(parts) > 1 else parts[0].data
+    settings = {"seed": config.run.seed, "drop_last": data.drop_last, "prefetch": 0}
+    return batch_notes(loader(dataset, config.train.batch_size, data.row_tokens, **settings))
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """A dataset of which nothing is known but how long its samples are."""
+
+    token_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_lengths)
 
 
 def index(options: argparse.Namespace) -> int:

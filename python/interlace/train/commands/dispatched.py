@@ -40,14 +40,7 @@ def show(config: Config, path: Path, source: str) -> list[str]:
     )
     if dispatcher is None:
         raise ConfigError(f"{source}: --data compares replicas, but every module has one: set parallel.dp")
-    feed = Feed(
-        *datasets(config, model, tokenizer, source=source),
-        batch_size=config.train.batch_size,
-        seed=config.run.seed,
-        validation_samples=1,
-        wanted=lambda _: [],
-        row_tokens=config.data.max_tokens if config.data.pack else None,
-    )
+    feed = Feed.of_config(config, *datasets(config, model, tokenizer, source=source), lambda _: [])
     try:
         given = feed.next().given
     finally:
