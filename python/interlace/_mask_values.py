@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether Python can read the values of all of `tensors`."""
-    if torch.compiler.is_compiling():
+    """Whether Python can read the values of all of `tensors`.
+
+    `torch.compiler.is_compiling` would also be true of plain code that runs while another thread compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
         return False
-    return not any(tensor is not None and (isinstance(tensor, FakeTensor) or _is_batched(tensor)) for tensor in tensors)
+    traced = (FakeTensor, FunctionalTensor)
+    return not any(tensor is not None and (isinstance(tensor, traced) or _is_batched(tensor)) for tensor in tensors)
 
 
 def _is_batched(tensor: Tensor) -> bool:
@@ -26,7 +31,7 @@ def _is_batched(tensor: Tensor) -> bool:
 
 def keepable(*tensors: Tensor) -> bool:
     """Whether tensors made now may be kept for later: not those of traced code, nor of a transform of torch.func."""
-    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    transformed = not torch.compiler.is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     return not transformed and readable(*tensors)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from interlace import bitfield_attention
 from interlace.attention import AttentionPlan
-from interlace.attention.hf import NAME, carrier, use_plan
+from interlace.attention.hf import NAME, carrier, current_plan, use_plan
 from interlace.masks import BitfieldMask
 from tests.attention.hf_models import TEXT, text_ids
 
@@ -188,3 +188,16 @@ def test_a_module_around_the_model_may_have_a_config_of_its_own():
             return tuple(mask.shape)
 
     assert Around()(carrier(AttentionPlan.build(BitfieldMask.causal(1, 7)))) == (1, 1, 7, 7)
+
+
+def test_plain_code_runs_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says of all threads that they compile, then."""
+    monkeypatch.setattr("torch.compiler._is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    plan = AttentionPlan.build(BitfieldMask.causal(1, 64), block=16)
+    assert carrier(plan).interlace_plan[0] is plan
+    q, k, v = torch.randn(3, 1, 2, 64, 8).unbind()
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(bitfield_attention(q, k, v, plan), dense)
+    with use_plan(plan):
+        assert torch.equal(current_plan()[0].q_bits, plan.q_bits)

@@ -40,7 +40,7 @@ class Carrier(Tensor):
         """A carrier of `plan`, on its device, with `more` beside it."""
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             raise ValueError(TRACED)
-        if torch.compiler.is_compiling() and not whole_graph():
+        if torch.compiler.is_dynamo_compiling() and not whole_graph():
             return _outside_graphs(plan, *more)
         shape = (plan.batch, 1, plan.q_len, plan.k_len)
         if isinstance(plan.q_bits, FakeTensor):
