@@ -246,16 +246,18 @@ def test_what_a_processor_decides_is_refused_beside_a_whole_checkpoint(own: Path
         tokenizer_of(config)
 
 
-@pytest.mark.parametrize("key", ["data.max_tokens=4096", 'data.on_broken="error"', "train.batch_size=4000"])
+@pytest.mark.parametrize(
+    "keys", [["data.max_tokens=4096"], ['data.on_broken="error"'], ["train.batch_size=4000", "data.drop_last=true"]]
+)
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_start_that_fails_leaves_no_run_folder(
-    own: Path, key: str, launched: bool, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+    own: Path, keys: list[str], launched: bool, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the config, by the data, and by what is seen when the data are there; under torchrun, too."""
     if launched:
         request.getfixturevalue("in_process")
-    assert main(["train", str(own / "own.toml"), f"--set={key}"]) == 2
-    assert key.partition("=")[0].rpartition(".")[2] in capfd.readouterr().err
+    assert main(["train", str(own / "own.toml"), *(f"--set={key}" for key in keys)]) == 2
+    assert keys[0].partition("=")[0].rpartition(".")[2] in capfd.readouterr().err
     assert not (own / "runs" / "own").exists()
 
 
