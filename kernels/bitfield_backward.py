@@ -24,6 +24,7 @@ from .bitfield_common import (
     allowed,
     cap,
     dot,
+    first_block,
     key_terms,
     load_tile,
     query_terms,
@@ -85,8 +86,10 @@ def _query_gradient(
     v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
     v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
+    following, last_tile = first_block(block_index, begin, end), end * tiles - 1
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
-        first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
+        first = following * BLOCK + (tile % tiles) * BLOCK_N
+        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
         inside = keys < k_length
@@ -227,8 +230,10 @@ def _key_gradients(
     do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_V)
     if MASKED:
         stream, key_doc, key_span, key_pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+    following, last_tile = first_block(block_index, begin, end), end * tiles - 1
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
-        first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_M
+        first = following * BLOCK + (tile % tiles) * BLOCK_M
+        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
         rows = first + tl.arange(0, BLOCK_M)
         first64 = first.to(tl.int64)
         inside = rows < q_length

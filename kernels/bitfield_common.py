@@ -110,6 +110,16 @@ def store_tile(pointers, value, rows, columns, length, HEAD_DIM: tl.constexpr, B
 
 
 @triton.jit
+def first_block(block_index, begin, end):
+    """block_index[begin], or 0 where [begin, end) is empty and nothing may be read.
+
+    Loops read the index of the next tile's block one tile ahead: loads whose address comes from a load of the same
+    iteration cannot be started early, and every tile would wait for memory.
+    """
+    return tl.load(block_index + begin, mask=begin < end, other=0)
+
+
+@triton.jit
 def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """a @ b in float32. UPCAST: the interpreter's bfloat16 dot returns garbage (Triton 3.6 and 3.9)."""
     if UPCAST:

@@ -19,6 +19,7 @@ from .bitfield_common import (
     allowed,
     cap,
     dot,
+    first_block,
     key_terms,
     load_tile,
     query_terms,
@@ -50,8 +51,10 @@ def _attend(
     v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
     v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
+    following, last_tile = first_block(block_index, begin, end), end * tiles - 1
     for tile in range(begin * tiles, end * tiles):
-        first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
+        first = following * BLOCK + (tile % tiles) * BLOCK_N
+        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
         inside = keys < k_length

@@ -290,7 +290,7 @@ def test_values_too_wide_for_triton_are_refused_or_run_elsewhere():
     for device, wanted in (("cpu", "cpu"), ("meta", "reference")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert op._choose("", q.to(device), v.to(device)).__name__ == f"interlace.attention.{wanted}"
+            assert op._choose("", q.to(device), v.to(device), 128).__name__ == f"interlace.attention.{wanted}"
 
 
 def test_the_cpu_backend_says_that_it_is_for_cpu_tensors():

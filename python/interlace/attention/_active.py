@@ -126,7 +126,7 @@ _shared = _Shared()
 
 
 # A CUDA graph (mode="reduce-overhead") would copy q_bits elsewhere, and replay without comparing.
-@torch.library.custom_op("interlace::own_plan", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@torch.library.custom_op("interlace::own_plan", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _own(q_bits: Tensor) -> Tensor:
     """A copy of a plan's q_bits, if that plan is the running thread's own."""
     plan, _ = _active.get()

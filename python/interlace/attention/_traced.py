@@ -66,7 +66,7 @@ def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
 
 
 # It reads values, which a CUDA graph (mode="reduce-overhead") cannot.
-@torch.library.custom_op("interlace::attention_plan", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@torch.library.custom_op("interlace::attention_plan", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _plan(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Tensor]:
     if bool(gaps.any()):
         raise ValueError(

@@ -34,6 +34,7 @@ from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import BitfieldMask
 
+GLUON_BLOCK = 128  # of plans that the Gluon backend takes
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -90,10 +91,10 @@ def bitfield_attention(
     return_lse: also return the log-sum-exp of each row's scores, natural log, [B, Hq, Tq], fp32 (fp64 for fp64),
     differentiable. A row that sees nothing yields 0, LSE -inf and zero gradients.
     deterministic: False allows a backend to trade repeatable bits for speed. "triton" then adds dq by atomics in its
-    dk/dv kernel (16 bits, D <= 128, from Hopper on): 5 matrix products instead of 7. All else repeats its bits, as does
+    dk/dv kernel (16 bits, D <= 128, on Blackwell): 5 matrix products instead of 7. All else repeats its bits, as does
     everything under torch.use_deterministic_algorithms(True).
-    backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest of these that supports the inputs.
-    "gluon" (Hopper, fp16 and bf16) is experimental and has to be named.
+    backend: "reference" (dense, any device), "cpu", "triton", "gluon" (a forward for Hopper: fp16 and bf16, one head
+    dimension up to 128, plans of 128-token blocks); None picks the fastest of these that supports the inputs.
 
     Returns out [B, Hq, Tq, Dv] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
     do not fit each other or the mask, and for a named backend that cannot run them, with the reason. Derivatives are of
@@ -187,10 +188,12 @@ def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
     return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
 
 
-def _choose(backend: str, q: Tensor, v: Tensor) -> ModuleType:
+def _choose(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"
+        elif block == GLUON_BLOCK and why_not("gluon", q, v) is None:
+            backend = "gluon"
         elif (reason := why_not("triton", q, v)) is None:
             backend = "triton"
         else:
@@ -225,7 +228,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
-    out, lse = _choose(backend, q, v).forward(Attention(q, k, v, plan, scale, softcap))
+    out, lse = _choose(backend, q, v, plan.block).forward(Attention(q, k, v, plan, scale, softcap))
     return out.contiguous(), lse.contiguous()
 
 
@@ -236,7 +239,7 @@ def run_backward(
     """dq, dk, dv of a forward that gave out and lse; wide: dk, dv in `accumulate_dtype`, for who adds more to them."""
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
-    run = _choose(backend, q, v)
+    run = _choose(backend, q, v, plan.block)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
     grads = backward(Attention(q, k, v, plan, scale, softcap), out, lse, dout, dlse, wide)
