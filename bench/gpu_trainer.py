@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from transformers import SiglipVisionConfig
 
 from bench.measure import command, device, machine, peak_bytes, reason, versions, write_json
 from bench.trainer import ROOT, InRows, Plain
@@ -82,8 +83,10 @@ class Shape(NamedTuple):
 
 SO400M = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-    "image_size": 384, "patch_size": 14, "vision_use_head": False,
+    "image_size": 384, "patch_size": 14,
 }  # fmt: skip
+if hasattr(SiglipVisionConfig(), "vision_use_head"):  # not in transformers 5.17; the pooling head is not used
+    SO400M["vision_use_head"] = False
 QWEN = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,

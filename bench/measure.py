@@ -70,7 +70,7 @@ class Clock:
 
 def device() -> torch.device:
     """The CUDA device, else the CPU; INTERLACE_BENCH_DEVICE names another."""
-    return torch.device(os.environ.get("INTERLACE_BENCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(os.environ.get("INTERLACE_BENCH_DEVICE") or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def peak_bytes() -> int:
