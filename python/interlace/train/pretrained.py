@@ -341,7 +341,7 @@ def contents_of(folder: Path) -> dict[str, Stored]:
 
 
 def _shards(folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    """What the index of a folder says: the file of each key, and those that are not there."""
+    """The file of each key, by the index of a folder, and those of the files that are not there."""
     files = read_json(folder / INDEX).get("weight_map")
     named = set(files.values()) if isinstance(files, dict) else {None}
     lost = [n for n in named if not isinstance(n, str) or n != Path(n).name or not (folder / n).is_file()]
