@@ -100,6 +100,16 @@ def test_records_as_people_bring_them(tmp_path: Path) -> None:
             assert one.chat.ignored == case.ignored, (name, case.name)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tools", "[]"), ("objects", {"ref": [], "bbox": []}), ("objects", {"ref": None}), ("bbox", [[]])],
+)
+def test_a_refused_key_without_content_is_passed_over(key: str, value: Any, tmp_path: Path) -> None:
+    """As tables write it where a row has none: a struct of empty lists, JSON in a column of text."""
+    record = {"messages": [user("what?"), said("b")]}
+    assert parse(record | {key: value}, tmp_path) == parse(record, tmp_path)
+
+
 # --- any key ----------------------------------------------------------------------------------------------
 
 BASE: dict[str, Any] = {
@@ -255,7 +265,7 @@ def test_the_docs_records_have_no_unknown_key() -> None:
 def test_check_lists_what_is_ignored_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(0)
     lines = [talk(user("a"), said("b"), **{f"key{number}": 1}) for number in range(30)]
-    lines += [talk(user("a"), said("b"), key3=2, tools=[{}])]  # left out: its other keys do not matter
+    lines += [talk(user("a"), said("b"), key3=2, tools=[{"name": "f"}])]  # left out: its other keys do not matter
     lines += [talk(user("a"), said("b", mood=1)) for _ in range(3)]
     lines += ['{"text": "x"}'] * 250
     rng.shuffle(lines)

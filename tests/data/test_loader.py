@@ -96,7 +96,7 @@ def test_a_state_without_drop_last_is_of_a_run_that_dropped():
     """Before the key existed the end of an epoch was left out, and states did not say so."""
     old = Loader(Numbers(10), 4, drop_last=True).state_dict() | {"position": 1}
     del old["drop_last"]
-    with pytest.raises(ValueError, match="drop_last = True, this run False: the order of samples would differ"):
+    with pytest.raises(ValueError, match=r"drop_last = True, this run False: .* resume with data\.drop_last = true"):
         Loader(Numbers(10), 4).load_state_dict(old)
     same = Loader(Numbers(10), 4, drop_last=True, prefetch=0)
     same.load_state_dict(old)

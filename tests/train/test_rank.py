@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from interlace.train import rank, report
+from interlace.train import rank, report, runfolder
 from interlace.train.config import ConfigError, dumps, from_table, load
 from interlace.train.costs import ranks_per_node
 from interlace.train.launch import launcher
@@ -112,6 +112,20 @@ def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.Mon
     assert closed == ["startup"]
     assert not {thread.name for thread in set(threading.enumerate()) - before} & ours
     assert not (tmp_path / "tiny").exists()  # a start that fails leaves no folder, and no lock
+
+
+def test_a_failed_start_leaves_latest_to_the_run_before(tmp_path: Path) -> None:
+    config = _refused(tmp_path)
+    runs = [runfolder.create(config) for _ in range(3)]
+    for folder in runs:
+        runfolder.point_latest(folder)
+    latest = tmp_path / "tiny" / "latest"
+    runfolder.discard(runs[2])
+    assert latest.resolve() == runs[1].resolve()
+    runfolder.discard(runs[0])
+    assert latest.resolve() == runs[1].resolve()
+    runfolder.discard(runs[1])
+    assert not (tmp_path / "tiny").exists()
 
 
 REFUSED = """if True:

@@ -126,6 +126,18 @@ def test_a_module_is_untied_where_its_values_differ(llama: Path, rows: int) -> N
     assert model.language_model.config.tie_word_embeddings == (not rows)
 
 
+def test_a_model_is_planned_by_its_config_and_index(llama: Path, llava: Path) -> None:
+    """As after a download of the JSON files alone; a training says what is missing."""
+    for folder, spec in ((llama, {"language_model": {"path": str(llama)}}), (llava, {"path": str(llava)})):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}'
+        )
+        model = build(configured(spec), ByteTokenizer())
+        with pytest.raises(ConfigError, match=r"names 'model-1.safetensors', which is not there"):
+            stored_weights(configured(spec), model)
+
+
 def test_a_head_in_place_of_the_embedding_is_read(llama: Path) -> None:
     """HuggingFace ties either to the one that is there."""
     weights = load_file(llama / "model.safetensors")

@@ -1,7 +1,7 @@
 """Keys of chat records: those that are read, and those that are refused by name because they change the meaning.
 
 Any other key of a record, a turn, a typed item or a file is ignored and listed by ``interlace data check``. A refused
-key without content (null, "", [], {}) says nothing and is passed over: tables write every column of every row.
+key without content says nothing and is passed over: tables write every column of every row.
 """
 
 from __future__ import annotations
@@ -139,6 +139,15 @@ def unread(said: Mapping[str, Any], read: Collection[str], refused: Mapping[str,
     """The keys of `said` that are ignored: not among `read`. Raises ValueError for one that is refused."""
     ignored = [key for key in said if key not in read]
     for key in ignored:
-        if key in refused and said[key] not in NOTHING and said[key] != HARMLESS.get(key, NOTHING):
+        if key in refused and not _says_nothing(said[key]) and said[key] != HARMLESS.get(key, NOTHING):
             raise ValueError(f"has {key}: {refused[key]}")
     return [key for key in ignored if key not in refused]
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value has no content: an empty one, also as JSON text, or a list or table of nothing else."""
+    if isinstance(value, str):
+        return value.strip() in ("", "null", "[]", "{}")
+    if isinstance(value, Mapping):
+        return all(map(_says_nothing, value.values()))
+    return value is None or (isinstance(value, (list, tuple)) and all(map(_says_nothing, value)))

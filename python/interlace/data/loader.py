@@ -202,9 +202,10 @@ class Loader:
             raise ValueError(f"the saved loader state is damaged: it has {sorted(state)}, not {sorted(mine)}")
         for key in mine:
             if key not in ("epoch", "position") and state[key] != mine[key]:
+                way = f"data.drop_last = {str(state[key]).lower()}" if key == "drop_last" else "the same data settings"
                 raise ValueError(
                     f"the saved loader state has {key} = {state[key]!r}, this run {mine[key]!r}: the order of samples "
-                    f"would differ; resume with the same data settings, or start anew"
+                    f"would differ; resume with {way}, or start anew"
                 )
         if state["epoch"] < 0 or not 0 <= state["position"] < self.batches(state["epoch"]):
             raise ValueError(

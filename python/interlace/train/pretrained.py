@@ -322,23 +322,30 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `contents_of` has something to read: a folder of a config alone can be planned with."""
-    return (folder / INDEX).exists() or (folder / WEIGHTS).exists()
+    """Whether all files of weights are there: a folder of a config, and perhaps an index, can be planned with."""
+    return not _shards(folder)[1] if (folder / INDEX).exists() else (folder / WEIGHTS).exists()
 
 
 def contents_of(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's safetensors files, by key."""
     if (folder / INDEX).exists():
-        files = read_json(folder / INDEX).get("weight_map")
-        named = set(files.values()) if isinstance(files, dict) else {None}
-        if lost := [n for n in named if not isinstance(n, str) or n != Path(n).name or not (folder / n).is_file()]:
+        files, lost = _shards(folder)
+        if lost:
             raise ValueError(f"{folder / INDEX} names {lost[0]!r}, which is not there; copy the folder again, whole")
-        return {key: Stored(folder / name, key) for key, name in (files or {}).items()}
+        return {key: Stored(folder / name, key) for key, name in files.items()}
     if (folder / WEIGHTS).exists():
         return {key: Stored(folder / WEIGHTS, key) for key in _heads(folder / WEIGHTS)}
     other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
     also = f", only {other[0]}, which is a pickle: save the model again with safetensors" if other else ""
     raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{also}")
+
+
+def _shards(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+    """The file of each key, by the index of a folder, and those of the files that are not there."""
+    files = read_json(folder / INDEX).get("weight_map")
+    named = set(files.values()) if isinstance(files, dict) else {None}
+    lost = [n for n in named if not isinstance(n, str) or n != Path(n).name or not (folder / n).is_file()]
+    return files if isinstance(files, dict) else {}, lost
 
 
 def shapes_of(folder: Path) -> dict[str, list[int]]:

@@ -54,16 +54,22 @@ def create(config: Config) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes a run folder whose start has failed: one without a checkpoint or a logged step."""
+    """Removes a run folder whose start has failed: one without a checkpoint or a logged step.
+
+    ``latest`` is then the newest run that is left.
+    """
     metrics = folder / "metrics.jsonl"
     if has_checkpoint(folder) or (metrics.exists() and metrics.stat().st_size):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    link = folder.parent / "latest"
+    link, left = folder.parent / "latest", _runs(folder.parent)
     with contextlib.suppress(OSError):
         if link.is_symlink() and not link.exists():
             link.unlink()
-        folder.parent.rmdir()  # unless other runs are there
+            if left:
+                point_latest(_newest(left))
+        if not left:
+            folder.parent.rmdir()  # unless other files are there
 
 
 def checkpoints_of(folder: Path) -> Path:
@@ -82,7 +88,7 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
         with_state = [path for path in _runs(parent) if has_checkpoint(path)]
         if not with_state:
             raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start it without --resume")
-        return max(with_state, key=lambda path: (_number(path), path.name)), None
+        return _newest(with_state), None
     path = Path(resume)
     if not path.is_dir():
         raise ConfigError(f"--resume {resume}: there is no such folder")
@@ -98,6 +104,10 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
 
 def _runs(parent: Path) -> list[Path]:
     return [path for path in parent.glob("*") if path.is_dir() and not path.is_symlink()]
+
+
+def _newest(runs: Iterable[Path]) -> Path:
+    return max(runs, key=lambda path: (_number(path), path.name))
 
 
 def _number(folder: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from interlace.data.chats_shapes import parse
+from interlace.data.opened import Member
 from interlace.model import IGNORE, Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.collate import JOINED
-from interlace.train.commands.reloaded import Checked, Prompt, Reloaded
+from interlace.train.commands.reloaded import Checked, Prompt, Reloaded, ReloadedWhole
+from tests.train import whole_families
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION, AUDIO, END = 60, 61, 1
@@ -146,3 +151,24 @@ def test_what_it_does_not_know_how_to_ask_is_refused(both: Any, tmp_path: Path) 
     if reloaded.bidirectional:
         with pytest.raises(ValueError, match="sliding windows"):
             Reloaded(tmp_path / "out")
+
+
+def test_a_whole_checkpoint_is_asked_about_members_of_tars(tmp_path: Path) -> None:
+    _, records, table = whole_families.prepare("llava", tmp_path, count=1)
+    chat = parse(records[0], tmp_path).prompt()
+    shard = tmp_path / "a.tar"
+    turns = []
+    with tarfile.open(shard, "w") as tar:
+        for turn in chat.turns:
+            parts = []
+            for part in turn.parts:
+                if part.kind == "image":
+                    tar.add(part.path, Path(part.path).name)
+                    size = Path(part.path).stat().st_size
+                    member = Member(str(shard), tar.offset - -(-size // 512) * 512, size, Path(part.path).name)
+                    part = replace(part, path=str(member))
+                parts.append(part)
+            turns.append(replace(turn, parts=tuple(parts)))
+    asked = ReloadedWhole(Path(table["model"]["path"]))
+    wanted, found = (asked._inputs(Prompt(None, each)) for each in (chat, replace(chat, turns=tuple(turns))))
+    assert "pixel_values" in found and all(torch.equal(found[key], value) for key, value in wanted.items())

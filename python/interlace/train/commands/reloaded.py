@@ -2,9 +2,9 @@
 
 Everything is loaded from the folder by HuggingFace's own classes and computed by their own forward and ``generate``,
 item by item and prompt by prompt, without packing. A whole checkpoint is asked as its model card shows: the processor
-of the folder renders the chat with a generation prompt and reads the files. Of a folder of modules only the projectors'
-classes are Interlace's, which no other library has. So this is also how such a folder is served: encode, project, put
-the features where the placeholders stand, and let ``generate`` go on.
+of the folder renders the chat with a generation prompt and prepares its media. Of a folder of modules only the
+projectors' classes are Interlace's, which no other library has. So this is also how such a folder is served: encode,
+project, put the features where the placeholders stand, and let ``generate`` go on.
 """
 
 from __future__ import annotations
@@ -160,16 +160,16 @@ class ReloadedWhole(Outside):
         self.rate = int(getattr(hearing, "sampling_rate", 16_000))
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
-        from interlace.data.chats_media import read_clip
+        from interlace.data.chats_media import read_clip, read_picture
+
+        def given(part: Any) -> Any:  # members of tars, too, which transformers cannot open
+            if part.kind == "text":
+                return part.text
+            return read_picture(part.path) if part.kind == "image" else read_clip(part.path, self.rate)
 
         messages = []
         for turn in prompt.chat.turns:
-            content = []
-            for part in turn.parts:
-                given: Any = part.text if part.kind == "text" else part.path
-                if part.kind == "audio":
-                    given = read_clip(part.path, self.rate)
-                content.append({"type": part.kind, part.kind: given})
+            content = [{"type": part.kind, part.kind: given(part)} for part in turn.parts]
             messages.append({"role": turn.role, "content": content})
         made = self.processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
