@@ -24,6 +24,8 @@ from typing import Any
 from bench.compile_worker import Configuration
 from bench.measure import command, write_json
 from bench.triton_versions import ROOT, VERSIONS, environment
+from interlace.kernels.bitfield_launch import block_d
+from interlace.kernels.bitfield_tiles import width
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
@@ -36,6 +38,10 @@ DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_g
 GLUON = "gluon_forward_kernel"
 
 HMMA_ON_HOPPER = {("key_gradient_kernel", dim, "capped") for dim in (192, 256)}  # see bitfield_tiles.CAPPED
+
+# dK/dV on Hopper, by `width` of the tiles: the most that may spill (bytes of stack and local instructions). On an H200
+# these tiles were 1.2 to 1.7 times as fast as the best that spilled nothing; 192 spills one register and has not run.
+SPILLS_OF_DKDV = {64: 24, 128: 170, 192: 16, 256: 280}
 
 Report = dict[Configuration, dict[str, dict[str, int]]]
 
@@ -107,7 +113,7 @@ def problems(report: Report) -> list[str]:
         tensor_cores = TENSOR_CORES[configuration.architecture]
         for name, used in kernels.items():
             where = f"{name}, sm_{configuration.architecture}, {configuration}: {used}"
-            if used["spills"]:
+            if used["spills"] > allowed_spills(configuration, name):
                 found.append(f"spills: {where}")
             if used["shared"] > SHARED_MEMORY[configuration.architecture]:
                 found.append(f"more than {SHARED_MEMORY[configuration.architecture]} bytes of shared memory: {where}")
@@ -118,6 +124,13 @@ def problems(report: Report) -> list[str]:
             if name == GLUON and not used["tma"]:
                 found.append(f"no UTMALDG instruction: {where}")
     return found
+
+
+def allowed_spills(c: Configuration, name: str) -> int:
+    if name != "key_gradient_kernel" or c.architecture != 90 or c.dtype == "float32":
+        return 0
+    padded = (block_d(head_dim, c.architecture) for head_dim in (c.head_dim, c.value_dim or c.head_dim))
+    return SPILLS_OF_DKDV[width(*padded)]
 
 
 def table(reports: dict[str, Report]) -> str:

@@ -39,7 +39,7 @@ def check(version: str, configurations: list[Configuration]) -> None:
     report = kernel_report.compile_all(configurations, version)
     for configuration, kernels in report.items():
         expected = set(PARTS[configuration.part])
-        if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture == 80:
+        if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture != 100:
             expected.discard("key_gradient_kernel fused")
         assert expected <= set(kernels), configuration
     assert not kernel_report.problems(report)
@@ -95,6 +95,10 @@ def test_problems_are_found():
     for change, word in (({"wgmma": 0, "tma": 2}, "no wgmma"), ({}, "no UTMALDG")):
         (problem,) = kernel_report.problems({where: {"gluon_forward_kernel": {**USED, **change}}})
         assert problem.startswith(word)
+    most = kernel_report.SPILLS_OF_DKDV[128]
+    assert not kernel_report.problems({where: {"key_gradient_kernel": {**USED, "spills": most}}})
+    (problem,) = kernel_report.problems({where: {"key_gradient_kernel": {**USED, "spills": most + 1}}})
+    assert problem.startswith("spills")
     assert not kernel_report.problems({where: {"sum_kernel": {**USED, "wgmma": 0}}})
     assert not kernel_report.problems({where._replace(dtype="float32"): {"forward_kernel": {**USED, "wgmma": 0}}})
 
