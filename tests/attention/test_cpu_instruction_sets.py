@@ -19,6 +19,7 @@ from interlace.masks import BitfieldMask
 from tests.attention import cases, test_backends
 from tests.attention.test_backends import compare, finished, run
 from tests.mask_strategies import mask_pairs
+from tests.sampling import given_by_tier
 
 ISAS = ["amx", "avx512", "avx2", "baseline"]
 
@@ -131,8 +132,7 @@ def test_scales_that_are_not_positive(scale, softcap):
     compare("cpu", *cases.masks()["packed"], torch.bfloat16, dim=16, scale=scale, softcap=softcap, block=128)
 
 
-@settings(max_examples=150)
-@given(
+@given_by_tier(40, 150,
     mask_pairs(longest=150), st.sampled_from([16, 64, 100, 128]), st.sampled_from([1, 20, 64]),
     st.sampled_from([(1, 1), (4, 2)]), st.sampled_from([None, 3.0]),
 )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from tests.attention import cases
 from tests.attention.test_backends import agree, close
 from tests.judge import judge
 from tests.mask_strategies import masks
+from tests.sampling import given_by_tier
 
 SCALE = 0.4
 
@@ -78,7 +78,9 @@ def test_every_mask_and_balancer_equals_one_process(name, method):
     compare(mask, dealt(mask, 3, METHODS[method]), heads_per_chunk=1)
 
 
-@given(
+@given_by_tier(
+    25,
+    100,
     masks(longest=40),
     st.integers(1, 4),
     st.sampled_from([1, 4, 7, 16]),
