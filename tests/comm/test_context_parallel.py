@@ -177,14 +177,16 @@ class Whole(torch.autograd.Function):
         return *on_ranks(*ctx.of, q, k, v, dout, dlse, heads_per_chunk=1)[2:], None, None
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("by_projections", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradcheck(by_projections):
+    """By random projections, and element by element."""
     mask = BitfieldMask.pack([BitfieldMask.causal(1, 2), MASKS["prefix_lm"](3)])
     shards = dealt(mask, 2, block=2)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 5, 2, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
     )
-    assert torch.autograd.gradcheck(lambda *x: Whole.apply(*x, mask, shards), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: Whole.apply(*x, mask, shards), (q, k, v), fast_mode=by_projections)
 
 
 def test_partial_gradients_are_added_in_fp32_in_the_order_of_the_ranks():

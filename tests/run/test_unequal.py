@@ -69,11 +69,15 @@ def check_case(degrees: tuple[int, int], freezing: str, kind: str, number: int) 
             raise AssertionError(f"{where}: {error}") from None
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.slow] if first % 2 else []) for first in range(12)]
-)
+@pytest.mark.parametrize("first", [0, 4, 8])
 def test_unequal_degrees_equal_one_process(first: int) -> None:
     for number in HALVES[0][first::12]:
+        check_case(*EVERY[number], number)
+
+
+@pytest.mark.slow
+def test_one_half_of_unequal_degrees_equals_one_process() -> None:
+    for number in HALVES[0]:
         check_case(*EVERY[number], number)
 
 
