@@ -103,7 +103,7 @@ def test_overlapped_products_are_plain_products_to_rounding(dtype, chunks, layou
         check(case, case.run(num_chunks=chunks, layout=layout), tolerance)
 
 
-@pytest.mark.parametrize("layout", ["direct", "remap"])
+@pytest.mark.parametrize("layout", [pytest.param("direct", marks=pytest.mark.slow), "remap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_bits_on_every_run(dtype, layout):
     delays = torch.Generator()

@@ -58,7 +58,9 @@ def test_an_optimizer_over_the_model_trains_it_as_one_process_would(name):
     assert {id(p) for _, p in parallel.named_parameters()} == {id(p) for p in mllm.parameters()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("one rank", "replicas"))) for n in LAYOUTS]
+)
 def test_parameters_that_no_step_would_train_are_refused(name):
     """An optimizer over the model would get no gradients for them."""
     mllm = tiny_mllm()

@@ -229,7 +229,10 @@ def encoder_and_model(mllm: MultimodalModel, encoder: int, language: int, **more
     return Layout.from_specs(mllm, specs)
 
 
-@pytest.mark.parametrize(("encoder", "language"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (2, 1), (2, 3)))],
+)
 def test_lanes_that_do_not_divide_and_fewer_rows_than_ranks(encoder: int, language: int) -> None:
     """Chunks of 1, 2, 3, ... rows of an image's features: parts of all sizes, empty ones too."""
     mllm = model(encoders=("vision",))

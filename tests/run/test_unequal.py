@@ -95,11 +95,22 @@ def test_each_half_has_all_pairs_of_degrees_freezings_and_batches() -> None:
             assert found == {(case[one], case[other]) for case in EVERY}
 
 
-@pytest.mark.parametrize("chunks", [None, 1, 2, 5])
-@pytest.mark.parametrize("kind", ["all", "no_image"])
-@pytest.mark.parametrize("freezing", ["nothing", "encoders but projectors"])
+SHARED = list(itertools.product(["nothing", "encoders but projectors"], ["all", "no_image"], [None, 1, 2, 5]))
+
+
+@pytest.mark.parametrize(("freezing", "kind", "chunks"), [SHARED[place] for place in (1, 7, 8, 14)])
 def test_shared_ranks_equal_one_process(freezing: str, kind: str, chunks: int | None) -> None:
     """The encoders on both ranks of a two-stage language model, phase by phase."""
+    check_shared(freezing, kind, chunks)
+
+
+@pytest.mark.slow
+def test_all_shared_ranks_equal_one_process() -> None:
+    for case in SHARED:
+        check_shared(*case)
+
+
+def check_shared(freezing: str, kind: str, chunks: int | None) -> None:
     mllm = tiny_mllm(tied=True, layers=2)
     for path in FREEZING[freezing]:
         mllm.freeze(path)
