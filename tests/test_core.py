@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
+from tests.sampling import given_by_tier
 from tests.schedule.core_calls import schedule_calls
 
 # In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
@@ -477,8 +478,7 @@ def several_hostile_arguments(data):
     attempt(name, {place: data.draw(st.sampled_from(variants(arguments[place]))) for place in sorted(places)})
 
 
-@settings(max_examples=1000)
-@given(st.data())
+@given_by_tier(250, 1000, st.data())
 def test_several_hostile_arguments(data):
     several_hostile_arguments(data)
 

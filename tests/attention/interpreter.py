@@ -322,7 +322,10 @@ SLOW = {
     "full", "wide key gradients", "split, empty rows", "several tiles per block, split", "lists of known masks",
     "values wider than keys, split", "values of 64 beside 96, bf16", "head dimension 80, split", "heads 4:1",
     "lists of random masks", "atomics", "random masks", "bf16, capped scores, split", "split",
-    "same bits", "several tiles per block", "negative scale",
+    "same bits", "several tiles per block", "negative scale", "head dimension 72", "head dimension 96, fp16",
+    "head dimension 256", "prefix", "blockwise", "shared question", "1 x 50", "50 x 1", "zero scale",
+    "values of 5 beside 9, fp16, atomics", "NaN where nobody looks, split, atomics",
+    "infinity where nobody looks, capped", "no gradient of the LSE", "113 x 203",
 }  # fmt: skip
 LONG_CASES: dict[str, Callable[[], None]] = {
     f"{name}, {dtype}, {'whole' if part is None else 'part'}": partial(benchmark, name, getattr(torch, dtype), part)

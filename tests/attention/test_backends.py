@@ -19,6 +19,7 @@ from interlace.masks import BitfieldMask, word
 from tests.attention import cases
 from tests.judge import judge
 from tests.mask_strategies import mask_pairs
+from tests.sampling import given_by_tier
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", "cpu"]
@@ -102,8 +103,9 @@ def test_block_sizes(backend, block):
     compare(backend, *cases.masks()["multimodal"], torch.float32, block=block, cap=2)
 
 
-@settings(max_examples=150)
-@given(mask_pairs(longest=50), st.sampled_from([4, 16]), st.sampled_from([None, 3.0]), st.sampled_from([4, 7, 2]))
+@given_by_tier(
+    40, 150, mask_pairs(longest=50), st.sampled_from([4, 16]), st.sampled_from([None, 3.0]), st.sampled_from([4, 7, 2])
+)
 def test_random_masks(pair, block, softcap, value_dim):
     options = dict(heads=2, kv_heads=1, dim=4, value_dim=value_dim, softcap=softcap, block=block)
     for backend in BACKENDS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan
@@ -13,6 +12,7 @@ from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask, word
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
+from tests.sampling import given_by_tier
 
 POISONS = [torch.nan, torch.inf, -torch.inf]
 OF_QUERIES, OF_KEYS = ("q", "dout", "dlse", "out", "lse"), ("k", "v")
@@ -79,8 +79,7 @@ def test_known_masks(backend, dtype, name):
     compare(backend, *cases.masks()[name], dtype, torch.nan, block=128, softcap=2.0, dims=(9, 20))
 
 
-@settings(max_examples=100)
-@given(
+@given_by_tier(30, 100,
     mask_pairs(longest=150), st.sampled_from([1, 16, 64, 100]), st.sampled_from([None, 3.0]),
     st.fixed_dictionaries({name: st.sampled_from([0.0, *POISONS]) for name in OF_QUERIES + OF_KEYS}),
     st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([(8, 8), (5, 20), (16, 7)]),

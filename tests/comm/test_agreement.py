@@ -29,6 +29,7 @@ from tests.comm import disagreements
 from tests.comm.disagreements import DIFFERENT, OP, attention, connected
 from tests.comm.jobs import TIMEOUT, data, reduced, same_bits
 from tests.mask_strategies import masks
+from tests.sampling import given_by_tier
 
 WORLD = {"local": 3, "emulated local": 2, "shm": 3, "gloo": 2, "emulated shm": 2}
 
@@ -117,8 +118,7 @@ def ran(group: Transport, call: tuple[Any, ...]) -> tuple[torch.Tensor | None, t
     return found, wanted, ""
 
 
-@settings(max_examples=150)
-@given(COLLECTIVES, COLLECTIVES, st.booleans())
+@given_by_tier(40, 150, COLLECTIVES, COLLECTIVES, st.booleans())
 def test_any_two_calls_are_equal_and_right_or_refused_on_both_ranks(first: Any, second: Any, same: bool) -> None:
     calls = (first, first if same else second)
     results = run_local(2, lambda group: ran(group, calls[group.rank]), timeout=TIMEOUT)

@@ -31,6 +31,10 @@ DTYPES = [
 OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 KINDS = [("local", 1), ("local", 2), ("local", 4), ("shm", 2), ("shm", 4), ("gloo", 2), ("gloo", 4)]
 on_every_transport = pytest.mark.parametrize(("kind", "world"), KINDS)
+FAST = [("local", 1), ("local", 2), ("shm", 2), ("shm", 4), ("gloo", 2)]
+costly = pytest.mark.parametrize(
+    ("kind", "world"), [pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST)) for each in KINDS]
+)
 
 
 def finished(work: Any) -> None:
@@ -58,7 +62,7 @@ def gathers(group: Transport) -> int:
     return compared
 
 
-@on_every_transport
+@costly
 def test_all_gather_is_bitwise_the_concatenation(pool: Any, kind: str, world: int) -> None:
     assert on_ranks(pool, kind, world, gathers) == [200] * world
 
@@ -99,7 +103,7 @@ def cases(dtype: torch.dtype) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "world"), [*KINDS[:-1], pytest.param("gloo", 4, marks=pytest.mark.slow, id="gloo-4")])
+@costly
 def test_reductions_have_the_bits_of_the_sum_in_the_order_of_the_ranks(pool: Any, kind: str, world: int) -> None:
     first = on_ranks(pool, kind, world, reductions, DTYPES)
     assert len(first[0]) == 5 * (4 * 7 + 4 * 6)  # only floating-point dtypes have a mean

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from tests.attention import cases
 from tests.attention.test_backends import agree, close
 from tests.judge import judge
 from tests.mask_strategies import masks
+from tests.sampling import given_by_tier
 
 SCALE = 0.4
 
@@ -78,7 +78,9 @@ def test_every_mask_and_balancer_equals_one_process(name, method):
     compare(mask, dealt(mask, 3, METHODS[method]), heads_per_chunk=1)
 
 
-@given(
+@given_by_tier(
+    25,
+    100,
     masks(longest=40),
     st.integers(1, 4),
     st.sampled_from([1, 4, 7, 16]),
@@ -175,14 +177,16 @@ class Whole(torch.autograd.Function):
         return *on_ranks(*ctx.of, q, k, v, dout, dlse, heads_per_chunk=1)[2:], None, None
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("by_projections", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradcheck(by_projections):
+    """By random projections, and element by element."""
     mask = BitfieldMask.pack([BitfieldMask.causal(1, 2), MASKS["prefix_lm"](3)])
     shards = dealt(mask, 2, block=2)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 5, 2, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
     )
-    assert torch.autograd.gradcheck(lambda *x: Whole.apply(*x, mask, shards), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: Whole.apply(*x, mask, shards), (q, k, v), fast_mode=by_projections)
 
 
 def test_partial_gradients_are_added_in_fp32_in_the_order_of_the_ranks():

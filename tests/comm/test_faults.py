@@ -220,7 +220,11 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("trial", FEW, ids=lambda trial: "-".join(map(str, trial)))
+@pytest.mark.parametrize(
+    "trial",
+    [pytest.param(trial, marks=[pytest.mark.slow] * (trial.operation == "exchange")) for trial in FEW],
+    ids=lambda trial: "-".join(map(str, trial)),
+)
 def test_every_rank_is_told_that_one_broke(pool: Any, trial: Trial) -> None:
     check(pool, trial)
 

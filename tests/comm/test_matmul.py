@@ -103,7 +103,7 @@ def test_overlapped_products_are_plain_products_to_rounding(dtype, chunks, layou
         check(case, case.run(num_chunks=chunks, layout=layout), tolerance)
 
 
-@pytest.mark.parametrize("layout", ["direct", "remap"])
+@pytest.mark.parametrize("layout", [pytest.param("direct", marks=pytest.mark.slow), "remap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_bits_on_every_run(dtype, layout):
     delays = torch.Generator()
@@ -148,8 +148,12 @@ def _run_one(operation):
 
 @pytest.mark.parametrize("layout", ["direct", "remap"])
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradcheck(world, chunks, layout):
+@pytest.mark.parametrize(
+    ("world", "by_projections"),
+    [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
+)
+def test_gradcheck(world, by_projections, chunks, layout):
+    """By random projections, and with two chunks on two ranks element by element: each evaluation runs all ranks."""
     torch.manual_seed(0)
     options = {"num_chunks": chunks, "layout": layout}
 
@@ -167,9 +171,8 @@ def test_gradcheck(world, chunks, layout):
         (gather, (make(2, 3, 2), make(2, 2), make(1, 2))),
         (scatter, (make(2, 3 * world, 2), make(2, 2))),
     ):
-        # Two ranks and chunks element by element, the rest by random projections: each evaluation runs all ranks.
         arguments = (_run_one(operation), world, *inputs)
-        assert torch.autograd.gradcheck(_AllRanks.apply, arguments, fast_mode=(world, chunks) != (2, 2))
+        assert torch.autograd.gradcheck(_AllRanks.apply, arguments, fast_mode=by_projections or chunks == 1)
 
 
 # ---------------------------------------------------------------------- what is not computed, what is not kept

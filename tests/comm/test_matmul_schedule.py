@@ -121,8 +121,15 @@ def check_schedule(operation, result, chunks, layout):
     assert check_buffers(gather, 3) == (max(0, chunks - 3) if layout == "remap" else 0)
 
 
-@pytest.mark.parametrize("layout", ["direct", "remap"])
-@pytest.mark.parametrize("operation", ["gather", "scatter"])
+@pytest.mark.parametrize(
+    ("operation", "layout"),
+    [
+        ("gather", "direct"),
+        ("scatter", "remap"),
+        pytest.param("gather", "remap", marks=pytest.mark.slow),
+        pytest.param("scatter", "direct", marks=pytest.mark.slow),
+    ],
+)
 def test_order_and_results_under_random_delays(operation, layout, monkeypatch):
     delays = random.Random(0)
 

@@ -11,6 +11,7 @@ from interlace.comm import run_local, shard, shard_mask, unshard
 from interlace.masks import BitfieldMask
 from tests.comm.test_context_parallel import METHODS, dealt
 from tests.mask_strategies import masks, rule
+from tests.sampling import given_by_tier
 
 
 @given(masks(longest=40), st.integers(1, 4), st.sampled_from([1, 3, 8]), st.sampled_from(sorted(METHODS)))
@@ -33,7 +34,7 @@ def test_what_is_dealt_can_be_put_together(mask, ranks, block, method):
         assert torch.equal(whole, tokens) and torch.equal(heads[:, 0, :, 0], tokens.double())
 
 
-@given(masks(longest=30), st.integers(1, 3), st.sampled_from([1, 3, 8]))
+@given_by_tier(25, 100, masks(longest=30), st.integers(1, 3), st.sampled_from([1, 3, 8]))
 def test_masks_keep_their_rule(mask, ranks, block):
     """What a rank's tokens see among the keys as they are gathered is what they see in the whole."""
     shards = dealt(mask, ranks, block=block)

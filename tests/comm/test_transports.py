@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.comm import CommError, Transport, all_gather_into_tensor, connect, run_local
 from interlace.comm.transports import Copy
 from interlace.comm.transports.base import peers_of
 from tests.comm.jobs import TIMEOUT, batches, data, on_ranks, on_shm_threads
+from tests.sampling import given_by_tier
 
 KINDS = ["local", "shm", "gloo"]
 on_every_transport = pytest.mark.parametrize("kind", KINDS)
@@ -31,7 +31,7 @@ def test_any_copies_arrive_in_order(pool: Any, kind: str, world: int) -> None:
     on_ranks(pool, kind, world, batches, 12)
 
 
-@given(st.data())
+@given_by_tier(25, 100, st.data())
 def test_pieces_of_any_tensors_pass_through_few_slots(draw: Any) -> None:
     """Every rank sends any of its tensors to anybody, the same ones to several peers, in any order."""
     world = draw.draw(st.integers(2, 4))

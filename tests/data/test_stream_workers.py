@@ -163,7 +163,9 @@ def test_workers_decode_each_item_once_and_batches_have_the_same_bits(parallel: 
     assert stream.counted <= with_media
 
 
-@pytest.mark.parametrize(("first", "then"), [(0, 2), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param(0, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)]
+)
 def test_a_run_goes_on_with_any_number_of_workers(parallel: Any, tmp_path: Path, first: int, then: int) -> None:
     """Also where workers had decoded ahead of what was handed out."""
     stream = Recorded(parallel.mllm, (7, 5, 6, 4), tmp_path)

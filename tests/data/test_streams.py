@@ -322,7 +322,7 @@ def test_ids_beyond_32_bits_are_refused(parallel) -> None:
             next(loader)
 
 
-@pytest.mark.parametrize("way", [True, JOINED])
+@pytest.mark.parametrize("way", [pytest.param(True, marks=pytest.mark.slow), JOINED])
 def test_flops_are_counted_from_outlines(parallel, monkeypatch: pytest.MonkeyPatch, way: bool | str) -> None:
     """Also where items see each other both ways, so that it matters where they stand in a text of another rank."""
     monkeypatch.setattr(parallel.mllm.language_settings, "bidirectional", way)

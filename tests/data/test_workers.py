@@ -69,8 +69,17 @@ def seen(batch: list[Any]) -> list[Media]:
     return [item for sample in samples[::2] for item in sample.media["vision"]]
 
 
-@pytest.mark.parametrize("wanted", [None, seen])
-@pytest.mark.parametrize("limit", [0, 3_000, 1 << 24], ids=["sent", "hardly kept", "kept"])
+@pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [
+        pytest.param(0, None, id="sent"),
+        pytest.param(3_000, seen, id="hardly kept, in part"),
+        pytest.param(1 << 24, None, id="kept"),
+        pytest.param(0, seen, id="sent, in part", marks=pytest.mark.slow),
+        pytest.param(3_000, None, id="hardly kept", marks=pytest.mark.slow),
+        pytest.param(1 << 24, seen, id="kept, in part", marks=pytest.mark.slow),
+    ],
+)
 def test_the_bits_are_those_of_the_thread(tmp_path, wanted, limit):
     with Loader(Pictures(20, tmp_path), 6, seed=1, wanted=wanted) as loader:
         expected = take(loader, 8)

@@ -58,7 +58,7 @@ def parity(rank: int, world: int, cases: list[tuple]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gloo_ranks_equal_one_process(world):
     for kind, value in run_ranks(world, parity, world, REPRESENTATIVE):
         assert kind == "returned", value
@@ -181,9 +181,10 @@ def unequal(rank: int, degrees: list[tuple[int, int]]) -> list[tuple[float, int]
     return found
 
 
-def test_replicas_of_encoder_and_language_model_may_differ_on_five_processes():
+@pytest.mark.parametrize("degrees", [(3, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
+def test_replicas_of_encoder_and_language_model_may_differ_on_five_processes(degrees):
     """And a step, clipping included, exchanges twice outside of its lists: what it was given, and loss with norm."""
-    results = run_ranks(5, unequal, [(3, 2), (4, 1)])
+    results = run_ranks(5, unequal, [degrees])
     assert [kind for kind, _ in results] == ["returned"] * 5, results
     for _, value in results:
         assert value == results[0][1]

@@ -20,6 +20,7 @@ from interlace.parallel import Ranks, check_plan, dtensor_state_dict, full_state
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_plan
 from tests.model.test_loss import Largest
 from tests.model.zoo import llama
+from tests.sampling import given_by_tier
 
 
 def both(piece, whole):
@@ -68,8 +69,7 @@ def test_an_embedding_of_any_words_is_that_of_the_whole(world, more, width, kind
     assert all(torch.equal(found, whole.weight) for found in run_local(world, rank))
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+@given_by_tier(15, 60,
     st.integers(2, 4), st.integers(0, 30), st.integers(1, 9), st.integers(0, 29), st.booleans(), st.integers(1, 12),
     st.tuples(st.booleans(), st.booleans()), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 999),
 )  # fmt: skip

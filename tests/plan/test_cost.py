@@ -5,17 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace import plan
+from tests.sampling import given_by_tier
 
 seconds = st.floats(0, 100)
 
 
-@settings(max_examples=1000)
-@given(
-    st.lists(st.tuples(seconds, seconds, seconds, st.booleans()), min_size=1, max_size=12), st.booleans(), st.booleans()
+@given_by_tier(
+    200,
+    1000,
+    st.lists(st.tuples(seconds, seconds, seconds, st.booleans()), min_size=1, max_size=12),
+    st.booleans(),
+    st.booleans(),
 )
 def test_rule(layers, trainable_before, recompute):
     forward, input_grad, weight_grad, frozen = (np.array(column) for column in zip(*layers))

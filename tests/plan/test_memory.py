@@ -282,6 +282,7 @@ SLOW = (
     "stages",
     "replicas",
     "shared",
+    "frozen",
     "frozen alone",
     "checkpointing",
     "autocast",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from interlace import plan
 from interlace.layout import Layout, ParallelSpec
+from tests.sampling import given_by_tier
 
 LLM = "language_model"
 
@@ -188,8 +189,7 @@ def test_fewer_ranks_than_stages_fold_neighbours_where_the_busiest_is_least_busy
             assert all(ranks_of(layout, name, replica) == [every] for name in encoders)
 
 
-@settings(max_examples=100)
-@given(models(), st.data(), st.integers(1, 3), options)
+@given_by_tier(25, 100, models(), st.data(), st.integers(1, 3), options)
 def test_a_chain_is_cut_anywhere(asked, data, dp, options):
     order = asked.modules_order()
     chain = [cost for name in order for cost in asked.seconds(name, **options)]

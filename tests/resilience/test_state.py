@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.resilience import state
@@ -31,6 +30,7 @@ from interlace.resilience.member import (
 )
 from interlace.resilience.settings import Settings
 from interlace.resilience.state import StateFile
+from tests.sampling import given_by_tier
 
 STEPS = 6
 PATIENCE = 1.0
@@ -241,8 +241,7 @@ EPISODES = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(episodes=EPISODES)
+@given_by_tier(100, 400, episodes=EPISODES)
 def test_a_coordinator_killed_at_any_moment_decides_nothing_twice(episodes: list[Episode]) -> None:
     """Ranks that ask another start of it hear what others have heard, and every step counts once."""
     with tempfile.TemporaryDirectory() as folder:

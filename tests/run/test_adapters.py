@@ -57,7 +57,7 @@ def adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_context_parallel, "random_model", random_model)
 
 
-@pytest.mark.parametrize("seed", [5, 7])
+@pytest.mark.parametrize("seed", [pytest.param(5, marks=pytest.mark.slow), 7])
 def test_random_layouts_train_adapters_as_one_process_does(seed: int, adapted: None) -> None:
     """Adapters alone, and projectors: what shard = "optimizer" and "full" leave of them on a rank is trained there."""
     test_sharding.check_case(seed)

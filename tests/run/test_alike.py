@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-FAST = ("alike", "experts and dense")
+FAST = ("alike",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])

@@ -257,8 +257,17 @@ def batch_of(method: Method, name: str) -> list[Any]:
     raise AssertionError(f"{method} defers nothing in {name}")
 
 
-@pytest.mark.parametrize("name", ["stages", "replicas", "unequal", "colocated"])
-@pytest.mark.parametrize("method", METHODS)
+ON = ("stages", "replicas", "unequal", "colocated")
+FAST = {*zip(METHODS, ON), *zip(METHODS, ON[2:] + ON[:2])}  # each method on two layouts, each layout under two methods
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in FAST), id="-".join(reversed(pair)))
+        for pair in itertools.product(METHODS, ON)
+    ],
+)
 def test_one_process_gives_the_same(method: Method, name: str) -> None:
     mllm = model_of(name)
     samples = batch_of(method, name)

@@ -79,7 +79,10 @@ REPRESENTATIVE = [  # every method, placement and batch once; the slow test has 
 ]
 
 
-@pytest.mark.parametrize("placement, degrees, method, kind", REPRESENTATIVE)
+@pytest.mark.parametrize(
+    "placement, degrees, method, kind",
+    [pytest.param(*each, marks=[pytest.mark.slow] * (place % 2)) for place, each in enumerate(REPRESENTATIVE)],
+)
 def test_settings_give_the_gradient_of_one_process(placement: str, degrees: Any, method: Any, kind: str) -> None:
     check_parity(placement, degrees, method, kind, "tokens", 2)
 

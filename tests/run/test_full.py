@@ -62,7 +62,7 @@ CASES = {
     "fewer samples than replicas": Case(full(dp=4), full(dp=2, pp=2), 0, groups=(1,)),
     "beside one that is not sharded": Case(ParallelSpec(tp=2, dp=2), full(dp=4), 1, tied=True),
 }
-SLOW = set(CASES) - {"dp 2 x tp 2", "unequal degrees", "sets of 2, one gathers once"}
+SLOW = set(CASES) - {"dp 2 x tp 2", "sets of 2, one gathers once"}
 
 
 def train(rank: int, name: str) -> int:

@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
@@ -17,6 +16,7 @@ from interlace.plan.memory import summed_bytes
 from interlace.run import PipelineError, parallelize
 from interlace.run.traced import weights_of
 from tests.run.test_parity import assert_same_gradient, oracle
+from tests.sampling import given_by_tier
 from tests.tiny import random_microbatches, tiny_mllm
 
 LLM = "language_model"
@@ -58,7 +58,9 @@ def test_an_optimizer_over_the_model_trains_it_as_one_process_would(name):
     assert {id(p) for _, p in parallel.named_parameters()} == {id(p) for p in mllm.parameters()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("one rank", "replicas"))) for n in LAYOUTS]
+)
 def test_parameters_that_no_step_would_train_are_refused(name):
     """An optimizer over the model would get no gradients for them."""
     mllm = tiny_mllm()
@@ -153,12 +155,13 @@ def test_full_gradients_are_those_of_the_model():
 CUTS = st.lists(st.integers(1, 2), unique=True, max_size=2).map(sorted)  # of three layers
 
 
-@given(
+@given_by_tier(
+    10,
+    40,
     replicas=st.lists(st.tuples(CUTS, st.booleans()), min_size=1, max_size=4),
     lane=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]),
     frozen=st.booleans(),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
 def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(replicas, lane, frozen):
     """replicas: the cuts of each, and whether its stages are on one lane. frozen: nothing else of the layers trains."""
     tp, cp = lane

@@ -34,7 +34,15 @@ def step(specs: dict[str, ParallelSpec], autocast: torch.dtype | None, checkpoin
 
 
 @pytest.mark.parametrize(
-    ("name", "chunked"), [("pp", False), ("pp", True), ("dp", False), ("tp", False), ("tp", True), ("all", True)]
+    ("name", "chunked"),
+    [
+        ("pp", False),
+        ("tp", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("pp", True), ("dp", False), ("tp", False), ("all", True))
+        ),
+    ],
 )
 def test_layouts_agree_to_the_rounding_of_bf16(name: str, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if chunked:

@@ -28,7 +28,7 @@ MORE = {"clip": zoo.clip, "pixtral": pixtral}
 FIRST = 1000  # of the seeds, which are others than those of whole rows
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + 4))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 2))
 def test_random_layouts_equal_one_process(seed: int) -> None:
     check_case(seed, sequence_parallel=True)
 
@@ -36,7 +36,7 @@ def test_random_layouts_equal_one_process(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_layouts_equal_one_process() -> None:
-    sweep(partial(check_case, sequence_parallel=True), range(FIRST + 4, FIRST + 36), DUE)
+    sweep(partial(check_case, sequence_parallel=True), range(FIRST + 2, FIRST + 36), DUE)
 
 
 def check_step(mllm: MultimodalModel, batch: Any, layout: Layout, **options: Any) -> ParallelModel:

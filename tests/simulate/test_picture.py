@@ -21,7 +21,9 @@ def timeline(vision: int, llm: int, microbatches: int) -> Timeline:
     return simulate(one_f_one_b(graph, table), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
 
 
-@pytest.mark.parametrize(("vision", "llm", "microbatches"), [(1, 2, 8), (4, 12, 64)])
+@pytest.mark.parametrize(
+    ("vision", "llm", "microbatches"), [(1, 2, 8), pytest.param(4, 12, 64, marks=pytest.mark.slow)]
+)
 def test_small_and_large_pictures_are_written(vision: int, llm: int, microbatches: int, tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     timeline(vision, llm, microbatches).plot(path)

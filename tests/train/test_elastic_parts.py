@@ -107,9 +107,9 @@ def test_what_was_held_before_is_kept_beside_only_of_the_same_step() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        ParallelSpec(),
-        ParallelSpec(tp=2),
-        ParallelSpec(cp=3, shard="optimizer", shard_ranks=3),
+        pytest.param(ParallelSpec(), marks=pytest.mark.slow),
+        pytest.param(ParallelSpec(tp=2), marks=pytest.mark.slow),
+        pytest.param(ParallelSpec(cp=3, shard="optimizer", shard_ranks=3), marks=pytest.mark.slow),
         ParallelSpec(tp=2, cp=2, shard="full", shard_ranks=2),
     ],
 )

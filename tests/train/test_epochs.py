@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,9 +84,15 @@ def in_a_loop(config: Config, given: Sequence[tuple[int, Sequence[int]]]) -> tup
     return losses, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("batch", "balance"), [(8, "llm"), (9, "per_module")])
-def test_all_samples_train_as_in_a_plain_loop(tmp_path: Path, layout: str, batch: int, balance: str) -> None:
+CASES = list(itertools.product([(8, "llm"), (9, "per_module")], LAYOUTS))
+FAST = [((8, "llm"), "one rank"), ((8, "llm"), "dp 2, pp 2"), ((9, "per_module"), "dp 4, full")]
+
+
+@pytest.mark.parametrize(
+    ("batch", "balance", "layout"),
+    [pytest.param(*sizes, layout, marks=[pytest.mark.slow] * ((sizes, layout) not in FAST)) for sizes, layout in CASES],
+)
+def test_all_samples_train_as_in_a_plain_loop(tmp_path: Path, batch: int, balance: str, layout: str) -> None:
     """The last batch has 2 samples, or 1: some of the replicas have none."""
     config = config_of(layout, batch, balance=balance)
     trainer, given = train(config, tmp_path / "run")
@@ -100,17 +108,17 @@ def test_all_samples_train_as_in_a_plain_loop(tmp_path: Path, layout: str, batch
         torch.testing.assert_close(parameter, weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_goes_on_at_any_step_and_on_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_at_any_step_and_on_other_ranks(tmp_path: Path, stop: int) -> None:
     """Before and behind the smaller last batch of an epoch: the same samples follow, and the same bits."""
     config, other = (config_of(layout, 4) for layout in ("dp 2, pp 2", "one rank"))
     whole, given = train(config, tmp_path / "whole")
     assert [len(indices) for _, indices in given] == [4, 4, 2] * EPOCHS
-    for stop in (2, 3):
-        _, first = train(config, tmp_path / f"stop {stop}", stop)
-        resumed, rest = train(config, tmp_path / f"stop {stop}", resume=True)
-        assert first + rest == given
-        assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items()), stop
-    _, first = train(config, tmp_path / "moved", 2)
+    _, first = train(config, tmp_path / "stopped", stop)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+    resumed, rest = train(config, tmp_path / "stopped", resume=True)
+    assert first + rest == given
+    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
     moved, rest = train(other, tmp_path / "moved", resume=True)
     assert first + rest == given
     for name, parameter in whole.parameters.items():

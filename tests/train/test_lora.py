@@ -289,7 +289,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return curve(folder)
 
 
-@pytest.mark.parametrize("cut", ["stages", "replicas", "full", "lanes"])
+@pytest.mark.parametrize(
+    "cut",
+    ["stages", "full", pytest.param("replicas", marks=pytest.mark.slow), pytest.param("lanes", marks=pytest.mark.slow)],
+)
 def test_layers_with_adapters_are_cut_like_others(tmp_path: Path, cut: str, alone: list[dict[str, float]]) -> None:
     train(config_of("tp2", *SETTINGS, parallel=CUTS[cut]), tmp_path)
     same_curve(curve(tmp_path), alone)

@@ -64,8 +64,15 @@ def all_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("vision", ["siglip", "vision"])
-@pytest.mark.parametrize("llama", ["llama", "tied"])
+@pytest.mark.parametrize(
+    ("llama", "vision"),
+    [
+        ("llama", "siglip"),
+        ("tied", "vision"),
+        pytest.param("llama", "vision", marks=pytest.mark.slow),
+        pytest.param("tied", "siglip", marks=pytest.mark.slow),
+    ],
+)
 def test_every_rank_holds_its_part_of_what_the_folders_have(folders: dict[str, Path], vision: str, llama: str) -> None:
     paths = {"vision": vision, "audio": "whisper", "language_model": llama}
     config = config_with(**{name: {"path": str(folders[folder])} for name, folder in paths.items()})

@@ -104,8 +104,9 @@ def huggingfaces_loss(folder: Path, kind: Any, one: Sample) -> float:
     return float(torch.nn.functional.cross_entropy(logits, one.labels, ignore_index=-100))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("rows", [1, 0])
+@pytest.mark.parametrize(
+    ("rows", "stages"), [(1, 2), (0, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (0, 2)))]
+)
 def test_a_whole_model_is_untied_where_its_values_differ(llava: Path, rows: int, stages: int) -> None:
     """By one row of 300: a comparison of parts would miss it. Where all are equal, it stays tied."""
     config = configured({"path": str(with_head(llava, rows=rows))}, placement="parallel", language_model={"pp": stages})

@@ -59,7 +59,9 @@ def random_parallel(rng: random.Random) -> str:
     return f"parallel={{placement='parallel', {specs}}}"
 
 
-@pytest.mark.parametrize("overrides", MODELS)
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(each, marks=[pytest.mark.slow] * (each != MODELS[-1])) for each in MODELS]
+)
 def test_what_each_rank_holds_is_its_part_of_the_same_weights(overrides: list[str]) -> None:
     whole = materialize(_build(*overrides), seed=3)
     assert not any(tensor.is_meta for tensor in [*whole.parameters(), *whole.buffers()])
