@@ -85,6 +85,7 @@ PLAIN = {
 }
 # Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
 CAPPED = {
+    (80, KEY_GRADIENT, 64): Tile(16, 128, 8, 2),
     (90, KEY_GRADIENT, 64): Tile(32, 128, 8, 2),
     (90, KEY_GRADIENT, 192): Tile(32, 32, 8, 1),
     (90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1),
