@@ -1,7 +1,10 @@
 """Settings for every test: one thread, and hypothesis without a deadline and with the same examples in every run (the
-machines that run this are shared). And one pool of rank processes for all tests that want some."""
+machines that run this are shared). And one pool of rank processes, and one folder of trials, for all tests."""
 
+import gc
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.sampling import sample
+from tests.trials import FOLDER, share_trials
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch or a spawned process loads its OpenMP
 
@@ -42,6 +46,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item for each in cases.values() for item in sample(each, MOST_SLOW_CASES)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if FOLDER not in os.environ:  # the workers of a run inherit it
+        folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="interlace-trials-")
+        config.add_cleanup(lambda: (os.environ.pop(FOLDER), shutil.rmtree(folder, ignore_errors=True)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the collector need not look through half a million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def shared_trials() -> None:
+    """Before each test, as `interlace.train.build.build` keeps answers in the folder of its config from then on."""
+    share_trials()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.trials import share_trials
+
 PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "tests.tiny", "tests.comm.jobs", "interlace.run"]
 
 
@@ -40,4 +42,5 @@ def _run(script: str, output: Path, environment: Mapping[str, str], arguments: S
     os.dup2(said, 1)
     os.dup2(said, 2)
     sys.argv = ["-c", *arguments]
+    share_trials()
     exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})

@@ -6,6 +6,7 @@ milliseconds; the store is the parent's, so that the end of a rank takes nothing
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forkserver import context
+from tests.trials import share_trials
 
 
 class Outcome(NamedTuple):
@@ -31,6 +33,8 @@ class Outcome(NamedTuple):
 
 def _main(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # shared with the server: looking through it would copy it
+    share_trials()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     while True:
         try:

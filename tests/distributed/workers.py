@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import tempfile
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from interlace.comm.channel import Channel
 from tests.forkserver import context
+from tests.trials import share_trials
 
 
 def _main(
@@ -24,6 +26,8 @@ def _main(
 ) -> None:
     """listening: what the store of rank 0 listens on. A port that is only named could be another's by then."""
     torch.set_num_threads(1)
+    gc.freeze()  # shared with the server: looking through it would copy it
+    share_trials()
     host, port = listening.getsockname()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     patience = timedelta(seconds=120)

@@ -22,6 +22,12 @@ from tests.model import wholes
 from tests.tiny import tiny_mllm
 
 
+@pytest.fixture(autouse=True)
+def shared_trials() -> None:
+    """Not here."""
+    keep_in(None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     keep_in(tmp_path / "trials")
