@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, in one command and under nine minutes: build, sanity, GPU tests, attention
-# benchmark, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton, pybind11, setuptools and pytest, a C++ compiler, and
+# benchmark, single kernels, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton, pybind11, setuptools and pytest, a C++ compiler, and
 # no network; what else is installed (xdist, matplotlib, flash-attn) is used.
 #
 #   bash bench/gpu.sh                     results in bench/results/gpu
@@ -36,7 +36,7 @@ mkdir -p "$OUT" || exit 1
 OUT=$(cd "$OUT" && pwd)
 LOG=$OUT/gpu.log
 : > "$LOG"
-rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json \
+rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json "$OUT"/kernel_times.json \
     "$OUT"/copy_engines.json "$OUT"/overlap_gpu.json "$OUT"/gpu_trainer.json
 export PYTHONPATH="python:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 SECONDS=0 # bash counts it up
@@ -102,7 +102,7 @@ if [ "$TESTS" = 1 ]; then
         --ignore=tests/gpu/test_rehearsal.py
 fi
 
-reserve=15
+reserve=75
 if [ "$SUBBLOCKS" = 1 ]; then reserve=$((reserve + 50)); fi
 if [ "$COMM" = 1 ]; then reserve=$((reserve + 60)); fi
 if [ "$TRAINER" = 1 ]; then reserve=$((reserve + 2400)); fi
@@ -110,6 +110,8 @@ room=$((LIMIT - SECONDS - reserve))
 if [ "$room" -lt 30 ]; then room=30; fi
 TAIL=40 phase attention "$room" "$PYTHON" -m bench.attention --preset "$PRESET" --budget $((room - 25)) \
     --out "$OUT/attention.json" "${ATTENTION[@]+"${ATTENTION[@]}"}"
+
+TAIL=40 phase kernels 60 "$PYTHON" -m bench.kernel_times --ships "${TOY[@]+"${TOY[@]}"}" --out "$OUT/kernel_times.json"
 
 if [ "$SUBBLOCKS" = 1 ]; then
     TAIL=40 phase subblocks 60 "$PYTHON" -m bench.subblocks --preset "$SUBBLOCK_PRESET" --budget $((40 * PATIENCE)) \

@@ -50,6 +50,8 @@ ALLOWED = {
     ("python/interlace/data/ray_tasks.py", "pickle"): "among the tasks of one job",
     ("python/interlace/run/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
     ("python/interlace/train/around.py", "pickle"): "of what it has pickled itself, to time that",
+    ("bench/kernel_times.py", "multiprocessing"): "starts processes",
+    ("bench/kernel_times.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
     ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",
     ("bench/scheduling_peers.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
 }
