@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, in one command and under nine minutes: build, sanity, GPU tests, attention
-# benchmark, single kernels, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton, pybind11, setuptools and pytest, a C++ compiler, and
-# no network; what else is installed (xdist, matplotlib, flash-attn) is used.
+# benchmark, single kernels, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton,
+# pybind11, setuptools and pytest, a C++ compiler, and no network; what else is installed (xdist, matplotlib, flash-attn)
+# is used.
 #
 #   bash bench/gpu.sh                     results in bench/results/gpu
 #   OUT=/some/folder PYTHON=python3.12 bash bench/gpu.sh
