@@ -42,7 +42,7 @@ test: lint
 
 # `make test test-all` runs the fast tests once.
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m slow $(PYTEST_ARGS)
 	$(MAKE) test-asan
 
 # build/asan holds the instrumented interlace._core and links to the rest of the package, and comes first on the path.

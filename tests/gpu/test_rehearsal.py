@@ -73,7 +73,7 @@ def test_every_phase_runs(bare):
     done = rehearse(bare)
     assert done.returncode == 0, done.stdout + done.stderr
     out = Path(bare["OUT"])
-    for name in ("build", "sanity", "tests", "attention", "subblocks"):
+    for name in ("build", "sanity", "tests", "attention", "kernels", "subblocks"):
         assert f"\n{name:10} ok" in (out / "summary.txt").read_text(), name
     log = (out / "gpu.log").read_text()
     assert "no chart: matplotlib cannot be imported" in log and " passed" in log
