@@ -26,6 +26,8 @@ NAMES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list", "read_pickle", "recv_pyobj", "Unpickler", "FileSystemReader", "eval", "exec",
 }  # fmt: skip
+CALLED = {"load", "eval", "exec"}  # what these are attributes of matters
+GIVEN = {"weights_only", "allow_pickle", "trust_remote_code"}
 
 WITHIN_THE_JOB = "among the processes of one job"
 ALLOWED = {
@@ -63,9 +65,9 @@ def unpicklers(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func)
-        last = name.rpartition(".")[2]
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = ast.unparse(node.func) if last in CALLED else last
+        given = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg in GIVEN}
         if last in NAMES and not (last in ("eval", "exec") and "." in name):  # module.eval() is another one
             found.add(last)
         if name == "torch.load" and given.get("weights_only") != "True":

@@ -91,6 +91,7 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
     return whole, parts, same
 
 
+@pytest.mark.slow
 def test_two_ranks_with_dropout_resume_bit_for_bit(tmp_path: Path) -> None:
     results = run_ranks(2, curves, str(tmp_path), timeout=240)
     for kind, value in results:
