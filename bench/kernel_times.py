@@ -7,18 +7,17 @@
 
 A case is mask:length:head dimension, 16 query heads over 4 key heads, bf16. Each arm is one launch (forward, dQ, or
 dK/dV), without autograd and behind a flushed L2; the median of five. Results are compared with those of the arm that
-ships (first in each list): an arm that differs is marked and its time does not count. "as PARTIAL" takes every FULL
-block as a PARTIAL one, which gives the same result and shows what the predicate costs. TFLOP/s are over visible pairs:
-2 products forward, 3 for dQ, 4 for dK/dV, 5 fused. cuDNN and FlashAttention are torch's own, for masks they can say.
+ships (first in each list). "as PARTIAL" takes every FULL block as a PARTIAL one, which gives the same result and shows
+what the predicate costs. TFLOP/s are over visible pairs: 2 products forward, 3 for dQ, 4 for dK/dV, 5 fused. cuDNN and
+FlashAttention are torch's own, for masks they can say.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,9 +209,7 @@ def peers(case: Case, clock: Clock, flex: bool, repeats: int) -> dict[str, Any]:
     return found
 
 
-def measure(
-    text: str, at: torch.device, clock: Clock, flex: bool, repeats: int, ships: bool, report: Callable[[str], None]
-) -> Any:  # fmt: skip
+def measure(text: str, at: torch.device, clock: Clock, flex: bool, repeats: int, ships: bool) -> dict[str, Any]:
     """The record of one case."""
     case = Case(text, at)
     pairs = visible_pairs(case.problem.mask)
@@ -236,7 +233,10 @@ def measure(
         said = (
             row.get("failed") or f"{row['ms']:9.3f} ms {row['tflops']:6.0f} TFLOP/s  differs by {row['difference']:.1e}"
         )
-        report(f"{text:26} {kernel:15} {label:12} {said}  {row.get('n_regs')} registers, {row.get('n_spills')} spilled")
+        print(
+            f"{text:26} {kernel:15} {label:12} {said}  {row.get('n_regs')} registers, {row.get('n_spills')} spilled",
+            flush=True,
+        )
     record["peers"] = peers(case, clock, flex, repeats)
     for label, peer in record["peers"].items():
         if "forward_ms" in peer:
@@ -245,7 +245,7 @@ def measure(
                 work / peer["forward_ms"],
                 2.5 * work / peer["backward_ms"],
             )
-        report(f"{text:26} {label}: {peer}")
+        print(f"{text:26} {label}: {peer}", flush=True)
     return record
 
 
@@ -295,7 +295,6 @@ def main(argv: list[str] | None = None) -> None:
                 if said:
                     print(said, flush=True)
         return
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     at = torch.device("cuda", 0)
     clock = Clock(at)
     report: dict[str, Any] = {
@@ -304,8 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     }  # fmt: skip
     print(report["machine"], report["versions"], report["peak"], flush=True)
     for number, text in enumerate(options.cases):
-        said = lambda line: print(line, flush=True)  # noqa: E731
-        report["cases"].append(measure(text, at, clock, number < options.flex, options.repeats, options.ships, said))
+        report["cases"].append(measure(text, at, clock, number < options.flex, options.repeats, options.ships))
         write_json(options.out, report)
         torch.cuda.empty_cache()
 
