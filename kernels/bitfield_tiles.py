@@ -1,8 +1,9 @@
 """Tile sizes of the bitfield attention kernels: one table, by architecture and head dimension.
 
-Those of 90 are the fastest of `bench.kernel_times` on an H200, where a case of theirs ran (head dimensions 64, 128 and
-256; plain). All others were chosen so that no kernel spills registers when compiled ahead of time (tests/kernels), and
-have not run.
+The tiles of 90 for gradients, and for the forward of head dimension 256, were within 3 % of the fastest of
+`bench.kernel_times` on an H200 (head dimensions 64, 128 and 256, whole blocks, no softcap); its other forwards are
+Gluon's. All others were chosen so that no kernel spills registers when compiled ahead of time (tests/kernels), but for
+those that `bench.kernel_report` names, and have not been timed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
             192: Tile(64, 32, 8, 2),
             256: Tile(128, 32, 8, 2),
         },
-        # 4 warps for 64 keys, and 8 for 128: with fewer rows than 16 per warp, warps repeat each other's products.
+        # 4 warps for 64 keys: with fewer rows than 16 per warp, warps repeat each other's products. From 192 on the
+        # accumulators need the registers of 8 all the same.
         KEY_GRADIENT: {
             64: Tile(64, 64, 4, 2),
             128: Tile(32, 64, 4, 3),

@@ -1,7 +1,7 @@
 """The Gluon backend: the forward of `interlace.kernels.bitfield_gluon_forward` (TMA, a producer warp, two consumer
 warpgroups) on Hopper, the Triton backend's backward. Same plan, same results up to rounding.
 
-Chosen on Hopper for what it takes: on an H200 its forward was 1.2 to 1.5 times as fast as Triton's (docs/on-a-gpu.md).
+Chosen on Hopper for what it takes: on an H200 its forward was 1.3 to 1.5 times as fast as Triton's (docs/on-a-gpu.md).
 """
 
 from __future__ import annotations

@@ -29,12 +29,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from interlace.attention import _transforms
+from interlace.attention import _transforms, gluon
 from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import BitfieldMask
 
-GLUON_BLOCK = 128  # of plans that the Gluon backend takes
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -192,7 +191,7 @@ def _choose(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"
-        elif block == GLUON_BLOCK and why_not("gluon", q, v) is None:
+        elif block == gluon.BLOCK and why_not("gluon", q, v) is None:
             backend = "gluon"
         elif (reason := why_not("triton", q, v)) is None:
             backend = "triton"
