@@ -27,24 +27,28 @@ from .bitfield_common import (
     first_block,
     key_terms,
     load_tile,
+    map_words,
     query_terms,
+    union_word,
     store_tile,
     takes_part,
     tile_offsets,
+    where_seen,
 )
 
 
-@triton.jit(do_not_specialize=["heads", "length"])
+@triton.jit(do_not_specialize=["heads", "length", "padded"])
 def delta_kernel(
-    out, dout, lse, dlse, delta, lse2, q_doc, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
+    out, dout, lse, dlse, delta, lse2, q_doc, dout_stride_b, dout_stride_h, dout_stride_t, heads, length, padded,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever these hold there.
 
-    lse2[b, h, t] = the LSE in base 2, but +inf where the row saw nothing, so that exp2(s - lse2) is the probability.
+    lse2[b, h, t] = the LSE in base 2, but +inf where the row saw nothing, so that exp2(s - lse2) is the probability. Both
+    have `padded` rows, a multiple of the plan's block; those beyond `length` count as rows that saw nothing.
     """
-    tiles = tl.cdiv(length, BLOCK_M)
+    tiles = tl.cdiv(padded, BLOCK_M)
     rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(0) // tiles  # b * heads + h
     batch = (plane // heads).to(tl.int64)
@@ -63,40 +67,54 @@ def delta_kernel(
     natural = tl.load(lse + at + rows, mask=inside, other=0.0)
     doc = tl.load(q_doc + batch * length + rows, mask=inside, other=-1)
     seen = (doc >= 0) & (natural != float("-inf"))
-    tl.store(delta + at + rows, tl.where(seen, value, 0.0), mask=inside)
-    tl.store(lse2 + at + rows, tl.where(seen, natural * LOG2E, float("inf")), mask=inside)
+    to = plane.to(tl.int64) * padded + rows
+    tl.store(delta + to, tl.where(seen, value, 0.0), mask=rows < padded)
+    tl.store(lse2 + to, tl.where(seen, natural * LOG2E, float("inf")), mask=rows < padded)
 
 
 @triton.jit
 def _query_gradient(
     dq, q, do, lse2, delta,
-    attends, q_doc, q_span, last, before,
+    maps, lines, attends, q_doc, q_span, last, before,
     k_base, v_base, k_stride, v_stride,
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dq + the contribution of the key blocks block_index[begin:end] (not yet times scale)."""
+    """dq + the contribution of the key blocks block_index[begin:end] (not yet times scale); MASKED, MAPPED, maps and
+    lines as in the forward.
+    """
     tiles: tl.constexpr = BLOCK // BLOCK_N
-    BOUNDED: tl.constexpr = MASKED or RAGGED
+    ENTRY: tl.constexpr = (BLOCK + 1) * map_words(BLOCK)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
     v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
     following, last_tile = first_block(block_index, begin, end), end * tiles - 1
+    if MASKED and MAPPED:
+        following_any = union_word(maps + begin * ENTRY, 0, begin < end, BLOCK_N, BLOCK)
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = following * BLOCK + (tile % tiles) * BLOCK_N
-        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
+        next_tile = tl.minimum(tile + 1, last_tile)
+        following = tl.load(block_index + next_tile // tiles)
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
-        inside = keys < k_length
-        if MASKED:
+        entry = maps + (tile // tiles) * ENTRY
+        column = (tile % tiles) * BLOCK_N
+        if not MASKED:
+            inside = keys >= 0
+        elif MAPPED:
+            inside = ((following_any >> tl.arange(0, BLOCK_N)) & 1) != 0
+            following_any = union_word(
+                maps + (next_tile // tiles) * ENTRY, (next_tile % tiles) * BLOCK_N, True, BLOCK_N, BLOCK
+            )
+        else:
             inside = takes_part(k_doc, keys, k_length)
-        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
-        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
+        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, MASKED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(do, tl.trans(v), PRECISION, UPCAST)
         if SOFTCAP:
@@ -105,14 +123,15 @@ def _query_gradient(
         else:
             p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
         if MASKED:
-            stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
-            see = allowed(
-                attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
-                stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
-            )  # fmt: skip
-            p = tl.where(see, p, 0.0)
-        elif RAGGED:
-            p = tl.where(inside[None, :], p, 0.0)
+            if MAPPED:
+                p = where_seen(p, 0.0, entry + lines, column, tl.arange(0, BLOCK_N)[None, :], BLOCK_N)
+            else:
+                stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+                see = allowed(
+                    attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
+                    stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
+                )  # fmt: skip
+                p = tl.where(see, p, 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
@@ -123,7 +142,7 @@ def _query_gradient(
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def query_gradient_kernel(
     q, k, v, dout, lse2, delta, dq, slot_dq,
-    full_ptr, full_idx, part_ptr, part_idx,
+    full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
@@ -131,7 +150,7 @@ def query_gradient_kernel(
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGN: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dQ: one program per (work item, part of a block of queries, query head), as in the forward."""
     head = tl.program_id(0) % heads
@@ -169,8 +188,9 @@ def query_gradient_kernel(
         do_base + tile_offsets(dout_stride_t * ALIGN, BLOCK_M, BLOCK_V), inside, v_columns, VALUE_DIM, BLOCK_V, True
     )
     at = (batch * heads + head) * q_length
-    row_lse2 = tl.load(lse2 + at + rows, mask=rows < q_length, other=float("inf"))
-    row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
+    row_at = (batch * heads + head) * (tl.cdiv(q_length, BLOCK) * BLOCK) + rows
+    row_lse2 = tl.load(lse2 + row_at)
+    row_delta = tl.load(delta + row_at)
     k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
     v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
 
@@ -179,20 +199,22 @@ def query_gradient_kernel(
     full_from = tl.load(full_ptr + row)
     part_from = tl.load(part_ptr + row)
     full = tl.load(full_ptr + row + 1) - full_from
+    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
+    lines = (within + local) * map_words(BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc = _query_gradient(
-        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, maps, lines, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, MAPPED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc = _query_gradient(
-        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, maps, lines, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, MAPPED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc *= scale
 
@@ -210,44 +232,51 @@ def query_gradient_kernel(
 def _key_gradients(
     dk, dv, k, v, keys, dq,
     q_base, do_base, q_stride, do_stride, lse2, delta,
-    block_index, begin, end,
+    block_index, begin, end, maps, lines,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    MASKED: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale).
 
-    FUSED: dq, fp32 [T, HEAD_DIM] of this head, gets the contribution of these keys, already times scale.
+    MASKED, MAPPED, maps and lines as in the forward, of keys. FUSED: dq, fp32 [T, HEAD_DIM] of this head, gets the
+    contribution of these keys, already times scale.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_M
-    BOUNDED: tl.constexpr = MASKED or RAGGED
+    ENTRY: tl.constexpr = (BLOCK + 1) * map_words(BLOCK)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
     q_tile = tile_offsets(q_stride, BLOCK_M, BLOCK_D)
     do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_V)
-    if MASKED:
+    if MASKED and not MAPPED:
         stream, key_doc, key_span, key_pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
     following, last_tile = first_block(block_index, begin, end), end * tiles - 1
+    if MASKED and MAPPED:
+        following_any = union_word(maps + begin * ENTRY, 0, begin < end, BLOCK_M, BLOCK)
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = following * BLOCK + (tile % tiles) * BLOCK_M
-        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
+        next_tile = tl.minimum(tile + 1, last_tile)
+        following = tl.load(block_index + next_tile // tiles)
         rows = first + tl.arange(0, BLOCK_M)
         first64 = first.to(tl.int64)
-        inside = rows < q_length
-        if MASKED:
-            inside = takes_part(q_doc, rows, q_length)
-        q = load_tile(q_base + first64 * q_stride + q_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
-        do = load_tile(do_base + first64 * do_stride + do_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
-        if BOUNDED:
-            # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
-            row_lse2 = tl.load(lse2 + rows, mask=rows < q_length, other=float("inf"))
-            row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        entry = maps + (tile // tiles) * ENTRY
+        column = (tile % tiles) * BLOCK_M
+        if not MASKED:
+            inside = rows >= 0
+        elif MAPPED:
+            inside = ((following_any >> tl.arange(0, BLOCK_M)) & 1) != 0
+            following_any = union_word(
+                maps + (next_tile // tiles) * ENTRY, (next_tile % tiles) * BLOCK_M, True, BLOCK_M, BLOCK
+            )
         else:
-            row_lse2 = tl.load(lse2 + rows)
-            row_delta = tl.load(delta + rows)
+            inside = takes_part(q_doc, rows, q_length)
+        q = load_tile(q_base + first64 * q_stride + q_tile, inside, columns, HEAD_DIM, BLOCK_D, MASKED)
+        do = load_tile(do_base + first64 * do_stride + do_tile, inside, v_columns, VALUE_DIM, BLOCK_V, MASKED)
+        row_lse2 = tl.load(lse2 + rows)
+        row_delta = tl.load(delta + rows)
         s = dot(k, tl.trans(q), PRECISION, UPCAST)  # transposed: [keys, queries]
         if SOFTCAP:
             s, slope = cap(s * scale, softcap)
@@ -255,12 +284,15 @@ def _key_gradients(
         else:
             p = tl.exp2(s * (scale * LOG2E) - row_lse2[None, :])
         if MASKED:
-            attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
-            see = allowed(
-                attends[None, :], doc[None, :], span[None, :], last[None, :], before[None, :],
-                stream[:, None], key_doc[:, None], key_span[:, None], key_pos[:, None], window_pos[:, None],
-            )  # fmt: skip
-            p = tl.where(see, p, 0.0)
+            if MAPPED:
+                p = where_seen(p, 0.0, entry + lines, column, tl.arange(0, BLOCK_M)[None, :], BLOCK_M)
+            else:
+                attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
+                see = allowed(
+                    attends[None, :], doc[None, :], span[None, :], last[None, :], before[None, :],
+                    stream[:, None], key_doc[:, None], key_span[:, None], key_pos[:, None], window_pos[:, None],
+                )  # fmt: skip
+                p = tl.where(see, p, 0.0)
         dv += dot(p.to(do.dtype), do, PRECISION, UPCAST)
         if SOFTCAP:
             p = p * slope
@@ -281,7 +313,7 @@ def _key_gradients(
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "k_blocks", "sinks"])
 def key_gradient_kernel(
     q, k, v, dout, lse2, delta, dq, dk, dv, slot_dk, slot_dv,
-    full_ptr, full_idx, part_ptr, part_idx,
+    full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
@@ -289,7 +321,7 @@ def key_gradient_kernel(
     heads, group, q_length, k_length, k_blocks, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    ALIGN: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv.
@@ -332,28 +364,31 @@ def key_gradient_kernel(
     full_from = tl.load(full_ptr + row)
     part_from = tl.load(part_ptr + row)
     full = tl.load(full_ptr + row + 1) - full_from
+    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
+    lines = (within + local) * map_words(BLOCK)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for member in tl.range(0, group, disable_licm=True):
         head = kv64 * group + member
         q_base = q + (batch * q_stride_b + head * q_stride_h) * ALIGN
         do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
-        at = (batch * heads * group + head) * q_length
+        plane = batch * heads * group + head
+        row_at = plane * (tl.cdiv(q_length, BLOCK) * BLOCK)
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
-            full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
+            acc_k, acc_v, k_tile, v_tile, keys, dq + plane * q_length * HEAD_DIM,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + row_at, delta + row_at,
+            full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full), maps, lines,
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, False, MAPPED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
-            part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
+            acc_k, acc_v, k_tile, v_tile, keys, dq + plane * q_length * HEAD_DIM,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + row_at, delta + row_at,
+            part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0), maps, lines,
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, True, MAPPED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
     acc_k *= scale
 

@@ -6,6 +6,9 @@ The predicate is the one of ``interlace.masks`` (query i sees key j), rearranged
     and (pos_j > pos_i - window_i or pos_j < sinks)
     and ((ATTENDS_i has OWN_j and (not CAUSAL_i or pos_j <= pos_i)) or span_i == span_j >= 0)
 
+PARTIAL blocks come with bitmaps of the predicate (``plan.part_q_map``, ``plan.part_k_map``), which kernels read in its
+place (``where_seen``): one bit test per pair. Plans with too many PARTIAL blocks have no bitmaps.
+
 A token that takes no part (padding, a query that sees nothing, a key that nobody sees: doc < 0 in a plan) may hold NaN
 or infinity, and 0 times that is NaN: its rows are read as zeros wherever a product contracts them.
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels of this process run in Triton's interpreter (decided when they are decorated, once)."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -74,6 +77,49 @@ def allowed(attends, q_doc, q_span, last, before, stream, k_doc, k_span, k_pos, 
     """
     streams = ((attends & stream) != 0) & (k_pos <= last)
     return (q_doc == k_doc) & (k_window_pos > before) & (streams | (q_span == k_span))
+
+
+@triton.constexpr_function
+def map_words(BLOCK):
+    """int32 words of one line of a bitmap, which has BLOCK + 1 lines; bit j % 32 of word j // 32 is column j."""
+    return BLOCK // 32 if BLOCK > 32 else 1
+
+
+@triton.jit
+def where_seen(values, other, words, first, column, COLUMNS: tl.constexpr):
+    """values [rows, COLUMNS], fp32, where a row sees a column of [first, first + COLUMNS) of its block, else `other`.
+
+    words: pointers [rows] to the first word of each row's line. column: arange(COLUMNS)[None, :].
+
+    Threads hold columns 2t, 2t + 1, 2t + 8, 2t + 9, ... of a product, t their lane. Shifting by column % 8 first makes
+    what is left to test a constant bit of a word that all these columns share: two instructions per pair.
+    """
+    word = tl.load(words + first // 32)
+    if COLUMNS < 32:
+        word = word >> (first % 32)
+    word = word[:, None]
+    for i in tl.static_range(1, COLUMNS // 32):
+        word = tl.where(column < 32 * i, word, tl.load(words + first // 32 + i)[:, None])
+    word = word >> (column & 7)
+    bit = 1 << (column & 24)
+    if INTERPRETED:
+        return tl.where((word & bit) != 0, values, other)
+    else:  # in PTX, since LLVM packs the conditions of a tile into words that it takes apart again
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
+            "=f,f,r,r,f", [values, word, bit, other], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def union_word(entry, first, exists, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """int64 whose bit j says whether any row of the bitmap at `entry`, if that exists, sees column first + j."""
+    tl.static_assert(COLUMNS <= 64, "tiles are looped over in steps of at most 64")
+    word = entry + BLOCK * map_words(BLOCK) + first // 32
+    if COLUMNS > 32:
+        return tl.load(word.to(tl.pointer_type(tl.int64)), mask=exists, other=0)
+    else:
+        return (tl.load(word, mask=exists, other=0) >> (first % 32)).to(tl.int64)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Bitfield attention, forward: one program per (subblock of a row of blocks, query head).
 
 A row is a block of queries; the plan lists its FULL key blocks and, apart, its PARTIAL ones. A program walks its share
-of both, FULL first without any mask arithmetic, then PARTIAL with the exact predicate. A row that the plan split over
+of both, FULL first without any mask arithmetic, then PARTIAL with their bitmaps, or by the predicate in plans without. A row that the plan split over
 several programs (Cornstarch, subblocks) writes normalised partial results to slots, which ``bitfield_aggregate``
 merges; every other row writes its result directly.
 
@@ -22,46 +22,61 @@ from .bitfield_common import (
     first_block,
     key_terms,
     load_tile,
+    map_words,
     query_terms,
+    union_word,
     store_tile,
     takes_part,
     tile_offsets,
+    where_seen,
 )
 
 
 @triton.jit
 def _attend(
     acc, m, total, q,
-    attends, q_doc, q_span, last, before,
+    maps, lines, attends, q_doc, q_span, last, before,
     k_base, v_base, k_stride, v_stride,
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key blocks block_index[begin:end]; returns the new (acc, m, total).
 
-    MASKED: apply the predicate (PARTIAL blocks). RAGGED: without it, a block may still reach beyond the last key.
+    MASKED: the blocks are PARTIAL. MAPPED: `maps` points to the bitmap of block_index[0], and `lines` are the offsets of
+    this program's rows in one.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_N
-    BOUNDED: tl.constexpr = MASKED or RAGGED
+    ENTRY: tl.constexpr = (BLOCK + 1) * map_words(BLOCK)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
     v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
     following, last_tile = first_block(block_index, begin, end), end * tiles - 1
+    if MASKED and MAPPED:
+        following_any = union_word(maps + begin * ENTRY, 0, begin < end, BLOCK_N, BLOCK)
     for tile in range(begin * tiles, end * tiles):
         first = following * BLOCK + (tile % tiles) * BLOCK_N
-        following = tl.load(block_index + tl.minimum(tile + 1, last_tile) // tiles)
+        next_tile = tl.minimum(tile + 1, last_tile)
+        following = tl.load(block_index + next_tile // tiles)
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
-        inside = keys < k_length
-        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
-        if MASKED:
+        entry = maps + (tile // tiles) * ENTRY
+        column = (tile % tiles) * BLOCK_N
+        if not MASKED:
+            inside = keys >= 0
+        elif MAPPED:
+            inside = ((following_any >> tl.arange(0, BLOCK_N)) & 1) != 0
+            following_any = union_word(
+                maps + (next_tile // tiles) * ENTRY, (next_tile % tiles) * BLOCK_N, True, BLOCK_N, BLOCK
+            )
+        else:
             inside = takes_part(k_doc, keys, k_length)
-        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
+        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, MASKED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         if SOFTCAP:
             s, _ = cap(s * scale, softcap)
@@ -69,16 +84,17 @@ def _attend(
         else:
             to_base_2 = scale * LOG2E
         if MASKED:
-            stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
-            see = allowed(
-                attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
-                stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
-            )  # fmt: skip
-            s = tl.where(see, s, float("-inf"))
-        elif RAGGED:
-            s = tl.where(inside[None, :], s, float("-inf"))
+            if MAPPED:
+                s = where_seen(s, float("-inf"), entry + lines, column, tl.arange(0, BLOCK_N)[None, :], BLOCK_N)
+            else:
+                stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+                see = allowed(
+                    attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
+                    stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
+                )  # fmt: skip
+                s = tl.where(see, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * to_base_2)
-        if BOUNDED:
+        if MASKED:
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
         else:
             shift = m_new
@@ -93,14 +109,14 @@ def _attend(
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def forward_kernel(
     q, k, v, out, lse, slot_out, slot_lse,
-    full_ptr, full_idx, part_ptr, part_idx,
+    full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGN: tl.constexpr, MAPPED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: programs that run side by side share a mask row, and the heads of a group share keys.
     head = tl.program_id(0) % heads
@@ -140,21 +156,25 @@ def forward_kernel(
     full_from = tl.load(full_ptr + row)
     part_from = tl.load(part_ptr + row)
     full = tl.load(full_ptr + row + 1) - full_from
+    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
+    lines = (within + local) * map_words(BLOCK)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     acc, m, total = _attend(
-        acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        acc, m, total, q_tile, maps, lines, attends, doc, span, last, before,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, MAPPED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, total = _attend(
-        acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        acc, m, total, q_tile, maps, lines, attends, doc, span, last, before,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, MAPPED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, query_terms
+from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, map_words, query_terms, where_seen
 from .gluon_compat import tma_load
 
 BLOCK = gl.constexpr(128)
@@ -96,16 +96,17 @@ def _produce(
 @gluon.jit
 def _attend(
     acc, m, total, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    first_key, attends, q_doc, q_span, last, before,
+    words, first_key, attends, q_doc, q_span, last, before,
     k_bits, k_doc, k_span, k_pos, k_length, sinks, scale, softcap,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the new (acc, m, total). Rows of S and of O lie in the same threads.
 
-    MASKED tiles are taken in halves: the terms of the predicate cost 6 registers per key that a thread holds.
+    words: pointers to the rows' lines in the bitmap of a MASKED tile. Without bitmaps such tiles are taken in halves:
+    the terms of the predicate cost 6 registers per key that a thread holds.
     """
-    KEYS: gl.constexpr = HALF if MASKED else BLOCK
+    KEYS: gl.constexpr = HALF if MASKED and not MAPPED else BLOCK
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -127,19 +128,20 @@ def _attend(
             to_base_2 = LOG2E
         else:
             to_base_2 = scale * LOG2E
-        if MASKED or RAGGED:
-            keys = first_key + part * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-            if MASKED:
+        if MASKED:
+            keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
+            if MAPPED:
+                s = where_seen(s, float("-inf"), words, 0, keys[None, :], KEYS)
+            else:
+                keys += first_key + part * KEYS
                 stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
                 see = allowed(
                     attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
                     stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
                 )  # fmt: skip
                 s = gl.where(see, s, float("-inf"))
-            else:
-                s = gl.where(keys[None, :] < k_length, s, float("-inf"))
         m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * to_base_2, gl.SliceLayout(1, o_layout)))
-        if MASKED or RAGGED:
+        if MASKED:
             shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: exp2(-inf - 0) = 0
         else:
             shift = m_new
@@ -160,18 +162,21 @@ def _attend(
 @gluon.jit
 def _consume(
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-    full_list, full_count, part_list, part_count,
+    full_list, full_count, part_list, part_count, maps,
     out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
+    MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """out_at: (b * heads + head) * q_length for a row's result, (slot * heads + head) * 128 for a partial one."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # of PARTIAL tiles
+    # Of PARTIAL tiles, as in _attend.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK if MAPPED else HALF, 16])
     masked_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    WORDS: gl.constexpr = map_words(BLOCK)
+    words = maps + (CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row)) * WORDS
     attends, doc, span, last, before = query_terms(
         q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
         first + CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row), q_length,
@@ -182,21 +187,18 @@ def _consume(
     q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
     mbarrier.wait(q_full, 0)
     for n in range(full_count):
-        first_key = 0
-        if RAGGED:
-            first_key = gl.load(full_list + n) * BLOCK
         acc, m, total = _attend(
             acc, m, total, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            first_key, attends, doc, span, last, before,
+            words, 0, attends, doc, span, last, before,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-            BLOCK_D, STAGES, False, RAGGED, SOFTCAP,
+            BLOCK_D, STAGES, False, MAPPED, SOFTCAP,
         )  # fmt: skip
     for i in range(part_count):
         acc, m, total = _attend(
             acc, m, total, full_count + i, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            gl.load(part_list + i) * BLOCK, attends, doc, span, last, before,
+            words + i * ((BLOCK + 1) * WORDS), gl.load(part_list + i) * BLOCK, attends, doc, span, last, before,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-            BLOCK_D, STAGES, True, RAGGED, SOFTCAP,
+            BLOCK_D, STAGES, True, MAPPED, SOFTCAP,
         )  # fmt: skip
 
     safe = gl.where(total == 0.0, 1.0, total)
@@ -218,12 +220,12 @@ def _consume(
 @gluon.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def gluon_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, slot_out, slot_lse,
-    full_ptr, full_idx, part_ptr, part_idx,
+    full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
+    MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q [B, Hq, Tq, D] in boxes of 64 rows, k and v [B, Hkv, Tk, D] in boxes of 128, padded to BLOCK_D.
@@ -247,6 +249,7 @@ def gluon_forward_kernel(
     full_count = gl.minimum(stop, full) - gl.minimum(start, full)
     part_list = part_idx + part_from + gl.maximum(start - full, 0)
     part_count = gl.maximum(stop - full, 0) - gl.maximum(start - full, 0)
+    maps = part_map + (part_from + gl.maximum(start - full, 0)) * ((BLOCK + 1) * map_words(BLOCK))
     qm = batch.to(gl.int64) * q_length
     km = batch.to(gl.int64) * k_length
     if slot < 0:
@@ -275,19 +278,19 @@ def gluon_forward_kernel(
         [
             (_consume, (
                 q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-                full_list, full_count, part_list, part_count,
+                full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES, RAGGED, SOFTCAP,
+                gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
             )),
             (_consume, (
                 q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-                full_list, full_count, part_list, part_count,
+                full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES, RAGGED, SOFTCAP,
+                gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,

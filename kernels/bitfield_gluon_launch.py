@@ -41,7 +41,7 @@ def gluon_forward_calls(
                 **query_lists(plan), **token_arguments(plan), **size_arguments(q, k, plan),
                 q_blocks=block_count(plan.q_bits, plan.block), scale=scale, softcap=softcap or 0.0,
                 HEAD_DIM=head_dim, BLOCK_D=padded, STAGES=STAGES[padded],
-                RAGGED=k.shape[2] % plan.block != 0, SOFTCAP=softcap is not None,
+                SOFTCAP=softcap is not None,
                 PRODUCER_REGISTERS=PRODUCER_REGISTERS, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
             ),
             4,

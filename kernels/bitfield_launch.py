@@ -65,7 +65,7 @@ def on_device(device: torch.device) -> torch.cuda.device:
 
 def architecture_of(device: torch.device) -> int:
     """10 * the major compute capability of a CUDA device; 0 in the interpreter."""
-    if INTERPRETED:
+    if INTERPRETED.value:
         return 0
     return 10 * torch.cuda.get_device_capability(device)[0]
 
@@ -116,10 +116,9 @@ def forward_calls(
     heads, value_dim = q.shape[1], v.shape[3]
     dims = _dims(q, v, architecture)
     padded = (dims["BLOCK_D"], dims["BLOCK_V"])
-    ragged = k.shape[2] % plan.block != 0
     tile = choose(
         FORWARD, architecture, *padded, plan.block,
-        float32=q.dtype == torch.float32, capped=softcap is not None, bounded=ragged or _padded(dims),
+        float32=q.dtype == torch.float32, capped=softcap is not None, bounded=_padded(dims),
     )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_out = q.new_empty((slots, heads, plan.block, value_dim), dtype=torch.float32)
@@ -135,7 +134,7 @@ def forward_calls(
                 q_blocks=block_count(plan.q_bits, plan.block),
                 scale=scale, softcap=softcap or 0.0, **dims, BLOCK=plan.block,
                 BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
-                RAGGED=ragged, SOFTCAP=softcap is not None, **_arithmetic(q),
+                SOFTCAP=softcap is not None, **_arithmetic(q),
             ),
             tile.warps,
             tile.stages,
@@ -162,7 +161,8 @@ def backward_calls(
     """
     heads = q.shape[1]
     dims = _dims(q, v, architecture)
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    padded = block_count(plan.q_bits, plan.block) * plan.block
+    delta, lse2 = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
         q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta, **token_arguments(plan), **strides,
@@ -172,12 +172,12 @@ def backward_calls(
     calls = [
         Call(
             delta_kernel,
-            q.shape[0] * heads * -(-q.shape[2] // DELTA_ROWS),
+            q.shape[0] * heads * -(-padded // DELTA_ROWS),
             dict(
                 out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, q_doc=plan.q_doc,
                 delta=delta, lse2=lse2,
                 **{name: value for name, value in strides.items() if name.startswith("dout")},
-                heads=heads, length=q.shape[2], VALUE_DIM=dims["VALUE_DIM"], BLOCK_V=dims["BLOCK_V"],
+                heads=heads, length=q.shape[2], padded=padded, VALUE_DIM=dims["VALUE_DIM"], BLOCK_V=dims["BLOCK_V"],
                 BLOCK_M=DELTA_ROWS, ALIGN=align, HAS_DLSE=dlse is not None,
             ),
             DELTA_WARPS,
@@ -187,19 +187,17 @@ def backward_calls(
 
     shared.update(size_arguments(q, k, plan))
     if not fused:
-        calls += _query_gradient_calls(q, plan, dq, shared, architecture, k.shape[2] % plan.block != 0)
-    return calls + _key_gradient_calls(
-        q, k, v, plan, dq, dk, dv, shared, architecture, q.shape[2] % plan.block != 0, fused
-    )
+        calls += _query_gradient_calls(q, plan, dq, shared, architecture)
+    return calls + _key_gradient_calls(q, k, v, plan, dq, dk, dv, shared, architecture, fused)
 
 
 def _query_gradient_calls(
-    q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int, ragged: bool
+    q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int
 ) -> list[Call]:
     heads = q.shape[1]
     tile = choose(
         QUERY_GRADIENT, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
-        float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], bounded=ragged or _padded(shared),
+        float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], bounded=_padded(shared),
     )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, q.shape[3]), dtype=torch.float32)
@@ -209,7 +207,7 @@ def _query_gradient_calls(
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
                 shared, dq=dq, slot_dq=slot_dq, **query_lists(plan), q_blocks=block_count(plan.q_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged,
+                BLOCK_M=tile.m, BLOCK_N=tile.n,
             ),
             tile.warps,
             tile.stages,
@@ -226,14 +224,14 @@ def _query_gradient_calls(
 
 def _key_gradient_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, dq: Tensor, dk: Tensor, dv: Tensor, shared: dict[str, Any],
-    architecture: int, ragged: bool, fused: bool,
+    architecture: int, fused: bool,
 ) -> list[Call]:  # fmt: skip
     kv_heads = k.shape[1]
     kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
     float32, capped = q.dtype == torch.float32, shared["SOFTCAP"]
     tile = choose(
         kernel, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
-        float32=float32, capped=capped, bounded=ragged or _padded(shared),
+        float32=float32, capped=capped, bounded=_padded(shared),
     )  # fmt: skip
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))
@@ -244,7 +242,7 @@ def _key_gradient_calls(
             dict(
                 shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
                 k_blocks=block_count(plan.k_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged, FUSED=fused,
+                BLOCK_M=tile.m, BLOCK_N=tile.n, FUSED=fused,
             ),
             tile.warps,
             tile.stages,
@@ -283,16 +281,18 @@ def has_slots(slot_row: Tensor) -> bool:
     return slot_row.numel() > 2 or slot_row.device.type != "cpu" or int(slot_row[0]) >= 0
 
 
-def query_lists(plan: Any) -> dict[str, Tensor]:
+def query_lists(plan: Any) -> dict[str, Any]:
     return dict(
         full_ptr=plan.full_q_ptr, full_idx=plan.full_q_idx, part_ptr=plan.part_q_ptr, part_idx=plan.part_q_idx,
+        part_map=plan.part_q_map, MAPPED=plan.part_q_map.shape[0] > 0,
         work_row=plan.work_row, work_start=plan.work_start, work_stop=plan.work_stop, work_slot=plan.work_slot,
     )  # fmt: skip
 
 
-def _key_lists(plan: Any) -> dict[str, Tensor]:
+def _key_lists(plan: Any) -> dict[str, Any]:
     return dict(
         full_ptr=plan.full_k_ptr, full_idx=plan.full_k_idx, part_ptr=plan.part_k_ptr, part_idx=plan.part_k_idx,
+        part_map=plan.part_k_map, MAPPED=plan.part_k_map.shape[0] > 0,
         work_row=plan.work_k_row, work_start=plan.work_k_start, work_stop=plan.work_k_stop, work_slot=plan.work_k_slot,
     )  # fmt: skip
 
@@ -315,7 +315,7 @@ def block_count(bits: Tensor, block: int) -> int:
 def _arithmetic(q: Tensor) -> dict[str, Any]:
     """fp32 inputs get exact products unless torch was told that TF32 will do (as in scaled_dot_product_attention)."""
     exact = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return dict(PRECISION="ieee" if exact else "tf32", UPCAST=INTERPRETED and q.dtype == torch.bfloat16)
+    return dict(PRECISION="ieee" if exact else "tf32", UPCAST=INTERPRETED.value and q.dtype == torch.bfloat16)
 
 
 def _strides(**tensors: Tensor) -> tuple[dict[str, int], int]:

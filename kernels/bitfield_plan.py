@@ -1,4 +1,4 @@
-"""Block lists of a mask, built on the GPU with one host synchronisation: `block_lists`.
+"""Block lists of a mask, built on the GPU with one host synchronisation: `block_lists`; and bitmaps: `map_calls`.
 
     summary_kernel    tokens of a block -> ranges of document, position, reach and span, OR and AND of the words
     classify_kernel   two summaries -> EMPTY, FULL or UNDECIDED, an int8 per pair of blocks
@@ -6,6 +6,7 @@
     (torch)           counts per row and column, their running sums, and the one read of the two totals
     list_kernel       rows of the class matrix -> q-major lists, columns -> k-major lists, ascending
     documents_kernel  tokens of blocks without a FULL one -> documents, but -1 for who sees, or is seen by, nobody
+    map_kernel        PARTIAL pairs -> a bit per pair of tokens, along queries or along keys
 
 Exact, by the rules for summaries of csrc/attention_cpu/block_lists.cpp (the paper's implementation evaluates every
 element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists: the class matrix has
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bitfield_common import INT_MAX, OWN_SHIFT, allowed, key_terms, query_terms
+from .bitfield_common import INT_MAX, OWN_SHIFT, allowed, key_terms, map_words, query_terms
 from .bitfield_launch import Call, on_device
 
 EMPTY = tl.constexpr(0)
@@ -101,10 +102,11 @@ def _summary(ranges, words, count, item, inside):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_blocks", "k_blocks", "q_count", "k_count", "sinks"])
+@triton.jit(do_not_specialize=["q_length", "k_length", "q_blocks", "k_blocks", "q_count", "k_count", "sinks"])
 def classify_kernel(
-    q_ranges, q_words, k_ranges, k_words, classes, q_blocks, k_blocks, q_count, k_count, sinks, CHUNK: tl.constexpr
-):
+    q_ranges, q_words, k_ranges, k_words, classes, q_length, k_length, q_blocks, k_blocks, q_count, k_count, sinks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One program per (row r = b * q_blocks + i, CHUNK key blocks): classes int8 [rows, k_blocks]."""
     chunks = tl.cdiv(k_blocks, CHUNK)
     row = tl.program_id(0) // chunks
@@ -133,7 +135,9 @@ def classify_kernel(
     one_span = (q_span_lo == q_span_hi) & (k_span_lo == k_span_hi) & (q_span_lo == k_span_lo)
     full = together & in_reach & (seen | (one_span & (q_spanless == 0) & (k_spanless == 0)))
 
-    result = tl.where(empty, EMPTY, tl.where(full, FULL, UNDECIDED))
+    # Kernels test no bounds in FULL blocks, so a block that ends with the sequence is PARTIAL.
+    short = ((row % q_blocks + 1) * BLOCK > q_length) | ((key + 1) * BLOCK > k_length)
+    result = tl.where(empty, EMPTY, tl.where(full, tl.where(short, PARTIAL, FULL), UNDECIDED))
     tl.store(classes + row.to(tl.int64) * k_blocks + key, result.to(tl.int8), mask=inside)
 
 
@@ -181,7 +185,8 @@ def decide_kernel(
                 some = some | tl.max(tl.max((see & exists).to(tl.int32), 1), 0)
                 every = every & (1 - tl.max(tl.max(((see == 0) & exists).to(tl.int32), 1), 0))
                 key += KEYS
-            result = tl.where(some == 0, EMPTY, tl.where(every == 1, FULL, PARTIAL))
+            whole = (end == (row % q_blocks) * BLOCK + BLOCK) & (key_end == key_block * BLOCK + BLOCK)
+            result = tl.where(some == 0, EMPTY, tl.where((every == 1) & whole, FULL, PARTIAL))
             tl.store(line + key_block, result.to(tl.int8))
 
 
@@ -283,6 +288,56 @@ def documents_kernel(
     tl.store(result + mine + token, tl.where(left, -1, doc), mask=exists)
 
 
+@triton.jit(do_not_specialize=["q_length", "k_length", "blocks", "rows", "sinks"])
+def map_kernel(
+    maps, entry_row, part_idx, q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_length, k_length, blocks, rows, sinks,
+    BLOCK: tl.constexpr, OF_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """One program per PARTIAL block: its bitmap, a line per query (else key) of it and a last one, their union."""
+    entry = tl.program_id(0)
+    row = tl.load(entry_row + entry)
+    if row >= rows:  # the list has room for more
+        return
+    WORDS: tl.constexpr = map_words(BLOCK)
+    BITS: tl.constexpr = BLOCK if BLOCK < 32 else 32
+    batch = (row // blocks).to(tl.int64)
+    local = tl.arange(0, BLOCK)
+    bit = tl.arange(0, BITS)
+    mine = (row % blocks) * BLOCK + local
+    other = tl.load(part_idx + entry) * BLOCK
+    qm = batch * q_length
+    km = batch * k_length
+    to = maps + entry.to(tl.int64) * ((BLOCK + 1) * WORDS)
+    for word in range(WORDS):
+        others = other + word * BITS + bit
+        if OF_QUERIES:
+            attends, docs, spans, last, before = query_terms(
+                q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, mine, q_length
+            )
+            stream, k_docs, k_spans, pos, window_pos = key_terms(
+                k_bits + km, k_doc + km, k_span + km, k_pos + km, others, k_length, sinks
+            )
+            see = allowed(
+                attends[:, None], docs[:, None], spans[:, None], last[:, None], before[:, None],
+                stream[None, :], k_docs[None, :], k_spans[None, :], pos[None, :], window_pos[None, :],
+            )  # fmt: skip
+        else:
+            attends, docs, spans, last, before = query_terms(
+                q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, others, q_length
+            )
+            stream, k_docs, k_spans, pos, window_pos = key_terms(
+                k_bits + km, k_doc + km, k_span + km, k_pos + km, mine, k_length, sinks
+            )
+            see = allowed(
+                attends[None, :], docs[None, :], spans[None, :], last[None, :], before[None, :],
+                stream[:, None], k_docs[:, None], k_spans[:, None], pos[:, None], window_pos[:, None],
+            )  # fmt: skip
+        line = tl.reduce(tl.where(see, 1 << bit[None, :], 0), 1, _or)
+        tl.store(to + local * WORDS + word, line)
+        tl.store(to + BLOCK * WORDS + word, tl.reduce(line, 0, _or))
+
+
 def block_lists(
     q: Any, k: Any, sinks: int, block: int, also: Callable[..., Tensor] | None = None
 ) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -335,7 +390,10 @@ def class_calls(q: Any, k: Any, sinks: int, block: int, classes: Tensor) -> list
         calls.append(Call(summary_kernel, count, arguments, 4, 1))
     (q_ranges, q_words, q_count), (k_ranges, k_words, k_count) = summaries
     programs = q_count * -(-k_blocks // CHUNK)
-    sizes = dict(q_blocks=q_blocks, k_blocks=k_blocks, sinks=sinks, CHUNK=CHUNK)
+    sizes = dict(
+        q_length=q.bits.shape[1], k_length=k.bits.shape[1], q_blocks=q_blocks, k_blocks=k_blocks, sinks=sinks,
+        BLOCK=block, CHUNK=CHUNK,
+    )  # fmt: skip
     calls.append(
         Call(
             classify_kernel,
@@ -355,8 +413,7 @@ def class_calls(q: Any, k: Any, sinks: int, block: int, classes: Tensor) -> list
             dict(
                 classes=classes, q_bits=q.bits, q_doc=q.doc, q_span=q.span, q_pos=q.pos, q_window=q.window,
                 k_bits=k.bits, k_doc=k.doc, k_span=k.span, k_pos=k.pos,
-                q_length=q.bits.shape[1], k_length=k.bits.shape[1], BLOCK=block, PADDED=padded,
-                KEYS=min(KEYS, padded), **sizes,
+                PADDED=padded, KEYS=min(KEYS, padded), **sizes,
             ),
             8,
             1,
@@ -404,6 +461,26 @@ def document_calls(
         )  # fmt: skip
         calls.append(Call(documents_kernel, batch * blocks, arguments, 4, 1))
     return calls
+
+
+def map_calls(
+    q: Any, k: Any, sinks: int, block: int, ptr: Tensor, idx: Tensor, maps: Tensor, of_queries: bool
+) -> list[Call]:
+    """The launch that fills `maps` int32 [len(idx), block + 1, words] for one list of PARTIAL blocks (ptr, idx).
+
+    Entries beyond ptr[-1] are left as they are. block: a power of two from 16 on.
+    """
+    entries = torch.arange(idx.shape[0], dtype=torch.int32, device=idx.device)
+    entry_row = torch.searchsorted(ptr[1:], entries, right=True, out_int32=True)
+    length = (q if of_queries else k).bits.shape[1]
+    arguments = dict(
+        maps=maps, entry_row=entry_row, part_idx=idx,
+        q_bits=q.bits, q_doc=q.doc, q_span=q.span, q_pos=q.pos, q_window=q.window,
+        k_bits=k.bits, k_doc=k.doc, k_span=k.span, k_pos=k.pos,
+        q_length=q.bits.shape[1], k_length=k.bits.shape[1], blocks=-(-length // block), rows=ptr.shape[0] - 1,
+        sinks=sinks, BLOCK=block, OF_QUERIES=of_queries,
+    )  # fmt: skip
+    return [Call(map_kernel, idx.shape[0], arguments, 4, 1)]
 
 
 def _pointers(chosen: Tensor, axis: int) -> Tensor:

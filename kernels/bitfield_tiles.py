@@ -79,8 +79,7 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
-# Another tile where there is no softcap, no padding of head dimensions, nor a length that is no multiple of the block,
-# and v is as wide as q and k: a larger one is clean there, or (80) that of TILES spills under Triton 3.6.
+# Another tile where there is no softcap and no padding of head dimensions, and v is as wide as q and k: a larger one is clean there, or (80) that of TILES spills under Triton 3.6.
 PLAIN = {
     (80, FORWARD, 256): Tile(64, 16, 8, 2),
     (100, QUERY_GRADIENT, 128): Tile(64, 64, 8, 2),
@@ -137,8 +136,7 @@ def choose(
     """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block.
 
     block_d, block_v: padded head dimensions of q and k, and of v.
-    capped: with a softcap. bounded: a block that is looped over may end beyond the sequence, or head dimensions are
-    padded: loads have masks.
+    capped: with a softcap. bounded: head dimensions are padded, so loads have masks.
     """
     if architecture == 0:
         tile = INTERPRETED

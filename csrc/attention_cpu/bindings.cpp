@@ -214,7 +214,7 @@ py::tuple attention_block_lists(const std::vector<py::array> &queries, const std
     BlockLists lists;
     try {
         const py::gil_scoped_release release;
-        lists = block_lists(q, k, batch, sinks, std::min(block, std::max<int64_t>({q.length, k.length, 1})), threads);
+        lists = block_lists(q, k, batch, sinks, std::min(block, std::max(q.length, k.length) + 1), threads);
     } catch (const std::length_error &error) {
         throw py::value_error(error.what());
     }

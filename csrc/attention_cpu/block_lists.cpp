@@ -266,6 +266,9 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
                         found = evaluate(from(queries.at(b), i * block), std::min(block, queries.length - i * block),
                                          from(keys.at(b), j * block), std::min(block, keys.length - j * block), sinks,
                                          panels, words);
+                    // GPU kernels test no bounds in full blocks, so a block that ends with the sequence is partial.
+                    const bool whole = (i + 1) * block <= queries.length && (j + 1) * block <= keys.length;
+                    if (found == FULL && !whole) found = PARTIAL;
                     if (found == FULL) full[portion].push_back(static_cast<int32_t>(j));
                     if (found == PARTIAL) part[portion].push_back(static_cast<int32_t>(j));
                 }

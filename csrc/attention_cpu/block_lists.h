@@ -23,9 +23,8 @@ struct BlockLists {
 };
 
 // Exact, in O(q_blocks * k_blocks) time per batch row and memory for the lists themselves: bounds on documents,
-// positions, spans and bits per block decide most pairs of blocks, the others are looked at token by token. The last
-// block of a sequence may be short; pairs beyond the end do not count. Throws std::length_error if a list would have
-// more than 2^31 - 1 entries.
+// positions, spans and bits per block decide most pairs of blocks, the others are looked at token by token. A last
+// block that is short is never full. Throws std::length_error if a list would have more than 2^31 - 1 entries.
 BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t sinks, int64_t block,
                        int threads);
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -185,14 +186,41 @@ def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> Non
     (*lists, q_doc, k_doc), (*numbers,) = block_lists(*tokens, mask.sinks, block, ends)
     assert torch.equal(q_doc, plan.q_doc) and torch.equal(k_doc, plan.k_doc)
     assert numbers == [int(pointer[-1]) for pointer in lists[::2]]
+    same_maps(plan, mask.to_dense(keys))
     wanted = plan.tensors()[:8]
     for got, right in zip(lists, wanted):
         assert got.dtype == torch.int32
         assert torch.equal(got, right[: got.numel()]) and (right[got.numel() :] == -1).all(), (got, right)
 
 
+def same_maps(plan: AttentionPlan, dense: torch.Tensor) -> None:
+    """The bitmaps made by the kernel, and those of a plan on the CPU, hold the dense mask [B, Tq, Tk] bit by bit."""
+    from interlace.kernels.bitfield_plan import map_calls
+
+    if plan.block < 16:
+        assert plan.part_q_map.shape[0] == plan.part_k_map.shape[0] == 0
+        return
+    size = plan.block
+    short = (0, -dense.shape[2] % size, 0, -dense.shape[1] % size)
+    tiles = torch.nn.functional.pad(dense, short).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
+    for side, blocks in (("q", plan.q_blocks), ("k", plan.k_blocks)):
+        ptr, idx, maps = (getattr(plan, f"part_{side}_{name}") for name in ("ptr", "idx", "map"))
+        made = torch.empty_like(maps)
+        for call in map_calls(plan.queries(), plan.keys(), plan.sinks, size, ptr, idx, made, side == "q"):
+            call.run()
+        for row, (begin, end) in enumerate(zip(ptr.tolist(), ptr.tolist()[1:])):
+            for entry in range(begin, end):
+                other = int(idx[entry])
+                place = (row % blocks, other) if side == "q" else (other, row % blocks)
+                tile = tiles[(row // blocks, *place)]
+                tile = tile if side == "q" else tile.T
+                for bits in (maps[entry], made[entry]):
+                    found = ((bits[:, :, None] >> torch.arange(min(32, size))) & 1).flatten(1).bool()
+                    assert torch.equal(found[:size], tile) and torch.equal(found[size], tile.any(0)), (side, entry)
+
+
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(mask_pairs(longest=40), st.sampled_from([1, 3, 4, 8]))
+@given(mask_pairs(longest=40), st.sampled_from([1, 3, 8, 16, 64]))
 def random_lists(masks, block):
     same_lists(*masks, block)
 
@@ -241,6 +269,30 @@ def nan_stays_in_its_row() -> None:
     out = bitfield_attention(q, k, v, AttentionPlan.build(mask, block=16), backend="triton")
     assert out[0, 0, 33].isnan().all()
     assert not out[0, 0, :33].isnan().any() and not out[0, 0, 34:].isnan().any()
+
+
+def without_maps() -> None:
+    """A plan that has no bitmaps, as one of too many PARTIAL blocks, gives the same bits."""
+    for name, block in (("multimodal", 32), ("113 x 203", 64), ("empty rows", 16)):
+        mask, keys = cases.masks()[name]
+        plan = AttentionPlan.build(mask, keys, block=block)
+        results = []
+        for used in (plan, replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])):
+            q, k, v = cases.tensors(mask, keys, 2, 1, 16, torch.float32)
+            out, lse = bitfield_attention(q, k, v, used, return_lse=True, backend="triton")
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+            results.append([out, lse, *torch.autograd.grad(out, (q, k, v), dout)])
+        assert plan.part_q_map.shape[0] == plan.part_q_idx.numel()
+        for mapped, computed in zip(*results):
+            assert torch.equal(mapped, computed)
+
+
+def every_length() -> None:
+    """Lengths 1 to 48, a few of queries with every few of keys: only the last blocks are short."""
+    for q_length in range(1, 49, 5):
+        for k_length in range(q_length, 49, 7):
+            mask = BitfieldMask.causal(1, k_length)
+            check(mask.select(slice(k_length - q_length, k_length)), mask, torch.float32, block=16, dim=16, heads=1, kv_heads=1)
 
 
 def no_keys() -> None:
@@ -310,6 +362,8 @@ CASES: dict[str, Callable[[], None]] = {
     "lists of known masks": known_lists,
     "lists of random masks": random_lists,
     "lists read the device once": one_synchronisation,
+    "without maps": without_maps,
+    "every length": every_length,
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,
@@ -325,7 +379,7 @@ SLOW = {
     "same bits", "several tiles per block", "negative scale", "head dimension 72", "head dimension 96, fp16",
     "head dimension 256", "prefix", "blockwise", "shared question", "1 x 50", "50 x 1", "zero scale",
     "values of 5 beside 9, fp16, atomics", "NaN where nobody looks, split, atomics",
-    "infinity where nobody looks, capped", "no gradient of the LSE", "113 x 203",
+    "infinity where nobody looks, capped", "every length", "no gradient of the LSE", "113 x 203",
 }  # fmt: skip
 LONG_CASES: dict[str, Callable[[], None]] = {
     f"{name}, {dtype}, {'whole' if part is None else 'part'}": partial(benchmark, name, getattr(torch, dtype), part)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan
+from interlace.attention.plan import KEY_PARTIAL_COST, PARTIAL_COST
 from interlace.masks import BitfieldMask, visible
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
@@ -18,14 +19,14 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def states(dense: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, q_blocks, k_blocks] of EMPTY / PARTIAL / FULL, over the pairs that exist."""
+    """[B, q_blocks, k_blocks] of EMPTY / PARTIAL / FULL; a short block is never FULL."""
     batch, q_len, k_len = dense.shape
     out = torch.zeros(batch, -(-q_len // block), -(-k_len // block), dtype=torch.int64)
     for b in range(batch):
         for i in range(out.shape[1]):
             for j in range(out.shape[2]):
                 tile = dense[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
-                out[b, i, j] = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
+                out[b, i, j] = FULL if tile.all() and tile.shape == (block, block) else PARTIAL if tile.any() else EMPTY
     return out
 
 
@@ -56,7 +57,8 @@ def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:
     full = getattr(plan, f"full_{side}_ptr").diff().tolist()
     sizes = [stop - start for _, start, stop, _ in items]
     masked = [max(0, stop - max(start, full[row])) for row, start, stop, _ in items]
-    costs = [size + 0.3 * part for size, part in zip(sizes, masked)]
+    more = (PARTIAL_COST if side == "q" else KEY_PARTIAL_COST) - 1
+    costs = [size + more * part for size, part in zip(sizes, masked)]
     assert all(one >= other - 1e-6 for one, other in itertools.pairwise(costs))
     assert cap is None or max(sizes, default=0) <= cap
     for r, length in enumerate(lengths.tolist()):

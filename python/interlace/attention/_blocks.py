@@ -1,4 +1,4 @@
-"""The EMPTY / PARTIAL / FULL classification of a mask's blocks, as lists; AttentionPlan.build is its only caller.
+"""What AttentionPlan.build is made of: the classes of a mask's blocks as lists, and bitmaps of its PARTIAL blocks.
 
 On CUDA devices in Triton (kernels/bitfield_plan.py), elsewhere in C++ (csrc/attention_cpu/block_lists.cpp): bounds per
 block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks, and only the rest are
@@ -8,6 +8,7 @@ looked at token by token. The result is exact however weak the bounds are.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from interlace import _core
-from interlace.masks import Tokens
+from interlace.masks import Tokens, visible
 
 
 class BlockLists(NamedTuple):
@@ -59,6 +60,62 @@ def block_lists(
     lists = lists._replace(q_doc=lists.q_doc.view(q.doc.shape), k_doc=lists.k_doc.view(k.doc.shape))
     numbers = also(lists.full_q_ptr, lists.part_q_ptr, lists.full_k_ptr, lists.part_k_ptr).tolist()
     return BlockLists._make(tensor.to(device) for tensor in lists), numbers
+
+
+MAPPED_BLOCKS = 65_536
+"""PARTIAL blocks up to which a plan has bitmaps: 258 MiB with blocks of 128, both directions together."""
+
+
+def map_shape(device: torch.device, blocks: int, block: int) -> tuple[int, int, int]:
+    """The shape of the bitmaps of `blocks` PARTIAL blocks, or that of none, [0, ...].
+
+    None for more than MAPPED_BLOCKS, for blocks that the kernels do not take, and where no kernel reads them: on a CPU,
+    unless Triton interprets.
+    """
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    read = device.type == "meta" or (_has_triton() and (device.type == "cuda" or interpreting))
+    wanted = read and blocks <= MAPPED_BLOCKS and block >= 16 and block & (block - 1) == 0
+    return (blocks, block + 1, max(1, block // 32)) if wanted else (0, 1, 1)
+
+
+def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: Tensor, of_queries: bool) -> Tensor:
+    """Bitmaps of the PARTIAL blocks of a list (ptr, idx): int32 [len(idx) or 0, block + 1, block / 32] (`map_shape`).
+
+    Entry e is that of block idx[e]. of_queries: line i is query i of the block and bit j % 32 of word j // 32 key j;
+    else lines are keys and bits queries. The last line is the union of the others. Entries beyond ptr[-1] hold
+    anything. Never waits for a GPU.
+    """
+    maps = idx.new_empty(map_shape(idx.device, idx.numel(), block))
+    if maps.numel() == 0 or idx.device.type == "meta":
+        return maps
+    if idx.device.type == "cuda":
+        from interlace.kernels.bitfield_launch import on_device
+        from interlace.kernels.bitfield_plan import map_calls
+
+        with on_device(idx.device):
+            for call in map_calls(q, k, sinks, block, ptr, idx, maps, of_queries):
+                call.run()
+        return maps
+    # On a CPU: by the rule itself.
+    blocks = -(-(q if of_queries else k).bits.shape[1] // block)
+    queries, keys = (_by_block(tokens, block) for tokens in (q, k))
+    weights = torch.tensor([1 << bit for bit in range(min(32, block))])
+    for entry in range(int(ptr[-1])):
+        row = int(torch.searchsorted(ptr[1:], entry, right=True))
+        here, other = (row // blocks, row % blocks), (row // blocks, int(idx[entry]))
+        one, two = (here, other) if of_queries else (other, here)
+        see = visible(queries(lambda x: x[one]).rows(), keys(lambda x: x[two]).columns(), sinks)
+        lines = see if of_queries else see.T
+        words = (lines.unflatten(1, (-1, len(weights))) * weights).sum(2)
+        maps[entry, :block] = words.to(torch.int32)
+        maps[entry, block] = (lines.any(0).view(-1, len(weights)) * weights).sum(1).to(torch.int32)
+    return maps
+
+
+def _by_block(tokens: Tokens, block: int) -> Tokens:
+    """[B, T] -> [B, blocks, block]; what is beyond the end is padding."""
+    short = -tokens.bits.shape[1] % block
+    return tokens(lambda field: torch.nn.functional.pad(field, (0, short), value=-1).unflatten(1, (-1, block)))
 
 
 @cache

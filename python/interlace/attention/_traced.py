@@ -1,7 +1,8 @@
 """Plans that are made inside compiled code, where sizes must not depend on a mask's values.
 
 An op makes the lists of a plan with room for every block of the score matrix (16 bytes per block), so that all shapes
-follow from those of the tokens: no graph break, no recompilation.
+follow from those of the tokens: no graph break, no recompilation. On a GPU bitmaps take 4 KiB per block more; beyond
+MAPPED_BLOCKS there are none.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace.attention._blocks import map_shape
 from interlace.attention._transforms import row_by_row
-from interlace.attention.plan import TENSOR_FIELDS, AttentionPlan
+from interlace.attention.plan import MAPS, TENSOR_FIELDS, AttentionPlan
 from interlace.masks import BitfieldMask, Tokens, word
 
 HEADS = 8  # of AttentionPlan.build: what its splitting of long rows is chosen for
@@ -86,7 +88,7 @@ def _plan(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Te
 @_plan.register_fake
 def _plan_fake(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Tensor]:
     q_bits, k_bits = fields[0], fields[len(QUERIES)]
-    shapes = [*((room,) for room in _rooms(q_bits, k_bits, block)), q_bits.shape, k_bits.shape]
+    shapes = [*_rooms(q_bits, k_bits, block), q_bits.shape, k_bits.shape]
     return [q_bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
@@ -96,15 +98,16 @@ def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
     return list(lists), list(dims)
 
 
-def _rooms(q_bits: Tensor, k_bits: Tensor, block: int) -> list[int]:
-    """The length of each list of LISTS, at most."""
+def _rooms(q_bits: Tensor, k_bits: Tensor, block: int) -> list[tuple[int, ...]]:
+    """The shape of each list of LISTS, at most."""
     batch = q_bits.shape[0]
     rows, k_rows = (batch * -(-bits.shape[1] // block) for bits in (q_bits, k_bits))
     blocks = _two(rows * (-(-k_bits.shape[1] // block)))
     more = _split_items(q_bits.device)
     items, k_items = _two(rows + more), _two(k_rows + more)
     lists = [*[rows + 1, blocks] * 2, *[k_rows + 1, blocks] * 2]
-    return [*lists, *[items] * 4, rows + 1, items, *[k_items] * 4, k_rows + 1, k_items]
+    lists += [*[items] * 4, rows + 1, items, *[k_items] * 4, k_rows + 1, k_items]
+    return [*((length,) for length in lists), *[map_shape(q_bits.device, blocks, block)] * len(MAPS)]
 
 
 def _split_items(device: torch.device) -> int:
@@ -119,8 +122,12 @@ def _two(length: int) -> int:
     return max(length, 2)
 
 
-def _filled(values: Tensor, room: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, room - values.numel()), value=-1)
+def _filled(values: Tensor, room: tuple[int, ...]) -> Tensor:
+    if values.dim() == 1:
+        return torch.nn.functional.pad(values, (0, room[0] - values.numel()), value=-1)
+    maps = values.new_empty(room)
+    maps[: values.shape[0]] = values[: room[0]]
+    return maps
 
 
 # ---------------------------------------------------------------------- how the code is being compiled

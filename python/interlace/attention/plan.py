@@ -1,8 +1,8 @@
 """AttentionPlan: which blocks of the score matrix hold anything, as lists that kernels walk.
 
 Built once per microbatch from a BitfieldMask and used by every layer, head and pass. A block is EMPTY (no pair of it
-is visible), FULL (every pair that exists is) or PARTIAL, exactly. "That exists": at the ragged end of a sequence a
-block is shorter and what lies beyond the end does not count, so a last block may be FULL: kernels check bounds there.
+is visible), FULL (every pair is) or PARTIAL, exactly. A block that is short because the sequence ends is never FULL:
+kernels test bounds, as they test the mask, in PARTIAL blocks alone.
 
 A query that sees nothing and a key that nobody sees belong to no document in a plan, as padding does in a mask: q_doc
 and k_doc are -1 there. Who sees whom stays as it was, and kernels know by one number whose rows must not enter a
@@ -11,6 +11,11 @@ product, where 0 times what they hold (NaN, infinity) would be NaN.
 Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at
 once, and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2;
 Cornstarch 2025-11 section 6.1 evaluates every element instead).
+
+For GPUs a plan holds the predicate of its PARTIAL blocks as bitmaps, once along queries (part_q_map, entry by entry
+like part_q_idx) and once along keys: 2 KiB each. All heads, layers and passes read them in place of the words, documents,
+spans and positions of 256 tokens. They are made where the plan is used (see `to`), and never for more than
+MAPPED_BLOCKS blocks: kernels then compute the predicate.
 
 Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
 fixed number of keys. Row r = b * q_blocks + i owns the blocks
@@ -26,6 +31,7 @@ work_row = -1. The same, with `_k`, for key-block rows (r = b * k_blocks + j, qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -33,7 +39,7 @@ import torch
 from torch import Tensor
 
 from interlace._mask_values import readable
-from interlace.attention._blocks import block_lists
+from interlace.attention._blocks import block_lists, block_maps, map_shape
 from interlace.masks import BitfieldMask, Tokens
 
 
@@ -92,6 +98,8 @@ class AttentionPlan:
     work_k_slot: Tensor
     row_k_slots: Tensor  # [B * k_blocks + 1]
     slot_k_row: Tensor
+    part_q_map: Tensor  # [len(part_q_idx) or 0, block + 1, block / 32]: see _blocks.block_maps
+    part_k_map: Tensor  # 0 = there are no bitmaps
 
     @classmethod
     @torch.compiler.disable  # what it makes depends on values: compiled code breaks here once and calls it
@@ -151,10 +159,18 @@ class AttentionPlan:
             lists.full_k_ptr, _two_entries(lists.full_k_idx), lists.part_k_ptr, _two_entries(lists.part_k_idx),
             q.bits, lists.q_doc, q.span, q.pos, q.window,
             k.bits, lists.k_doc, k.span, k.pos,
-            *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, *sizes[:2]),
-            *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, *sizes[2:]),
+            *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, PARTIAL_COST, *sizes[:2]),
+            *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, KEY_PARTIAL_COST, *sizes[2:]),
+            *[q.doc.new_empty(map_shape(q.doc.device, 0, block))] * 2,
         )  # fmt: skip
-        return plan if device is None else plan.to(device)
+        return plan.with_maps() if device is None else plan.to(device)
+
+    def with_maps(self) -> AttentionPlan:
+        """The same plan with bitmaps made anew, or without where `block_maps` makes none."""
+        sides = (self.queries(), self.keys(), self.sinks, self.block)
+        part_q_map = block_maps(*sides, self.part_q_ptr, self.part_q_idx, True)
+        part_k_map = block_maps(*sides, self.part_k_ptr, self.part_k_idx, False)
+        return replace(self, part_q_map=part_q_map, part_k_map=part_k_map)
 
     # ------------------------------------------------------------------ sizes
 
@@ -224,11 +240,15 @@ class AttentionPlan:
         return cls(block, sinks, *tensors)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionPlan:
-        """The same plan on another device (itself when it is there already)."""
+        """The same plan on another device (itself when it is there already). Bitmaps are not moved but made there."""
         if torch.device(device) == self.device:
             return self
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSOR_FIELDS}
-        return replace(self, **moved)
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AttentionPlan:
+        """The plan of the tensors that `move` makes of each of these, and bitmaps made where those are."""
+        tensors = {name: move(getattr(self, name)) for name in TENSOR_FIELDS if name not in MAPS}
+        return replace(self, **tensors).with_maps()
 
     def check(self, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Raise ValueError unless the plan was built for tensors of these sizes on this device."""
@@ -242,10 +262,13 @@ class AttentionPlan:
             raise ValueError(f"the mask or plan is on {self.device} but q is on {device}; use .to({str(device)!r})")
 
 
-# What a partial block costs beside a full one: an estimate until it is measured on a GPU (1.12 on a CPU,
-# bench/results/subblocks_cpu.json). It only orders the items.
-PARTIAL_COST = 1.3
+# What a PARTIAL block costs beside a FULL one, in rows of queries (forward, dQ) and of keys (dK/dV): instructions of the
+# loops on sm_90 (docs/kernel-report.md), with bitmaps. Not measured on a GPU; 1.12 on a CPU
+# (bench/results/subblocks_cpu.json). It only orders the items.
+PARTIAL_COST = 1.4
+KEY_PARTIAL_COST = 1.35
 
+MAPS = ("part_q_map", "part_k_map")
 TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name not in ("block", "sinks"))
 torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
 
@@ -278,7 +301,9 @@ class _Splitting:
             sizes += [pieces.sum(), torch.where(pieces > 1, pieces, 0).sum()]
         return torch.stack(sizes)
 
-    def work(self, full_ptr: Tensor, part_ptr: Tensor, heads: int, items: int, slots: int) -> tuple[Tensor, ...]:
+    def work(
+        self, full_ptr: Tensor, part_ptr: Tensor, heads: int, partial_cost: float, items: int, slots: int
+    ) -> tuple[Tensor, ...]:
         """Items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring."""
         full = full_ptr.diff().long()
         length = full + part_ptr.diff()
@@ -297,7 +322,7 @@ class _Splitting:
             slot_row = _repeated(in_slots, slots)[0]
             full = full[row]
         full_here = torch.minimum(stop, full) - torch.minimum(start, full)  # full blocks come first in a row
-        cost = full_here + PARTIAL_COST * (stop - start - full_here)
+        cost = full_here + partial_cost * (stop - start - full_here)
         order = torch.argsort(cost, descending=True, stable=True)
         row, start, stop, slot = (_two_entries(field[order]) for field in (row, start, stop, slot))
         return row, start, stop, slot, row_slots, _two_entries(slot_row)

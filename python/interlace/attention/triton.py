@@ -124,4 +124,4 @@ def _missing() -> str | None:
 def _interpreted() -> bool:
     from interlace.kernels.bitfield_common import INTERPRETED
 
-    return INTERPRETED
+    return INTERPRETED.value
