@@ -1,9 +1,9 @@
 """Bitfield attention, forward: one program per (subblock of a row of blocks, query head).
 
 A row is a block of queries; the plan lists its FULL key blocks and, apart, its PARTIAL ones. A program walks its share
-of both, FULL first without any mask arithmetic, then PARTIAL with their bitmaps, or by the predicate in plans without. A row that the plan split over
-several programs (Cornstarch, subblocks) writes normalised partial results to slots, which ``bitfield_aggregate``
-merges; every other row writes its result directly.
+of both, FULL first without any mask arithmetic, then PARTIAL with their bitmaps, or by the predicate in plans without
+bitmaps. A row that the plan split over several programs (Cornstarch, subblocks) writes normalised partial results to
+slots, which ``bitfield_aggregate`` merges; every other row writes its result directly.
 
 Softmax runs in base 2 and in float32. A query that sees nothing gets 0 and LSE -inf.
 """
@@ -24,10 +24,10 @@ from .bitfield_common import (
     load_tile,
     map_words,
     query_terms,
-    union_word,
     store_tile,
     takes_part,
     tile_offsets,
+    union_word,
     where_seen,
 )
 
@@ -46,8 +46,8 @@ def _attend(
 ):  # fmt: skip
     """Online softmax over the key blocks block_index[begin:end]; returns the new (acc, m, total).
 
-    MASKED: the blocks are PARTIAL. MAPPED: `maps` points to the bitmap of block_index[0], and `lines` are the offsets of
-    this program's rows in one.
+    MASKED: the blocks are PARTIAL. MAPPED: `maps` points to the bitmap of block_index[0], and `lines` are the offsets
+    of this program's rows in one.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_N
     ENTRY: tl.constexpr = (BLOCK + 1) * map_words(BLOCK)

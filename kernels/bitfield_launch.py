@@ -26,7 +26,7 @@ from .bitfield_aggregate import merge_kernel, sum_kernel
 from .bitfield_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bitfield_common import INTERPRETED
 from .bitfield_forward import forward_kernel
-from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose, has_fused
+from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose, has_fused, keys_apart
 
 AGGREGATE_ROWS = 16
 AGGREGATE_WARPS = 8  # with 4, Triton 3.6 spills at padded head dimensions
@@ -46,6 +46,11 @@ class Call:
 
     @property
     def name(self) -> str:
+        """The kernel's, and which of its variants that are told apart."""
+        if not self.arguments.get("OF_VALUES", True):
+            return self.kernel.__name__ + " of keys"
+        if not self.arguments.get("OF_KEYS", True):
+            return self.kernel.__name__ + " of values"
         return self.kernel.__name__ + (" fused" if self.arguments.get("FUSED") else "")
 
     @property
@@ -191,9 +196,7 @@ def backward_calls(
     return calls + _key_gradient_calls(q, k, v, plan, dq, dk, dv, shared, architecture, fused)
 
 
-def _query_gradient_calls(
-    q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int
-) -> list[Call]:
+def _query_gradient_calls(q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int) -> list[Call]:
     heads = q.shape[1]
     tile = choose(
         QUERY_GRADIENT, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
@@ -235,19 +238,17 @@ def _key_gradient_calls(
     )  # fmt: skip
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))
+    arguments = dict(
+        shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
+        k_blocks=block_count(plan.k_bits, plan.block), BLOCK_M=tile.m, BLOCK_N=tile.n, FUSED=fused,
+    )  # fmt: skip
+    programs = plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads
+    apart = keys_apart(architecture, shared["BLOCK_D"], shared["BLOCK_V"], float32=float32)
+    parts = [dict(OF_KEYS=True, OF_VALUES=False), dict(OF_KEYS=False, OF_VALUES=True)]
     calls = [
-        Call(
-            key_gradient_kernel,
-            plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads,
-            dict(
-                shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
-                k_blocks=block_count(plan.k_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, FUSED=fused,
-            ),
-            tile.warps,
-            tile.stages,
-        )
-    ]  # fmt: skip
+        Call(key_gradient_kernel, programs, arguments | part, tile.warps, tile.stages)
+        for part in (parts if apart and not fused else [dict(OF_KEYS=True, OF_VALUES=True)])
+    ]
     if slots:
         for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
             calls.append(

@@ -1,9 +1,9 @@
 """Tile sizes of the bitfield attention kernels: one table, by architecture and head dimension.
 
-The tiles of 90 for gradients, and for the forward of head dimension 256, were within 3 % of the fastest of
-`bench.kernel_times` on an H200 (head dimensions 64, 128 and 256, whole blocks, no softcap); its other forwards are
-Gluon's. All others were chosen so that no kernel spills registers when compiled ahead of time (tests/kernels), but for
-those that `bench.kernel_report` names, and have not been timed.
+Tiles of 90 have at least 16 rows per warp, so that no warp repeats another's product, and three stages, so that loads
+are in flight while a tile is computed. Those of head dimension 64 and 128, and the forward of 256, were within 3 % of
+the fastest of `bench.kernel_times` on an H200 (whole blocks, no softcap); dK/dV of 64 had two stages then. The others
+have not been timed: they were chosen from machine code (docs/kernel-report.md), which the gate in tests/kernels checks.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FORWARD: {
             64: Tile(128, 64, 8, 3),
             128: Tile(128, 64, 8, 3),
-            192: Tile(128, 64, 8, 2),
+            192: Tile(128, 64, 8, 3),
             256: Tile(128, 32, 8, 3),
         },
         QUERY_GRADIENT: {
             64: Tile(64, 64, 4, 3),
             128: Tile(128, 64, 8, 3),
-            192: Tile(64, 32, 8, 2),
-            256: Tile(128, 32, 8, 2),
+            192: Tile(128, 32, 8, 3),
+            256: Tile(128, 32, 8, 3),
         },
-        # 4 warps for 64 keys: with fewer rows than 16 per warp, warps repeat each other's products. From 192 on the
-        # accumulators need the registers of 8 all the same.
+        # With 64 keys 8 warps would repeat each other's products. From 192 on dK and dV are apart (`keys_apart`).
         KEY_GRADIENT: {
-            64: Tile(64, 64, 4, 2),
+            64: Tile(64, 64, 4, 3),
             128: Tile(32, 64, 4, 3),
-            192: Tile(32, 64, 8, 1),
-            256: Tile(32, 64, 8, 2),
+            192: Tile(32, 128, 8, 3),
+            256: Tile(32, 128, 8, 3),
         },
     },
     100: {
@@ -79,17 +78,16 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
-# Another tile where there is no softcap and no padding of head dimensions, and v is as wide as q and k: a larger one is clean there, or (80) that of TILES spills under Triton 3.6.
+# Another tile where there is no softcap and no padding of head dimensions, and v is as wide as q and k: a larger one is
+# clean there, or (80) that of TILES spills under Triton 3.6.
 PLAIN = {
     (80, FORWARD, 256): Tile(64, 16, 8, 2),
     (100, QUERY_GRADIENT, 128): Tile(64, 64, 8, 2),
 }
-# Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
+# Where the tile of TILES spills once there is a softcap.
 CAPPED = {
     (80, KEY_GRADIENT, 64): Tile(16, 128, 8, 2),
-    (90, KEY_GRADIENT, 64): Tile(32, 128, 8, 2),
-    (90, KEY_GRADIENT, 192): Tile(32, 32, 8, 1),
-    (90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1),
+    (90, KEY_GRADIENT, 64): Tile(32, 128, 8, 3),
     (100, QUERY_GRADIENT, 64): Tile(64, 64, 8, 2),
     (100, KEY_GRADIENT, 64): Tile(32, 128, 8, 2),
 }
@@ -120,6 +118,15 @@ def has_fused(architecture: int, block_d: int, block_v: int, *, float32: bool) -
     if architecture == 0:
         return True
     return not float32 and width(block_d, block_v) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
+
+
+def keys_apart(architecture: int, block_d: int, block_v: int, *, float32: bool) -> bool:
+    """Whether dK and dV are computed by a launch each.
+
+    On Hopper from head dimension 192 on: the accumulators of both leave registers for 64 keys only, which two
+    warpgroups then compute twice. One of them alone has room for 128.
+    """
+    return architecture in (0, 90) and not float32 and width(block_d, block_v) > 128
 
 
 def choose(

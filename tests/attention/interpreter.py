@@ -292,7 +292,15 @@ def every_length() -> None:
     for q_length in range(1, 49, 5):
         for k_length in range(q_length, 49, 7):
             mask = BitfieldMask.causal(1, k_length)
-            check(mask.select(slice(k_length - q_length, k_length)), mask, torch.float32, block=16, dim=16, heads=1, kv_heads=1)
+            check(
+                mask.select(slice(k_length - q_length, k_length)),
+                mask,
+                torch.float32,
+                block=16,
+                dim=16,
+                heads=1,
+                kv_heads=1,
+            )
 
 
 def no_keys() -> None:

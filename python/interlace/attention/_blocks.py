@@ -104,7 +104,8 @@ def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: T
         row = int(torch.searchsorted(ptr[1:], entry, right=True))
         here, other = (row // blocks, row % blocks), (row // blocks, int(idx[entry]))
         one, two = (here, other) if of_queries else (other, here)
-        see = visible(queries(lambda x: x[one]).rows(), keys(lambda x: x[two]).columns(), sinks)
+        query, key = Tokens(*(field[one] for field in queries)), Tokens(*(field[two] for field in keys))
+        see = visible(query.rows(), key.columns(), sinks)
         lines = see if of_queries else see.T
         words = (lines.unflatten(1, (-1, len(weights))) * weights).sum(2)
         maps[entry, :block] = words.to(torch.int32)

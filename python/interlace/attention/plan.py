@@ -13,8 +13,8 @@ once, and only the rest are looked at element by element. Nothing of size T x T 
 Cornstarch 2025-11 section 6.1 evaluates every element instead).
 
 For GPUs a plan holds the predicate of its PARTIAL blocks as bitmaps, once along queries (part_q_map, entry by entry
-like part_q_idx) and once along keys: 2 KiB each. All heads, layers and passes read them in place of the words, documents,
-spans and positions of 256 tokens. They are made where the plan is used (see `to`), and never for more than
+like part_q_idx) and once along keys: 2 KiB each. All heads, layers and passes read them in place of the words,
+documents, spans and positions of 256 tokens. They are made where the plan is used (see `to`), and never for more than
 MAPPED_BLOCKS blocks: kernels then compute the predicate.
 
 Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
@@ -262,8 +262,8 @@ class AttentionPlan:
             raise ValueError(f"the mask or plan is on {self.device} but q is on {device}; use .to({str(device)!r})")
 
 
-# What a PARTIAL block costs beside a FULL one, in rows of queries (forward, dQ) and of keys (dK/dV): instructions of the
-# loops on sm_90 (docs/kernel-report.md), with bitmaps. Not measured on a GPU; 1.12 on a CPU
+# What a PARTIAL block costs beside a FULL one, in rows of queries (forward, dQ) and of keys (dK/dV): instructions of
+# the loops on sm_90 (docs/kernel-report.md), with bitmaps. Not measured on a GPU; 1.12 on a CPU
 # (bench/results/subblocks_cpu.json). It only orders the items.
 PARTIAL_COST = 1.4
 KEY_PARTIAL_COST = 1.35
