@@ -10,14 +10,18 @@ fails until somebody gives one.
 from __future__ import annotations
 
 import csv
+import functools
+import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import hot_loops
 from bench.compile_worker import Configuration
-from bench.triton_versions import VERSIONS
+from bench.triton_versions import ROOT, VERSIONS
 
 TABLE = Path(__file__).with_suffix(".csv")
+BEFORE = ROOT / "bench" / "results" / "kernel_loops_before.json"  # of main shapes, which are not to issue more
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
 SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
 DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_gradient_kernel fused")
@@ -45,21 +49,33 @@ def head_dims(c: Configuration) -> str:
     return f"{c.head_dim}/{c.value_dim}" if c.value_dim else str(c.head_dim or "")
 
 
-def problems(report: Report) -> dict[Problem, float]:
-    """What is wrong with the kernels of a report, with the figure of each."""
+def problems(report: Report, version: str) -> dict[Problem, float]:
+    """What is wrong with the kernels of a report under one version of Triton, with the figure of each."""
     found = {}
     for configuration, kernels in report.items():
         for name, used in kernels.items():
-            for (loop, problem), figure in _of_kernel(configuration, name, used).items():
+            before = _issued_before().get((version, name, configuration), math.inf)
+            for (loop, problem), figure in _of_kernel(configuration, name, used, before).items():
                 found[Problem(*_kernel(configuration, name), loop, problem)] = figure
     return found
+
+
+@functools.cache
+def _issued_before() -> dict[tuple[str, str, Configuration], float]:
+    """{(version of Triton, kernel, configuration): instructions of its FULL loop per 128 x 128 pairs}."""
+    rows = json.loads(BEFORE.read_text())["loops"]
+    keys = [Configuration(**{name: row[name] for name in Configuration._fields}) for row in rows]
+    return {
+        (row["triton"], row["kernel"], key): row["per_pairs"] for row, key in zip(rows, keys) if row["loop"] == "FULL"
+    }
 
 
 def _kernel(c: Configuration, name: str) -> tuple[str, ...]:
     return name, str(c.architecture), head_dims(c), c.dtype, c.variant
 
 
-def _of_kernel(c: Configuration, name: str, used: dict[str, Any]) -> dict[tuple[str, str], float]:
+def _of_kernel(c: Configuration, name: str, used: dict[str, Any], before: float) -> dict[tuple[str, str], float]:
+    """before: the most instructions that the FULL loop may issue per 128 x 128 pairs."""
     found: dict[tuple[str, str], float] = {}
     if used["spills"]:
         found["", "spills"] = used["spills"]
@@ -73,6 +89,8 @@ def _of_kernel(c: Configuration, name: str, used: dict[str, Any]) -> dict[tuple[
     if "loops" in used:
         if loops := hot_loops.figures(name, used):
             found |= hot_loops.problems(*loops)
+            if loops[0].per_pairs > before:
+                found["FULL", "instructions over before"] = round(loops[0].per_pairs / before, 2)
         else:
             found["", "hot loops"] = len(used["loops"])
     return found
@@ -96,7 +114,7 @@ def changes(report: Report, version: str, accepted: dict[Problem, Accepted] | No
         for problem, row in accepted.items()
         if version in row.figures and problem[:5] in compiled
     }
-    found = problems(report)
+    found = problems(report, version)
     words = [f"no reason given: {describe(problem)}" for problem in expected if not accepted[problem].reason]
     for problem in sorted({*found, *expected}):
         is_, was = found.get(problem), expected.get(problem)
@@ -127,7 +145,7 @@ def accept(reports: dict[str, Report], path: Path = TABLE) -> None:
     common: dict[tuple[str, ...], set[str]] = {}
     for problem, row in known.items():
         common.setdefault(_class(problem), set()).add(row.reason)
-    found = {version: problems(report) for version, report in reports.items()}
+    found = {version: problems(report, version) for version, report in reports.items()}
     with path.open("w", newline="") as lines:
         table = csv.writer(lines, lineterminator="\n")
         table.writerow([*Problem._fields, *VERSIONS, "reason"])

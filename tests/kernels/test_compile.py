@@ -16,6 +16,7 @@ from bench import kernel_exceptions, kernel_report, triton_versions
 from bench.compile_worker import Configuration
 from bench.kernel_exceptions import Accepted, Problem
 from bench.triton_versions import ROOT, VERSIONS
+from tests.bench.loops import used
 from tests.sampling import sample
 
 PARTS = {
@@ -107,14 +108,16 @@ WHERE = Configuration(90, 128, "bfloat16")
     ],
 )
 def test_problems_of_a_kernel(kernel, change, problem, figure):
-    found = kernel_exceptions.problems({WHERE: {kernel: {**USED, **change}}})
+    found = kernel_exceptions.problems({WHERE: {kernel: {**USED, **change}}}, "3.9.0")
     assert found == {Problem(kernel, "90", "128", "bfloat16", "plain", "", problem): figure}
 
 
 def test_kernels_without_problems():
-    assert not kernel_exceptions.problems({WHERE: {"forward_kernel": USED, "sum_kernel": {**USED, "wgmma": 0}}})
+    assert not kernel_exceptions.problems(
+        {WHERE: {"forward_kernel": USED, "sum_kernel": {**USED, "wgmma": 0}}}, "3.9.0"
+    )
     exact = WHERE._replace(dtype="float32")
-    assert not kernel_exceptions.problems({exact: {"forward_kernel": {**USED, "wgmma": 0}}})
+    assert not kernel_exceptions.problems({exact: {"forward_kernel": {**USED, "wgmma": 0}}}, "3.9.0")
 
 
 def test_the_gate_fails_on_every_change():
@@ -134,6 +137,16 @@ def test_the_gate_fails_on_every_change():
     assert changes(4, "3.6.0") == ["new"] and changes(0, "3.6.0") == []
     accepted[spills] = Accepted({"3.9.0": 4}, "")
     assert changes(4) == ["no reason given"]
+
+
+def test_full_loops_issue_no_more_than_before():
+    """Of the main shapes; a forward of 4,000 instructions per iteration issues more than any had."""
+    change = {"tile": used()["tile"], "loops": used(instructions=4000)["loops"]}
+    found = kernel_exceptions.problems({WHERE: {"forward_kernel": {**USED, **change}}}, "3.9.0")
+    assert [(problem.loop, problem.problem) for problem in found] == [("FULL", "instructions over before")]
+    assert {row.configuration for rows in kernel_report.read_before().values() for row in rows} == {
+        *kernel_report.main_shapes()
+    }
 
 
 def test_accepted_problems_are_of_kernels_in_use():
