@@ -70,7 +70,7 @@ def _issued_before() -> dict[tuple[str, str, Configuration], float]:
     }
 
 
-def _kernel(c: Configuration, name: str) -> tuple[str, ...]:
+def _kernel(c: Configuration, name: str) -> tuple[str, str, str, str, str]:
     return name, str(c.architecture), head_dims(c), c.dtype, c.variant
 
 
