@@ -4,20 +4,22 @@ may be another version than its parent's (the folder that comes first on PYTHONP
     echo '{"architecture": 90, "head_dim": 128, "dtype": "bfloat16"}' | python -m bench.compile_worker
 
 Reads configurations from standard input, one JSON object a line (fields of `Configuration`), and answers each with a
-line of JSON: {kernel: what it uses (`interlace.kernels.ahead_of_time.Resources`)}. `bench.kernel_report` and the tests
-start it.
+line of JSON: {kernel: what it uses (`interlace.kernels.ahead_of_time.Resources`)}. Kernels of attention on Hopper in
+16 bits also have their "tile" (`tile_of`) and "loops" (`bench.machine_code.Loop`): FULL blocks, then PARTIAL ones, for
+each partition of the program that computes. `bench.kernel_report` and the tests start it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from bench.machine_code import hot_loops
 from interlace.attention import AttentionPlan
-from interlace.kernels.ahead_of_time import compile_call, resources
+from interlace.kernels.ahead_of_time import compile_call, machine_code, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
 from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls
@@ -77,17 +79,38 @@ def calls(configuration: Configuration) -> list[Call]:
     return result
 
 
-def answer(configuration: Configuration) -> dict[str, dict[str, int]]:
-    """{kernel: resources}. Of the variants only the kernels that they change."""
-    report: dict[str, dict[str, int]] = {}
+def tile_of(call: Call) -> dict[str, int]:
+    """Queries (m) and keys (n) that the warps of one hot loop take per iteration, and padded head dimensions.
+
+    In Gluon a loop is one consumer's: the rows of its box of Q.
+    """
+    a = call.arguments
+    if "q_desc" in a:
+        queries, keys = a["q_desc"].block_shape[2], a["k_desc"].block_shape[2]
+        return dict(
+            m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=a["BLOCK_D"], value_dim=a["BLOCK_D"]
+        )
+    shape = dict(m=a["BLOCK_M"], n=a["BLOCK_N"], warps=call.warps, stages=call.stages)
+    return dict(shape, head_dim=a["BLOCK_D"], value_dim=a["BLOCK_V"])
+
+
+def answer(configuration: Configuration) -> dict[str, dict[str, Any]]:
+    """{kernel: what it uses}. Of the variants only the kernels that they change."""
+    report: dict[str, dict[str, Any]] = {}
     for call in calls(configuration):
         name = call.name
+        attends = "SOFTCAP" in call.arguments
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
         if name == "documents_kernel":
             name += " of queries" if call.arguments["OF_QUERIES"] else " of keys"
-        if name not in report and (configuration.variant == "plain" or "SOFTCAP" in call.arguments):
-            report[name] = resources(compile_call(call, configuration.architecture))._asdict()
+        if name not in report and (configuration.variant == "plain" or attends):
+            compiled = compile_call(call, configuration.architecture)
+            code = machine_code(compiled)
+            report[name] = resources(compiled, code)._asdict()
+            if attends and configuration.architecture == 90 and configuration.dtype != "float32":
+                report[name]["tile"] = tile_of(call)
+                report[name]["loops"] = [loop._asdict() for loop in hot_loops(code)]
     return report
 
 

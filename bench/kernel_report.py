@@ -1,12 +1,13 @@
-"""What the attention kernels use on GPUs that are not here: registers, spills, shared memory, tensor-core instructions.
+"""Kernel report: what attention kernels use on GPUs that are not here, from code compiled ahead of time.
 
-Compiles every kernel configuration in use ahead of time for sm_80, sm_90 and sm_100 under each version of Triton in
-`bench.triton_versions`, and reads their machine code. Nothing is run and no speed is claimed; the static gate
-(tests/kernels) fails on what `problems` finds.
+Registers, spills, shared memory and tensor-core instructions for sm_80, sm_90 and sm_100 under each version of Triton
+in `bench.triton_versions`; on Hopper in 16 bits also every hot loop (`bench.hot_loops`). Nothing is run. The static
+gate (tests/kernels) fails on every difference from the accepted problems (`bench.kernel_exceptions`).
 
     python -m bench.kernel_report [--architectures 80 90] [--head-dims 64 128] [--out bench/results/kernel_report.json]
 
-writes the JSON and, beside the other docs, the same as a table (--table docs/kernel-report.md).
+writes the JSON, docs/kernel-report.md and docs/roofline.md. `--accept` accepts the problems that it finds. `--before`
+saves the hot loops of the main shapes; later reports show them beside their own, and FULL loops are not to issue more.
 """
 
 from __future__ import annotations
@@ -21,38 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench import kernel_exceptions, roofline
 from bench.compile_worker import Configuration
+from bench.hot_loops import HotLoop, figures
+from bench.kernel_exceptions import BEFORE, SHARED_MEMORY, TENSOR_CORES, Report, head_dims
 from bench.measure import command, write_json
 from bench.triton_versions import ROOT, VERSIONS, environment
-from interlace.kernels.bitfield_launch import block_d
-from interlace.kernels.bitfield_tiles import width
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
 PADDED_HEAD_DIMS = (16, 72, 80, 96)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128
 VALUE_DIMS = {192: 128, 96: 64}  # of v beside q and k: DeepSeek-V2 and V3, MiniCPM3
-TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
-SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
 GLUON_HEAD_DIM = 128
-DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_gradient_kernel fused")
-GLUON = "gluon_forward_kernel"
-
-HMMA_ON_HOPPER = {("key_gradient_kernel", dim, "capped") for dim in (192, 256)}  # see bitfield_tiles.CAPPED
-
-# dK/dV on Hopper, by `width` of the tiles: the most that may spill (bytes of stack and local instructions). On an H200
-# these tiles were 1.2 to 1.7 times as fast as the best that spilled nothing; 192 spills one register and has not run.
-SPILLS_OF_DKDV = {64: 40, 128: 170, 192: 16, 256: 280}
-# Elsewhere a register or two, since the index of the next block is read ahead: (kernel, architecture, head dimension,
-# dtype, variant) -> the most.
-SPILLS = {
-    ("query_gradient_kernel", 80, 64, "bfloat16", "ragged"): 10,
-    ("forward_kernel", 90, 128, "float32", "plain"): 24,
-    ("query_gradient_kernel", 90, 128, "float32", "plain"): 10,
-    ("key_gradient_kernel", 100, 64, "float32", "plain"): 20,
-    ("query_gradient_kernel", 100, 128, "float32", "plain"): 23,
-}
-
-Report = dict[Configuration, dict[str, dict[str, int]]]
+MAIN = [(64, 0), (128, 0), (192, 128), (256, 0)]  # head dimensions that come first, without softcap
 
 
 def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int] = HEAD_DIMS) -> list[Configuration]:
@@ -87,10 +69,19 @@ def tested() -> list[Configuration]:
 
     def adds(c: Configuration) -> bool:
         if c.variant == "ragged":  # "capped" has the same tiles and more code, but where its tile is smaller
-            return any(head_dim == c.head_dim for _, head_dim, _ in HMMA_ON_HOPPER) and c.part == "attention"
+            return c.head_dim > GLUON_HEAD_DIM
         return c.dtype != "float16"
 
     return [c for c in sweep(head_dims=(*HEAD_DIMS, 72)) if adds(c)]
+
+
+def main_shapes() -> list[Configuration]:
+    """On Hopper, of the sweep."""
+    return [c for c in sweep([90], HEAD_DIMS) if is_main(c)]
+
+
+def is_main(c: Configuration) -> bool:
+    return (c.head_dim, c.value_dim) in MAIN and c.variant == "plain" and c.dtype == "bfloat16"
 
 
 def _variants(head_dim: int) -> tuple[str, ...]:
@@ -115,66 +106,156 @@ def compile_all(configurations: list[Configuration], version: str) -> Report:
     return dict(zip(configurations, map(json.loads, process.stdout.splitlines()), strict=True))
 
 
-def problems(report: Report) -> list[str]:
-    """Spills, dots that miss the tensor cores, and shared memory beyond the limit, in words."""
-    found = []
-    for configuration, kernels in report.items():
-        tensor_cores = TENSOR_CORES[configuration.architecture]
-        for name, used in kernels.items():
-            where = f"{name}, sm_{configuration.architecture}, {configuration}: {used}"
-            if used["spills"] > allowed_spills(configuration, name):
-                found.append(f"spills: {where}")
-            if used["shared"] > SHARED_MEMORY[configuration.architecture]:
-                found.append(f"more than {SHARED_MEMORY[configuration.architecture]} bytes of shared memory: {where}")
-            excused = (name, configuration.head_dim, configuration.variant) in HMMA_ON_HOPPER and used["mma"]
-            dots = name in (*DOTS, GLUON) and configuration.dtype != "float32"
-            if dots and not used[tensor_cores] and not excused:
-                found.append(f"no {tensor_cores} instruction: {where}")
-            if name == GLUON and not used["tma"]:
-                found.append(f"no UTMALDG instruction: {where}")
-    return found
-
-
-def allowed_spills(c: Configuration, name: str) -> int:
-    if name != "key_gradient_kernel" or c.architecture != 90 or c.dtype == "float32":
-        return SPILLS.get((name, c.architecture, c.head_dim, c.dtype, c.variant), 0)
-    padded = (block_d(head_dim, c.architecture) for head_dim in (c.head_dim, c.value_dim or c.head_dim))
-    return SPILLS_OF_DKDV[width(*padded)]
+def loop_rows(report: Report, main: bool = True) -> list[roofline.Row]:
+    """FULL and PARTIAL loops of the main shapes, or of all other kernels, by predicted cost, dearest kernel first."""
+    kernels = []
+    for c, used in report.items():
+        for name in used:
+            if "loops" in used[name] and is_main(c) == main and (loops := figures(name, used[name])):
+                kernels.append([roofline.Row(name, c, used[name]["tile"], loop) for loop in loops])
+    return [row for rows in sorted(kernels, key=lambda rows: -rows[0].loop.in_turns) for row in rows]
 
 
 def table(reports: dict[str, Report]) -> str:
-    """Markdown: a table per architecture, a row per kernel and configuration, a column per version of Triton."""
+    """Markdown: hot loops on Hopper, accepted problems, and a table per architecture of what kernels use."""
     lines = [
-        "# What the kernels use, by static analysis",
+        "# Kernel report: machine code on GPUs",
         "",
-        "Written by `python -m bench.kernel_report` from machine code compiled ahead of time; nothing was run, and",
-        "none of it says how fast a kernel is. Each cell: registers per thread / spills / KiB of shared memory per",
-        "program / tensor-core instructions (HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100; fp32 uses none, its",
-        "products are exact). *ragged*: the last blocks of queries and keys are short; *capped*: so they are, and",
-        "there is a softcap. 192/128: q and k have the first head dimension, v the second.",
+        "Written by `python -m bench.kernel_report` from machine code compiled ahead of time. Nothing was run.",
+        "[Roofline](roofline.md) predicts speeds from it. *ragged*: the last blocks of queries and keys are short;",
+        "*capped*: so they are, and there is a softcap. 192/128: q and k have the first head dimension, v the second.",
+    ]
+    rows, others = ({version: loop_rows(report, main) for version, report in reports.items()} for main in (True, False))
+    before = read_before()
+    if any(rows.values()):
+        lines += ["", "## Hot loops on Hopper (sm_90, 16 bits)", ""]
+        lines += [
+            "By predicted cost, the dearest first. Tile: queries x keys, warps, stages. HGMMA per iteration and warp,",
+            "operand A from shared memory (s) or registers (r). A cell per version of Triton:",
+            "",
+            "1. multiply-adds issued over those of the tile, at padded head dimensions (limit 1.05)",
+            "2. shared memory operands of the worst HGMMA in bytes per clock (limit 128), in brackets of all",
+            "3. wait: groups of copies still in flight after it; Gluon: of HGMMA (at least 1)",
+            "4. instructions of a warp per iteration",
+            "5. instructions of all warps per 128 x 128 pairs, in brackets before (FULL: not above; PARTIAL: at most",
+            "   1.6 times FULL)",
+            "6. spills in the loop (none)",
+            "",
+            "### Main shapes",
+            "",
+            *loop_table(rows, before),
+            "",
+            "### Main shapes, before",
+            "",
+            *loop_table(before),
+        ]
+        if any(others.values()):
+            lines += ["", "### Other shapes and variants", "", *loop_table(others)]
+    lines += [
+        "",
+        "## Accepted problems",
+        "",
+        "The gate fails on a new problem, on another figure, and on a problem that is gone",
+        "(`bench/kernel_exceptions.csv`). Cells: the figure, and the head dimensions that have it (bf16 and plain",
+        "unless said).",
+        "",
+        *exception_table(kernel_exceptions.exceptions(), list(reports)),
+    ]
+    lines += [
+        "",
+        "## All kernels",
+        "",
+        "Each cell: registers per thread / spills (bytes of stack, and local loads and stores) / KiB of shared memory",
+        "per program / tensor-core instructions (HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100; fp32 uses none,",
+        "its products are exact).",
     ]
     for architecture in sorted({c.architecture for report in reports.values() for c in report}):
-        lines += ["", f"## sm_{architecture}", ""]
+        lines += ["", f"### sm_{architecture}", ""]
         lines += ["| kernel | head dimension | dtype | " + " | ".join(f"Triton {v}" for v in reports) + " |"]
         lines += ["|---|---|---|" + "---|" * len(reports)]
         first = next(iter(reports.values()))
-        rows = [(name, c) for c, kernels in first.items() if c.architecture == architecture for name in kernels]
-        order = list(dict.fromkeys(name for name, _ in rows))
+        pairs = [(name, c) for c, kernels in first.items() if c.architecture == architecture for name in kernels]
+        order = list(dict.fromkeys(name for name, _ in pairs))
         for name, c in sorted(
-            rows, key=lambda row: (order.index(row[0]), row[1].head_dim, row[1].value_dim, row[1].dtype, row[1].variant)
+            pairs, key=lambda x: (order.index(x[0]), x[1].head_dim, x[1].value_dim, x[1].dtype, x[1].variant)
         ):
             cells = [cell(report[c][name], architecture) for report in reports.values()]
-            dtype = c.dtype + ("" if c.variant == "plain" else f", {c.variant}")
-            lines.append(f"| {name} | {head_dims(c)} | {dtype} | " + " | ".join(cells) + " |")
+            lines.append(f"| {name} | {head_dims(c)} | {_kind(c)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def head_dims(c: Configuration) -> str:
-    """As a table has it: 128, or 192/128 where that of v is another; nothing for kernels without."""
-    return f"{c.head_dim}/{c.value_dim}" if c.value_dim else str(c.head_dim or "")
+def loop_table(
+    reports: dict[str, list[roofline.Row]], before: dict[str, list[roofline.Row]] | None = None
+) -> list[str]:
+    """A row per loop, in the order of the first version; `before`: rows of the same kernels in an earlier state."""
+    versions = list(reports)
+    lines = ["| kernel | head dimension | dtype | loop | tile | HGMMA | " + " | ".join(versions) + " |"]
+    lines += ["|---" * (6 + len(versions)) + "|"]
+    now, was = ({v: {row.key: row for row in rows} for v, rows in x.items()} for x in (reports, before or {}))
+    for row in reports[versions[0]]:
+        tile = f"{row.tile['m']} x {row.tile['n']}, {row.tile['warps']}, {row.tile['stages']}"
+        cells = [loop_cell(now[v][row.key].loop, was.get(v, {}).get(row.key)) for v in versions]
+        names = f"{row.kernel} | {head_dims(row.configuration)} | {_kind(row.configuration)} | {row.loop.loop}"
+        lines.append(f"| {names} | {tile} | {_products(row.loop)} | " + " | ".join(cells) + " |")
+    return lines
 
 
-def cell(used: dict[str, int], architecture: int) -> str:
+def loop_cell(loop: HotLoop, before: roofline.Row | None) -> str:
+    was = f" ({before.loop.per_pairs:,.0f})" if before else ""
+    return (
+        f"{loop.ratio:.2f} / {loop.traffic:.0f} ({loop.mean_traffic:.0f}) / {loop.wait} / {loop.instructions:,} / "
+        f"{loop.per_pairs:,.0f}{was} / {loop.spills}"
+    )
+
+
+def _products(loop: HotLoop) -> str:
+    return ", ".join(f"{n} {shape.replace('hared', '').replace('egisters', '')}" for shape, n in loop.products.items())
+
+
+def _kind(c: Configuration) -> str:
+    return c.dtype + ("" if c.variant == "plain" else f", {c.variant}")
+
+
+def exception_table(
+    accepted: dict[kernel_exceptions.Problem, kernel_exceptions.Accepted], versions: list[str]
+) -> list[str]:
+    """Rows of one kernel, loop and reason together; in a cell, the head dimensions, dtypes and variants of a figure."""
+    lines = [
+        "| problem | kernel | sm | loop | " + " | ".join(versions) + " | reason |",
+        "|---" * (5 + len(versions)) + "|",
+    ]
+    rows: dict[tuple[str, ...], dict[str, dict[str, list[str]]]] = {}
+    for p, row in accepted.items():
+        what = " ".join([p.head_dim, *{p.dtype, p.variant}.difference(["bfloat16", "plain"])])
+        cells = rows.setdefault((p.problem, p.kernel, p.architecture, p.loop, row.reason), {v: {} for v in versions})
+        for version in cells:
+            if version in row.figures:
+                cells[version].setdefault(f"{row.figures[version]:g}", []).append(what)
+    for (*names, reason), cells in rows.items():
+        texts = ["; ".join(f"**{figure}**: {', '.join(of)}" for figure, of in cells[v].items()) for v in versions]
+        lines.append(f"| {' | '.join(names)} | " + " | ".join(texts) + f" | {reason} |")
+    return lines
+
+
+def write_before(reports: dict[str, Report], line: str) -> None:
+    rows = [
+        {"triton": version, "kernel": row.kernel, **row.configuration._asdict(), "tile": row.tile, **row.loop._asdict()}
+        for version, report in reports.items()
+        for row in loop_rows(report)
+    ]
+    write_json(BEFORE, {"command": line, "loops": rows})
+
+
+def read_before() -> dict[str, list[roofline.Row]]:
+    found: dict[str, list[roofline.Row]] = {}
+    for row in json.loads(BEFORE.read_text())["loops"]:
+        configuration = Configuration(**{name: row[name] for name in Configuration._fields})
+        loop = HotLoop(**{name: row[name] for name in HotLoop._fields})
+        found.setdefault(row["triton"], []).append(roofline.Row(row["kernel"], configuration, row["tile"], loop))
+    return found
+
+
+def cell(used: dict[str, Any], architecture: int) -> str:
     shared = f"{used['shared'] / 1024:.1f}"
     return f"{used['registers']} / {used['spills']} / {shared} / {used[TENSOR_CORES[architecture]]}"
 
@@ -185,14 +266,37 @@ def as_json(reports: dict[str, Report], line: str) -> dict[str, Any]:
         "machine": f"{platform.machine()}, no GPU: compiled ahead of time, not run",
         "python": platform.python_version(),
         "limits": {"shared memory, bytes": SHARED_MEMORY},
-        "problems": {version: problems(report) for version, report in reports.items()},
+        "problems": {
+            version: [
+                {**problem._asdict(), "figure": figure}
+                for problem, figure in kernel_exceptions.problems(report, version).items()
+            ]
+            for version, report in reports.items()
+        },
+        "hot loops": [
+            {
+                "triton": version,
+                "kernel": row.kernel,
+                **row.configuration._asdict(),
+                "tile": row.tile,
+                **row.loop._asdict(),
+                "clocks in turns": row.loop.in_turns,
+            }
+            for version, report in reports.items()
+            for main in (True, False)
+            for row in loop_rows(report, main)
+        ],
         "kernels": [
-            {"triton": version, **configuration._asdict(), "kernel": name, **used}
+            {"triton": version, **configuration._asdict(), "kernel": name, **_without_loops(used)}
             for version, report in reports.items()
             for configuration, kernels in report.items()
             for name, used in kernels.items()
         ],
     }
+
+
+def _without_loops(used: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in used.items() if name != "loops"}
 
 
 def main() -> None:
@@ -202,16 +306,29 @@ def main() -> None:
     parser.add_argument("--triton", nargs="+", default=list(VERSIONS), metavar="VERSION")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernel_report.json")
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "kernel-report.md")
+    parser.add_argument("--roofline", type=Path, default=ROOT / "docs" / "roofline.md")
+    parser.add_argument("--accept", action="store_true", help="accept the problems found, after a look at them")
+    parser.add_argument("--before", action="store_true", help="save the hot loops for comparison with later ones")
     options = parser.parse_args()
     configurations = sweep(options.architectures, sorted(options.head_dims))
     with ThreadPoolExecutor() as pool:  # a process per version of Triton
         reports = dict(zip(options.triton, pool.map(lambda v: compile_all(configurations, v), options.triton)))
-    write_json(options.out, as_json(reports, command("kernel_report")))
+    line = command("kernel_report")
+    changes = {version: kernel_exceptions.changes(report, version) for version, report in reports.items()}
+    if options.accept:
+        kernel_exceptions.accept(reports)
+    if options.before:
+        write_before(reports, line)
+    write_json(options.out, as_json(reports, line))
     options.table.write_text(table(reports))
+    version, report = list(reports.items())[-1]
+    if rows := loop_rows(report):
+        options.roofline.write_text(roofline.page(rows, version))
     for version, report in reports.items():
-        found = problems(report)
-        print(f"Triton {version}: {sum(map(len, report.values()))} kernels, {len(found)} problems")
-        print(*(f"  {problem}" for problem in found), sep="\n", end="\n" if found else "")
+        print(
+            f"Triton {version}: {sum(map(len, report.values()))} kernels, {len(changes[version])} changes of problems"
+        )
+        print(*(f"  {change}" for change in changes[version]), sep="\n", end="\n" if changes[version] else "")
 
 
 if __name__ == "__main__":

@@ -79,16 +79,17 @@ def _source_class(kernel: Any) -> Any:
     return GluonASTSource
 
 
-def resources(compiled: Any) -> Resources:
-    """Registers, shared memory, spills and tensor-core instructions of a CompiledKernel, from its cubin.
+def machine_code(compiled: Any) -> str:
+    """The SASS of a CompiledKernel, as nvdisasm prints it."""
+    return _read(compiled, "nvdisasm", "-c")
+
+
+def resources(compiled: Any, code: str) -> Resources:
+    """Registers, shared memory, spills and tensor-core instructions of a CompiledKernel; code: its `machine_code`.
 
     (`n_spills` of triton is only filled in when a GPU loads the kernel.)
     """
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        code = _tool("nvdisasm", "-c", str(cubin))
+    usage = _read(compiled, "cuobjdump", "-res-usage")
     registers, stack = (int(_find(rf"{name}:(\d+)", usage)) for name in ("REG", "STACK"))
     count = {
         name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA", "UTMALDG")
@@ -104,9 +105,13 @@ def resources(compiled: Any) -> Resources:
     )
 
 
-def _tool(name: str, *arguments: str) -> str:
-    path = getattr(triton.knobs.nvidia, name).path  # the copy inside triton's wheel
-    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
+def _read(compiled: Any, tool: str, option: str) -> str:
+    """What a tool of triton's wheel prints about the kernel's cubin."""
+    path = getattr(triton.knobs.nvidia, tool).path
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        return subprocess.run([path, option, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
 def _find(pattern: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The static gate: kernels compile for GPUs that are not here, use their tensor cores, and spill nothing."""
+"""The static gate: kernels compile for GPUs that are not here, and have no problems but the accepted ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bench import kernel_report, triton_versions
+from bench import kernel_exceptions, kernel_report, triton_versions
 from bench.compile_worker import Configuration
+from bench.kernel_exceptions import Accepted, Problem
 from bench.triton_versions import ROOT, VERSIONS
+from tests.bench.loops import used
 from tests.sampling import sample
 
 PARTS = {
-    "attention": kernel_report.DOTS,
-    "gluon": (kernel_report.GLUON,),
+    "attention": kernel_exceptions.DOTS,
+    "gluon": ("gluon_forward_kernel",),
     "plan": (
         "summary_kernel",
         "classify_kernel",
@@ -42,7 +44,7 @@ def check(version: str, configurations: list[Configuration]) -> None:
         if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture != 100:
             expected.discard("key_gradient_kernel fused")
         assert expected <= set(kernels), configuration
-    assert not kernel_report.problems(report)
+    assert not kernel_exceptions.changes(report, version)
 
 
 @pytest.mark.parametrize("version", [VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:])])
@@ -55,9 +57,10 @@ def test_hopper(version):
 
 
 @pytest.mark.slow
-def test_gluon_on_hopper():
+@pytest.mark.parametrize("version", VERSIONS)
+def test_hot_loops_on_hopper(version):
     try:
-        check(VERSIONS[0], [Configuration(90, 128, "bfloat16")._replace(part="gluon")])
+        check(version, kernel_report.main_shapes())
     except triton_versions.Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -89,25 +92,86 @@ def test_every_configuration():
         pytest.skip(str(errors[0]))
 
 
-def test_problems_are_found():
-    where = Configuration(90, 128, "bfloat16")
-    assert not kernel_report.problems({where: {"forward_kernel": USED}})
-    for change, word in (
-        ({"spills": 4}, "spills"),
-        ({"shared": 232_449}, "more than 232448 bytes of shared memory"),
-        ({"wgmma": 0}, "no wgmma"),
-    ):
-        (problem,) = kernel_report.problems({where: {"forward_kernel": {**USED, **change}}})
-        assert problem.startswith(word)
-    for change, word in (({"wgmma": 0, "tma": 2}, "no wgmma"), ({}, "no UTMALDG")):
-        (problem,) = kernel_report.problems({where: {"gluon_forward_kernel": {**USED, **change}}})
-        assert problem.startswith(word)
-    most = kernel_report.SPILLS_OF_DKDV[128]
-    assert not kernel_report.problems({where: {"key_gradient_kernel": {**USED, "spills": most}}})
-    (problem,) = kernel_report.problems({where: {"key_gradient_kernel": {**USED, "spills": most + 1}}})
-    assert problem.startswith("spills")
-    assert not kernel_report.problems({where: {"sum_kernel": {**USED, "wgmma": 0}}})
-    assert not kernel_report.problems({where._replace(dtype="float32"): {"forward_kernel": {**USED, "wgmma": 0}}})
+WHERE = Configuration(90, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "problem", "figure"),
+    [
+        ("forward_kernel", {"spills": 4}, "spills", 4),
+        ("sum_kernel", {"spills": 4, "wgmma": 0}, "spills", 4),
+        ("forward_kernel", {"shared": 232_449}, "more than 232448 bytes of shared memory", 232_449),
+        ("forward_kernel", {"wgmma": 0, "mma": 6}, "no wgmma; HMMA", 6),
+        ("gluon_forward_kernel", {"wgmma": 0, "tma": 2}, "no wgmma; HMMA", 0),
+        ("gluon_forward_kernel", {}, "no UTMALDG", 0),
+        ("forward_kernel", {"loops": [{}]}, "hot loops", 1),
+    ],
+)
+def test_problems_of_a_kernel(kernel, change, problem, figure):
+    found = kernel_exceptions.problems({WHERE: {kernel: {**USED, **change}}}, "3.9.0")
+    assert found == {Problem(kernel, "90", "128", "bfloat16", "plain", "", problem): figure}
+
+
+def test_kernels_without_problems():
+    assert not kernel_exceptions.problems(
+        {WHERE: {"forward_kernel": USED, "sum_kernel": {**USED, "wgmma": 0}}}, "3.9.0"
+    )
+    exact = WHERE._replace(dtype="float32")
+    assert not kernel_exceptions.problems({exact: {"forward_kernel": {**USED, "wgmma": 0}}}, "3.9.0")
+
+
+def test_the_gate_fails_on_every_change():
+    spills = Problem("forward_kernel", "90", "128", "bfloat16", "plain", "", "spills")
+    accepted = {
+        spills: Accepted({"3.9.0": 4}, "few"),
+        spills._replace(head_dim="64"): Accepted({"3.9.0": 4}, "not compiled here"),
+    }
+
+    def changes(spilled: int, version: str = "3.9.0") -> list[str]:
+        report = {WHERE: {"forward_kernel": {**USED, "spills": spilled}}}
+        return [words.split(":")[0] for words in kernel_exceptions.changes(report, version, accepted)]
+
+    assert changes(4) == []
+    assert changes(8) == changes(2) == ["changed"]
+    assert changes(0) == ["gone"]
+    assert changes(4, "3.6.0") == ["new"] and changes(0, "3.6.0") == []
+    accepted[spills] = Accepted({"3.9.0": 4}, "")
+    assert changes(4) == ["no reason given"]
+
+
+def test_full_loops_issue_no_more_than_before():
+    """Of the main shapes; a forward of 4,000 instructions per iteration issues more than any had."""
+    change = {"tile": used()["tile"], "loops": used(instructions=4000)["loops"]}
+    found = kernel_exceptions.problems({WHERE: {"forward_kernel": {**USED, **change}}}, "3.9.0")
+    assert [(problem.loop, problem.problem) for problem in found] == [("FULL", "instructions over before")]
+    assert {row.configuration for rows in kernel_report.read_before().values() for row in rows} == {
+        *kernel_report.main_shapes()
+    }
+
+
+def test_accepted_problems_are_of_kernels_in_use():
+    kernels = {
+        (kernel, str(c.architecture), kernel_exceptions.head_dims(c), c.dtype, c.variant)
+        for c in kernel_report.sweep(head_dims=(*kernel_report.HEAD_DIMS, *kernel_report.PADDED_HEAD_DIMS))
+        for kernel in PARTS[c.part]
+    }
+    for problem, row in kernel_exceptions.exceptions().items():
+        assert problem[:5] in kernels and row.reason and row.figures, problem
+
+
+def test_accepting_keeps_reasons(tmp_path):
+    table = tmp_path / "table.csv"
+
+    def accept(spills: dict[int, int]) -> dict[str, tuple[dict[str, float], str]]:
+        report = {WHERE._replace(head_dim=d): {"forward_kernel": {**USED, "spills": n}} for d, n in spills.items()}
+        kernel_exceptions.accept({"3.9.0": report}, table)
+        return {problem.head_dim: tuple(row) for problem, row in kernel_exceptions.exceptions(table).items()}
+
+    assert accept({64: 4}) == {"64": ({"3.9.0": 4}, "")}
+    table.write_text(table.read_text().replace(",4,,", ",4,,few"))
+    assert accept({64: 8, 128: 2}) == {"64": ({"3.9.0": 8}, "few"), "128": ({"3.9.0": 2}, "few")}
+    table.write_text(table.read_text().replace("2,,few", "2,,others"))
+    assert accept({128: 2, 256: 6}) == {"128": ({"3.9.0": 2}, "others"), "256": ({"3.9.0": 6}, "")}
 
 
 @pytest.mark.slow
