@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +23,20 @@ from interlace.attention import AttentionPlan
 from interlace.kernels.ahead_of_time import compile_call, machine_code, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
-from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls
+from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls, map_calls
 from interlace.kernels.ranks import copy_call, reduce_ranks_call
 from interlace.masks import BitfieldMask
 
-LENGTHS = {"plain": (512, 512), "ragged": (500, 203), "capped": (500, 203)}  # queries and keys, in blocks of 128
+LENGTH = 512  # of queries and of keys, in blocks of 128
 
 
 class Configuration(NamedTuple):
     """What kernels are specialised for.
 
-    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists: no head
-    dimension, no dtype), or "ranks" (collectives: no head dimension).
-    variant: "plain" (lengths are multiples of the block), "ragged" (they are not) or "capped" (nor are they, and there
-    is a softcap). value_dim: head dimension of v where it is another than that of q and k.
+    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists and bitmaps:
+    no head dimension, no dtype), or "ranks" (collectives: no head dimension).
+    variant: "plain", "capped" (there is a softcap) or "computed" (of a plan without bitmaps). value_dim: head dimension
+    of v where it is another than that of q and k.
     """
 
     architecture: int  # 10 * compute capability
@@ -53,23 +54,26 @@ def calls(configuration: Configuration) -> list[Call]:
         rows = torch.empty(4, 4096, dtype=getattr(torch, dtype), device="meta")
         words = torch.empty(4096, dtype=torch.int32, device="meta")
         return [reduce_ranks_call(list(rows), rows[0]), copy_call(words, words, 16)]
-    q_length, k_length = LENGTHS[variant]
-    mask, keys = BitfieldMask.causal(1, q_length), BitfieldMask.causal(1, k_length)
-    plan = AttentionPlan.build(mask, keys, cap=1).to("meta")
+    plan = AttentionPlan.build(BitfieldMask.causal(1, LENGTH), cap=1).to("meta")
+    if variant == "computed":
+        plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
     if part == "plan":
         classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
         lists = plan.tensors()[:8]
         tokens, sizes = (plan.queries(), plan.keys()), (plan.sinks, plan.block)
         result = class_calls(*tokens, *sizes, classes) + list_calls(classes, lists[0::2], lists[1::2])
-        return result + document_calls(*tokens, *sizes, lists, (plan.q_doc, plan.k_doc))
+        result += document_calls(*tokens, *sizes, lists, (plan.q_doc, plan.k_doc))
+        for side, maps in enumerate((plan.part_q_map, plan.part_k_map)):
+            result += map_calls(*tokens, *sizes, lists[4 * side + 2], lists[4 * side + 3], maps, side == 0)
+        return result
     softcap = 5.0 if variant == "capped" else None
 
     def tensor(heads: int, length: int, columns: int) -> torch.Tensor:
         return torch.empty(1, heads, length, columns, dtype=getattr(torch, dtype), device="meta")
 
     values = value_dim or head_dim
-    q, k, v = tensor(8, q_length, head_dim), tensor(2, k_length, head_dim), tensor(2, k_length, values)
-    out, lse = tensor(8, q_length, values), torch.empty(1, 8, q_length, device="meta")
+    q, k, v = tensor(8, LENGTH, head_dim), tensor(2, LENGTH, head_dim), tensor(2, LENGTH, values)
+    out, lse = tensor(8, LENGTH, values), torch.empty(1, 8, LENGTH, device="meta")
     if part == "gluon":
         return gluon_forward_calls(q, k, v, plan, out, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
     result = forward_calls(q, k, v, plan, out, lse, 0.1, softcap, architecture)
@@ -102,7 +106,7 @@ def answer(configuration: Configuration) -> dict[str, dict[str, Any]]:
         attends = "SOFTCAP" in call.arguments
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
-        if name == "documents_kernel":
+        if name in ("documents_kernel", "map_kernel"):
             name += " of queries" if call.arguments["OF_QUERIES"] else " of keys"
         if name not in report and (configuration.variant == "plain" or attends):
             compiled = compile_call(call, configuration.architecture)

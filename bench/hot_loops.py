@@ -21,7 +21,10 @@ MUFU_WARPS = 0.5  # 16 lanes
 ELEMENT = 2  # bytes
 
 # Products of a pair: (those of the head dimension of q and k, those of v's).
-PRODUCTS = {"forward": (1, 1), "query_gradient": (2, 1), "fused": (3, 2), "key_gradient": (2, 2)}
+PRODUCTS = {
+    "forward": (1, 1), "query_gradient": (2, 1), "fused": (3, 2), "of keys": (2, 1), "of values": (1, 1),
+    "key_gradient": (2, 2),
+}  # fmt: skip
 
 
 class HotLoop(NamedTuple):

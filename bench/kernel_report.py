@@ -60,7 +60,7 @@ def mixed(architecture: int) -> list[Configuration]:
     return [
         Configuration(architecture, head_dim, "bfloat16", variant, value_dim=value_dim)
         for head_dim, value_dim in VALUE_DIMS.items()
-        for variant in (("plain", "ragged", "capped") if head_dim > 128 else ("plain",))  # else tiles of 128
+        for variant in (("plain", "computed", "capped") if head_dim > 128 else ("plain",))  # else tiles of 128
     ] + [Configuration(architecture, 192, "float32", value_dim=128)]
 
 
@@ -68,8 +68,8 @@ def tested() -> list[Configuration]:
     """The part of the sweep that the tests compile: what is left out has the code of another one, or part of it."""
 
     def adds(c: Configuration) -> bool:
-        if c.variant == "ragged":  # "capped" has the same tiles and more code, but where its tile is smaller
-            return c.head_dim > GLUON_HEAD_DIM
+        if c.variant == "computed":
+            return c.head_dim in (128, 256)
         return c.dtype != "float16"
 
     return [c for c in sweep(head_dims=(*HEAD_DIMS, 72)) if adds(c)]
@@ -85,7 +85,7 @@ def is_main(c: Configuration) -> bool:
 
 
 def _variants(head_dim: int) -> tuple[str, ...]:
-    return ("plain",) if head_dim in PADDED_HEAD_DIMS else ("plain", "ragged", "capped")
+    return ("plain",) if head_dim in PADDED_HEAD_DIMS else ("plain", "computed", "capped")
 
 
 def compile_all(configurations: list[Configuration], version: str) -> Report:
@@ -122,8 +122,8 @@ def table(reports: dict[str, Report]) -> str:
         "# Kernel report: machine code on GPUs",
         "",
         "Written by `python -m bench.kernel_report` from machine code compiled ahead of time. Nothing was run.",
-        "[Roofline](roofline.md) predicts speeds from it. *ragged*: the last blocks of queries and keys are short;",
-        "*capped*: so they are, and there is a softcap. 192/128: q and k have the first head dimension, v the second.",
+        "[Roofline](roofline.md) predicts speeds from it. *capped*: with a softcap; *computed*: for a plan without",
+        "bitmaps, which computes the mask of PARTIAL blocks. 192/128: q and k have the first head dimension, v the second.",
     ]
     rows, others = ({version: loop_rows(report, main) for version, report in reports.items()} for main in (True, False))
     before = read_before()

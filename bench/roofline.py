@@ -19,6 +19,8 @@ NAMES = {
     "gluon_forward_kernel": "forward, Gluon",
     "query_gradient_kernel": "dQ",
     "key_gradient_kernel": "dK/dV",
+    "key_gradient_kernel of keys": "dK",
+    "key_gradient_kernel of values": "dV",
 }
 ARMS = {  # names in bench.kernel_times
     "forward_kernel": "forward",
@@ -116,10 +118,10 @@ def page(rows: list[Row], version: str, times: Path = TIMES) -> str:
         "",
         f"TFLOP/s, and their share of a peak: {PEAK:.0f} for predictions; for measurements {peak:.0f}, which a matrix",
         "product reached on that H200 (the same SMs, Triton 3.6.0). FULL was timed on the mask with the smallest share",
-        "of PARTIAL blocks at that head dimension, PARTIAL by taking all blocks of a full mask as PARTIAL ones. Timed",
-        "were the kernels that the [kernel report](kernel-report.md) lists as before. A tile (queries x keys, warps,",
-        "stages) stands where the timed one was not today's. The clock of the GPU was not recorded, so shares compare",
-        "roughly. All results: `bench/results/gpu/`.",
+        "of PARTIAL blocks at that head dimension; PARTIAL loops with bitmaps have not been timed. Timed were the",
+        "kernels that the [kernel report](kernel-report.md) lists as before. A tile (queries x keys, warps, stages)",
+        "stands where the timed one was not today's. The clock of the GPU was not recorded, so shares compare roughly.",
+        "All results: `bench/results/gpu/`.",
         "",
         "| kernel | head dimension | loop | in turns | overlapped | H200 |",
         "|---" * 6 + "|",
@@ -141,11 +143,6 @@ def _measured(times: Path) -> tuple[dict[tuple[str, str, int], dict[str, Any]], 
     for case in cases:
         for arm in case["arms"]:
             found.setdefault((arm["kernel"], "FULL", _head_dim(case)), arm)
-    for run in json.loads((times / "kernel_times.json").read_text()):
-        for case in run["cases"]:
-            for arm in case["arms"]:
-                if arm["arm"] == "as PARTIAL":
-                    found[arm["kernel"], "PARTIAL", _head_dim(case)] = arm
     return found, tuned["peak"]["tflops"]
 
 

@@ -179,3 +179,9 @@ def cap(scores, softcap):
     """softcap * tanh(scores / softcap) and its slope, 1 - tanh^2; by exp2, which saturates to +-1 without NaN."""
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap)))
     return softcap * tanh, 1.0 - tanh * tanh
+
+
+# Triton (3.6) hashes a helper where a kernel first needs it, and what it finds then depends on which helpers had their
+# hash already. In a fixed order, kernels have the same key in the disk cache whichever is launched first.
+for _helper in list(globals().values()):
+    getattr(_helper, "cache_key", None)

@@ -314,8 +314,11 @@ def block_count(bits: Tensor, block: int) -> int:
 
 
 def _arithmetic(q: Tensor) -> dict[str, Any]:
-    """fp32 inputs get exact products unless torch was told that TF32 will do (as in scaled_dot_product_attention)."""
-    exact = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    """fp32 inputs get exact products unless torch was told that TF32 will do (as in scaled_dot_product_attention).
+
+    fp32_precision follows the older allow_tf32, which raises once somebody has set the newer one.
+    """
+    exact = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     return dict(PRECISION="ieee" if exact else "tf32", UPCAST=INTERPRETED.value and q.dtype == torch.bfloat16)
 
 
