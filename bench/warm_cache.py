@@ -1,12 +1,17 @@
 """Fill Triton's cache with kernels for a Hopper GPU that is not here, so that they need not be compiled there.
 
-    TRITON_CACHE_DIR=FOLDER python -m bench.warm_cache [pytest arguments]
+    TRITON_CACHE_DIR=FOLDER python -m bench.warm_cache triton|gluon [pytest arguments]
 
 Triton gets a driver whose device is sm_90 and whose launches do nothing, so its own code computes the keys under which
-a launch on the GPU looks. They hold where Triton is the same file by file and ptxas has the same version. Compiled are:
-the arms of `bench.kernel_times`, the plan's kernels, attention in the layout of HuggingFace's models, and what
-tests/gpu/test_attention.py launches in bf16: it runs on the CPU at the sizes that it has on a GPU, and every call of the
-CPU backend is repeated on meta tensors with the backends that Hopper would take.
+a launch on the GPU looks. They hold where Triton is the same file by file and ptxas has the same version. The key of a
+kernel also depends on the kernels that the process has launched before (seen in Triton 3.6: the globals of a helper
+count only if the helper was hashed already). There are two orders on Hopper, and a process fills for one of them:
+
+    triton    the plan, then Triton's forward: `bench.kernel_times`, and the tests that name this backend
+    gluon     the plan, then Gluon's forward: what leaves the choice to the op, and the layout of HuggingFace's models
+
+Tests are those of tests/gpu/test_attention.py in bf16. They run on the CPU at the sizes that they have on a GPU, and
+every call of the CPU backend is repeated on meta tensors with the backend that Hopper would take.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from bench.compile_worker import Configuration, calls
+from bench.kernel_times import CASES, Case
 from interlace.attention import AttentionPlan, cpu, gluon
 from interlace.attention import triton as triton_backend
 from interlace.attention.backend import Attention
@@ -29,6 +36,8 @@ from interlace.masks import BitfieldMask
 
 ARCHITECTURE = 90
 SHARED_MEMORY = 232_448  # bytes that a program may have on sm_90
+ORDER = "INTERLACE_WARM_CACHE"  # in the environment, for the workers of xdist: triton or gluon
+TESTS = {"triton": "by_backend", "gluon": "not torch.float16 and not float32"}
 MODELS = ((16, 16, 72), (12, 2, 128))  # heads, key heads, head dimension: SigLIP so400m and Qwen2.5-1.5B
 
 
@@ -67,10 +76,12 @@ def pytest_configure() -> None:
 
 
 def install() -> None:
-    """The driver, the capability of its device, and the launches that follow every call of the CPU backend."""
+    """The driver, the capability of its device, and the launches that go with every call of the CPU backend."""
     from tests.gpu import dense
 
     triton.runtime.driver.set_active(Driver())
+    for call in calls(Configuration(ARCHITECTURE, part="plan")):  # every process begins with them
+        call.run()
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     dense.LENGTH, dense.DIM = 1000, 128  # as on a GPU, before the tests read them
     forward, backward = cpu.forward, cpu.backward
@@ -87,13 +98,12 @@ def install() -> None:
 
 
 def launch_forward(job: Attention) -> None:
-    meta = on_meta(job)
-    for backend in backends(job):
-        backend.forward(meta)
+    if (backend := backend_of(job)) is not None:
+        backend.forward(on_meta(job))
 
 
 def launch_backward(job: Attention, *others: Any) -> None:
-    if triton_takes(job):
+    if backend_of(job) is not None:
         given = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in others]
         triton_backend.backward(on_meta(job), *given)
 
@@ -102,27 +112,18 @@ def on_meta(job: Attention) -> Attention:
     return job._replace(**{name: getattr(job, name).to("meta") for name in ("q", "k", "v", "plan")})
 
 
-def triton_takes(job: Attention) -> bool:
-    widest = max(job.q.shape[3], job.v.shape[3])
-    return job.q.dtype in triton_backend.DTYPES and widest <= triton_backend.MAX_HEAD_DIM and job.plan.block >= 16
-
-
-def backends(job: Attention) -> list[ModuleType]:
-    """Those that compute this forward on Hopper: Triton's, and Gluon's where it can."""
-    if not triton_takes(job):
-        return []
-    dim = job.q.shape[3]
+def backend_of(job: Attention) -> ModuleType | None:
+    """The backend that computes this on Hopper, None for neither."""
+    dim, widest = job.q.shape[3], max(job.q.shape[3], job.v.shape[3])
+    if job.q.dtype not in triton_backend.DTYPES or widest > triton_backend.MAX_HEAD_DIM:
+        return None
     fits = dim == job.v.shape[3] and dim <= gluon.MAX_HEAD_DIM and dim % 8 == 0 and job.plan.block == gluon.BLOCK
-    return [triton_backend, *([gluon] if fits and job.q.dtype in gluon.DTYPES else [])]
+    fits &= job.q.dtype in gluon.DTYPES
+    return gluon if fits and os.environ.get(ORDER) != "triton" else triton_backend
 
 
 def benchmarks() -> None:
-    """What `bench.kernel_times` launches, and the plan."""
-    from bench.compile_worker import Configuration, calls
-    from bench.kernel_times import CASES, Case
-
-    for call in calls(Configuration(ARCHITECTURE, part="plan")):
-        call.run()
+    """What `bench.kernel_times` launches."""
     for text in CASES:
         case = Case(text, torch.device("meta"))
         for kernel, label, tile, plan in case.arms():
@@ -145,12 +146,15 @@ def models() -> None:
 
 
 def main(argv: list[str]) -> int:
-    os.environ["INTERLACE_GPU_TESTS_ON"] = "cpu"
+    order, *arguments = argv
+    os.environ |= {"INTERLACE_GPU_TESTS_ON": "cpu", ORDER: order}
     install()
-    benchmarks()
-    models()
-    plain = ["-q", "-k", "not torch.float16 and not float32", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    return int(pytest.main(["-p", "bench.warm_cache", *plain, "tests/gpu/test_attention.py", *argv]))
+    if order == "triton":
+        benchmarks()
+    else:
+        models()
+    plain = ["-q", "-k", TESTS[order], "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    return int(pytest.main(["-p", "bench.warm_cache", *plain, "tests/gpu/test_attention.py", *arguments]))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_nothing_is_compiled_where_the_pack_lies(tmp_path):
     (pack / "wheels").mkdir(parents=True)
     variables = environment(VERSIONS[0]) | {"PYTHON": sys.executable}
     run(variables | {"TRITON_CACHE_DIR": str(made)}, sys.executable, "-c", FILL)
-    assert kernels(made) == ["__grp__copy_kernel.json", "__grp__reduce_ranks_kernel.json"]
+    assert {"__grp__copy_kernel.json", "__grp__reduce_ranks_kernel.json"} <= set(kernels(made))
 
     wheel(pack / "wheels")
     run(variables, "bash", "bench/pack_gpu.sh", "pack_cache", str(made), str(pack))

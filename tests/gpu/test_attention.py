@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
 needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs CUDA")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BACKENDS = ("triton", "gluon") if ON_GPU else ("reference",)
+BACKENDS = ("triton", "gluon") if ON_GPU else ("cpu",)
 
 
 def uneven_documents() -> BitfieldMask:
