@@ -1,143 +1,191 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA GPU, in one command and under nine minutes: build, sanity, GPU tests, attention
-# benchmark, single kernels, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton,
-# pybind11, setuptools and pytest, a C++ compiler, and no network; what else is installed (xdist, matplotlib, flash-attn)
-# is used.
+# Tests and benchmarks on a machine with a CUDA GPU, in two calls that each end within a fixed time.
 #
-#   bash bench/gpu.sh                     results in bench/results/gpu
-#   OUT=/some/folder PYTHON=python3.12 bash bench/gpu.sh
-#   DRY=1 bash bench/gpu.sh               the same lines on a machine without a GPU, at toy sizes, on the CPU backend
+#   bash bench/gpu.sh first     240 s at most. Correctness: attention in bf16 with every backend, collectives of two
+#                               processes. Then timings: single kernels, tiles, copy engines, Nsight Compute
+#   bash bench/gpu.sh second    330 s at most. All GPU tests, compute-sanitizer. Then timings: attention beside its
+#                               peers, overlap of copies and products, six training steps of a 2B model
 #
-# LIMIT            seconds for everything (530)
-# PATIENCE         a whole number by which the limit of each phase is multiplied, for a slow or busy machine (1)
-# ATTENTION_ARGS   more arguments for bench.attention, such as "--masks multimodal --lengths 65536"
-# TESTS=0, SUBBLOCKS=0, COMM=0    leave a phase out, which gives its time to the attention benchmark
+# Needs python with torch, triton and pytest, and no network; what else is there (xdist, ncu, compute-sanitizer) is used.
+# `bash bench/pack_gpu.sh` prepares elsewhere what such a machine may lack; without it, csrc/ is compiled first.
 #
-# TRAINER=1        also bench.gpu_trainer, which takes about 40 minutes (set LIMIT=3000; with DRY=1 a minute or two), and
-#                  what the trainer needs: pip install 'transformers>=5' pydantic rich pillow matplotlib tokenizers peft accelerate
+# Checks that mostly compile run together, then timings run alone. Each has a time limit and prints one line when it
+# ends: "ok NAME seconds", "FAIL NAME status, last line of its output" or "CUT OFF NAME after seconds"; none stops the
+# next. The last lines are a table. The exit status is 1 if any check failed, was cut off, or had no time left.
 #
-# Each phase has a time limit of its own and none stops the next. Results are written as they come: attention.json
-# after every case. The last lines are a table of the phases and of the results; the exit status is 1 if any failed.
+# OUT       folder of the results: gpu_first.log or gpu_second.log and a JSON per benchmark (bench/results/gpu)
+# PYTHON    the interpreter (python3)
+# PACK      the folder that bench/pack_gpu.sh made (.dev)
+# EXTRA     further checks, one a line: NAME SECONDS COMMAND. They run alone, before the timings
+# DRY=1     rehearsal on a CPU, at toy sizes
+# PATIENCE  a whole number that multiplies all limits, for a slow machine (1)
 
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
+RUN=${1:-}
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-bench/results/gpu}
-LIMIT=${LIMIT:-530}
-PATIENCE=${PATIENCE:-1}
+PACK=${PACK:-.dev}
 DRY=${DRY:-0}
-TESTS=${TESTS:-1}
-SUBBLOCKS=${SUBBLOCKS:-1}
-COMM=${COMM:-1}
-TRAINER=${TRAINER:-0}
-read -r -a ATTENTION <<< "${ATTENTION_ARGS:-}"
+PATIENCE=${PATIENCE:-1}
+case "$RUN" in
+    first) LIMIT=$((235 * PATIENCE)) ;;
+    second) LIMIT=$((325 * PATIENCE)) ;;
+    *) echo "usage: bash bench/gpu.sh first|second" >&2 && exit 2 ;;
+esac
+SECONDS=0 # bash counts it up
 
 mkdir -p "$OUT" || exit 1
 OUT=$(cd "$OUT" && pwd)
-LOG=$OUT/gpu.log
+LOG=$OUT/gpu_$RUN.log
+WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
 : > "$LOG"
-rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json "$OUT"/kernel_times.json \
-    "$OUT"/copy_engines.json "$OUT"/overlap_gpu.json "$OUT"/gpu_trainer.json
+: > "$WORK/results"
 export PYTHONPATH="python:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-SECONDS=0 # bash counts it up
+if [ "$DRY" = 1 ]; then export INTERLACE_BENCH_DEVICE=cpu INTERLACE_GPU_TESTS_ON=cpu; fi
 
-PRESET=gpu
-SUBBLOCK_PRESET=gpu
-SANITY=(--masks packed_images causal --lengths 1000 --heads 8:2)
-SELECT=()
-TOY=()
-if [ "$DRY" = 1 ]; then
-    export INTERLACE_BENCH_DEVICE=cpu INTERLACE_GPU_TESTS_ON=cpu
-    PRESET=smoke
-    SUBBLOCK_PRESET=smoke
-    SANITY=(--masks packed_images causal --lengths 300)
-    SELECT=(-k "(odd_shapes and float32) or lse or devices or refused or cuda or (one_process and plain) or replicas_of_one")
-    TOY=(--dry)
-fi
-
-phases=()
-failed=0
-
-# phase NAME LIMIT COMMAND...: run it under its limit (times PATIENCE, and at most what is left of the whole), log it, show
-# the end of its log.
-phase() {
-    local name=$1 limit=$(($2 * PATIENCE)) left=$((LIMIT - SECONDS)) begin=$SECONDS rc from
+# check NAME SECONDS COMMAND...: run it under its limit, print its line, add its output to the log.
+check() {
+    local name=$1 limit=$(($2 * PATIENCE)) left=$((LIMIT - SECONDS)) begin=$SECONDS status line
     shift 2
     if [ "$limit" -gt "$left" ]; then limit=$left; fi
     if [ "$limit" -lt 5 ]; then
-        phases+=("$(printf '%-10s NOT RUN, no time left' "$name")")
-        failed=1
+        report "NOT RUN $name, no time left" 1
         return
     fi
-    echo "== $name: $* (at most $limit s)" | tee -a "$LOG"
-    from=$(wc -l < "$LOG")
-    # To a file and not through a pipe: a process left behind would keep a pipe, and so this script, waiting.
-    timeout --signal=INT --kill-after=5 "$limit" "$@" >> "$LOG" 2>&1 < /dev/null
-    rc=$?
-    tail -n +$((from + 1)) "$LOG" | tail -n "${TAIL:-12}"
-    if [ "$rc" = 0 ]; then
-        phases+=("$(printf '%-10s ok, %d s' "$name" $((SECONDS - begin)))")
-        return
+    # To a file and not through a pipe: a process left behind would keep a pipe, and so this script, waiting. A shell
+    # ignores SIGINT in its background jobs; pytest needs it for its summary.
+    env --default-signal=INT timeout --signal=INT --kill-after=5 "$limit" "$@" > "$WORK/$name.log" 2>&1 < /dev/null
+    status=$?
+    line=$(grep -v '^[[:space:]]*$' "$WORK/$name.log" | tail -n 1 | cut -c 1-160)
+    case "$status" in
+        0) line="ok $name $((SECONDS - begin)) s" ;;
+        124 | 137) line="CUT OFF $name after $((SECONDS - begin)) s" ;;
+        *) line="FAIL $name $status, $line" ;;
+    esac
+    { # one at a time; the end is enough where a check says more than a megabyte
+        flock 9
+        printf '\n== %s: %s\n' "$line" "$*" >> "$LOG"
+        tail -c 1000000 "$WORK/$name.log" >> "$LOG"
+    } 9> "$WORK/lock"
+    report "$line" "$status"
+}
+
+report() {
+    echo "$1"
+    printf '%s\t%s\t%s\n' "$SECONDS" "$2" "$1" >> "$WORK/results"
+}
+
+# tests NAME SECONDS ARGUMENTS...: pytest, without the project's options, which name plugins that a bare machine lacks.
+tests() {
+    local name=$1 limit=$2
+    shift 2
+    check "$name" "$limit" "$PYTHON" -m pytest -v --tb=short -o addopts="-ra --import-mode=importlib" -p no:cacheprovider \
+        --durations=5 --ignore=tests/gpu/test_rehearsal.py "$@"
+}
+
+has() { command -v "$1" > /dev/null; }
+kernels_in_cache() { find "${TRITON_CACHE_DIR:-$WORK/none}" -name '__grp__*' 2> /dev/null | wc -l; }
+
+# ---------------------------------------------------------------------- what is needed
+
+if [ -d "$PACK" ]; then check unpack 30 bash bench/pack_gpu.sh unpack "$PACK" "$WORK/pack"; fi
+if [ -d "$WORK/pack/site" ]; then export PYTHONPATH="$PYTHONPATH:$WORK/pack/site"; fi
+if [ -d "$WORK/pack/triton" ]; then export TRITON_CACHE_DIR=$WORK/pack/triton; fi
+carried=$(kernels_in_cache)
+"$PYTHON" -c 'import interlace._core' 2> /dev/null || check build 90 bash bench/build_core.sh "$PYTHON"
+
+workers() { # xdist with this many processes
+    if [ "$DRY" != 1 ] && "$PYTHON" -c 'import xdist' 2> /dev/null; then echo "-n $1"; fi
+}
+TOY=()
+TWO="cuda_ipc-2 or symm_mem-2"
+BF16="not by_backend and not torch.float16 and not float32 and not 31_bits"
+GLUON="by_backend and gluon"
+TRITON="by_backend and triton"
+ALL=()
+SHAPES=(--preset gpu --masks full causal packed_images cornstarch_mp gemma3_images video --lengths 8192 32768
+    --heads "32:8" --peers sdpa_causal sdpa_full flex)
+if [ "$DRY" = 1 ]; then
+    TOY=(--dry)
+    TWO=shm-2
+    BF16="softcap or refused"
+    GLUON="head_dimensions_by_backend and cpu"
+    TRITON="masks_by_backend and causal"
+    ALL=(-k "(odd_shapes and float32) or (one_process and plain) or replicas_of_one")
+    SHAPES=(--preset smoke --no-memory)
+fi
+
+extra() {
+    local name limit command
+    while read -r name limit command; do
+        if [ -n "$name" ]; then check "$name" "$limit" bash -c "$command"; fi
+    done <<< "${EXTRA:-}"
+}
+
+# ---------------------------------------------------------------------- the two runs
+
+first() {
+    local tiles=(causal:8192:128 causal:16384:64 gemma3_images:8192:256) kernel
+    check sanity 20 "$PYTHON" -m bench.sanity
+    # shellcheck disable=SC2046
+    tests tests 60 $(workers 6) tests/gpu/test_attention.py -k "$BF16" &
+    # shellcheck disable=SC2046
+    tests triton 60 $(workers 3) tests/gpu/test_attention.py -k "$TRITON" &
+    # In processes of its own: a wrong barrier in a warp-specialized kernel hangs.
+    # shellcheck disable=SC2046
+    tests gluon 60 $(workers 3) tests/gpu/test_attention.py -k "$GLUON" &
+    tests ranks 60 tests/gpu/test_comm.py -k "$TWO" &
+    if [ "$DRY" != 1 ]; then
+        # What is timed below is compiled now, by two calls of the same benchmark.
+        check compile 60 "$PYTHON" -m bench.kernel_times --compile --workers 4 --cases "${tiles[@]}" &
+        check flex 60 "$PYTHON" -m bench.kernel_times --ships --flex 2 --repeats 1 \
+            --cases full:32768:128 causal:8192:128 --out "$WORK/flex.json" &
     fi
-    failed=1
-    if [ "$rc" = 124 ] || [ "$rc" = 137 ]; then
-        phases+=("$(printf '%-10s CUT OFF after %d s' "$name" $((SECONDS - begin)))")
-    else
-        phases+=("$(printf '%-10s FAILED with status %d after %d s' "$name" "$rc" $((SECONDS - begin)))")
+    wait
+    extra
+    check kernels 60 "$PYTHON" -m bench.kernel_times --ships --flex 2 "${TOY[@]+"${TOY[@]}"}" \
+        --out "$OUT/kernel_times.json"
+    check tiles 35 "$PYTHON" -m bench.kernel_times --cases "${tiles[@]}" "${TOY[@]+"${TOY[@]}"}" \
+        --out "$OUT/kernel_tiles.json"
+    check engines 25 "$PYTHON" -m bench.copy_engines "${TOY[@]+"${TOY[@]}"}" --out "$OUT/copy_engines.json"
+    if has ncu; then
+        for kernel in forward key_gradient gluon_forward; do
+            check "ncu_$kernel" 20 ncu --clock-control none -c 1 -k "regex:^${kernel}_kernel$" --set detailed \
+                "$PYTHON" -m bench.kernel_times --ships --cases causal:8192:128 --repeats 1 --out "$WORK/profiled.json"
+        done
     fi
 }
 
-phase build 90 bash bench/build_core.sh "$PYTHON"
+second() {
+    local small=(-m bench.attention --preset smoke --check-only --masks packed_images gemma3_images --lengths 300
+        --dtype bfloat16 --heads "4:2" --head-dim 128 --no-memory --peers)
+    # shellcheck disable=SC2046
+    tests tests 110 $(workers 8) tests/gpu "${ALL[@]+"${ALL[@]}"}" &
+    tests repeats 110 tests/gpu/test_attention.py -k "repeats" &
+    if has compute-sanitizer; then
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck 110 compute-sanitizer --tool memcheck --error-exitcode 9 \
+            "$PYTHON" "${small[@]}" --out "$WORK/memcheck.json" &
+        # Triton's kernels alone: in Gluon's it reports what Triton itself does where it hands arguments to warps.
+        check racecheck 110 compute-sanitizer --tool racecheck --error-exitcode 9 \
+            "$PYTHON" "${small[@]}" --backend triton --out "$WORK/racecheck.json" &
+    fi
+    wait
+    extra
+    check attention 75 "$PYTHON" -m bench.attention "${SHAPES[@]}" --budget $((55 * PATIENCE)) \
+        --out "$OUT/attention.json"
+    check overlap 30 "$PYTHON" -m bench.overlap_gpu --rows 2048 8192 --chunks 1 4 8 "${TOY[@]+"${TOY[@]}"}" \
+        --out "$OUT/overlap_gpu.json"
+    check trainer 90 "$PYTHON" -m bench.gpu_trainer --short "${TOY[@]+--rehearse}" --out "$OUT/gpu_trainer.json"
+}
 
-phase sanity 75 "$PYTHON" -m bench.attention --preset "$PRESET" --check-only "${SANITY[@]}" --peers sdpa_dense \
-    --no-memory --out "$OUT/sanity.json"
-
-if [ "$TESTS" = 1 ]; then
-    # Kernels compile for most of this phase: several workers do it at once.
-    workers=()
-    if [ "$DRY" != 1 ] && "$PYTHON" -c 'import xdist' 2> /dev/null; then workers=(-n 6); fi
-    # The project's own pytest options name plugins that a bare machine lacks.
-    phase tests 180 "$PYTHON" -m pytest tests/gpu -q -o addopts="-ra --import-mode=importlib" -p no:cacheprovider \
-        --durations=5 --maxfail=20 "${workers[@]+"${workers[@]}"}" "${SELECT[@]+"${SELECT[@]}"}" \
-        --ignore=tests/gpu/test_rehearsal.py
-fi
-
-reserve=75
-if [ "$SUBBLOCKS" = 1 ]; then reserve=$((reserve + 50)); fi
-if [ "$COMM" = 1 ]; then reserve=$((reserve + 60)); fi
-if [ "$TRAINER" = 1 ]; then reserve=$((reserve + 2400)); fi
-room=$((LIMIT - SECONDS - reserve))
-if [ "$room" -lt 30 ]; then room=30; fi
-TAIL=40 phase attention "$room" "$PYTHON" -m bench.attention --preset "$PRESET" --budget $((room - 25)) \
-    --out "$OUT/attention.json" "${ATTENTION[@]+"${ATTENTION[@]}"}"
-
-TAIL=40 phase kernels 60 "$PYTHON" -m bench.kernel_times --ships "${TOY[@]+"${TOY[@]}"}" --out "$OUT/kernel_times.json"
-
-if [ "$SUBBLOCKS" = 1 ]; then
-    TAIL=40 phase subblocks 60 "$PYTHON" -m bench.subblocks --preset "$SUBBLOCK_PRESET" --budget $((40 * PATIENCE)) \
-        --out "$OUT/subblocks.json"
-fi
-
-if [ "$COMM" = 1 ]; then
-    TAIL=30 phase engines 25 "$PYTHON" -m bench.copy_engines "${TOY[@]+"${TOY[@]}"}" --out "$OUT/copy_engines.json"
-    TAIL=80 phase overlap 40 "$PYTHON" -m bench.overlap_gpu "${TOY[@]+"${TOY[@]}"}" --out "$OUT/overlap_gpu.json"
-fi
-
-if [ "$TRAINER" = 1 ]; then
-    REHEARSE=()
-    if [ "$DRY" = 1 ]; then REHEARSE=(--rehearse --steps 2); fi
-    # What does not fit the GPU's memory is left out by the benchmark, which says so.
-    TAIL=40 phase trainer 2400 "$PYTHON" -m bench.gpu_trainer "${REHEARSE[@]+"${REHEARSE[@]}"}" \
-        --out "$OUT/gpu_trainer.json"
-fi
-
+"$RUN"
 {
-    echo "== results in $OUT, $SECONDS s"
-    printf '%s\n' "${phases[@]}"
-    reports=("$OUT/attention.json")
-    if [ "$SUBBLOCKS" = 1 ]; then reports+=("$OUT/subblocks.json"); fi
-    "$PYTHON" -m bench.attention_report "${reports[@]}" 2>&1 || failed=1
-} > "$OUT/summary.txt"
-cat "$OUT/summary.txt"
-exit "$failed"
+    printf '\n== %s run: %s s, results in %s\n' "$RUN" "$SECONDS" "$OUT"
+    printf 'ended at  result\n'
+    awk -F '\t' '{ printf "%6s s  %s\n", $1, $3 }' "$WORK/results"
+    echo "kernels for the GPU: $carried carried, $(($(kernels_in_cache) - carried)) compiled here"
+} | tee -a "$LOG"
+! awk -F '\t' '$2 != 0 { found = 1 } END { exit !found }' "$WORK/results"

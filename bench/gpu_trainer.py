@@ -19,12 +19,14 @@ so theirs run nearly picture by picture: part of what is measured is that, and i
 pictures to one size. What does not fit the GPU's memory is left out, with the reason.
 
     python -m bench.gpu_trainer [--cases 2B "8B lora"] [--contenders interlace ...] [--out FILE]
+    python -m bench.gpu_trainer --short        interlace alone, 2B, 6 steps of one row; weights are drawn on the GPU
     python -m bench.gpu_trainer --rehearse     the same code at toy sizes, on the CPU
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -35,16 +37,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from transformers import SiglipVisionConfig
 
 from bench.measure import command, device, machine, peak_bytes, reason, versions, write_json
 from bench.trainer import ROOT, InRows, Plain
 from interlace.train import config as configs
+from interlace.train import rank, weights
 from interlace.train.build import build, materialize
 from interlace.train.feed import Batch, Feed, datasets
 from interlace.train.flops import Meter, peak_of
@@ -53,6 +57,7 @@ from interlace.train.metrics import LOSS
 from interlace.train.optim import Optimizer
 from interlace.train.schema import Config
 from interlace.train.texts import tokenizer_of
+from interlace.train.trainer import Trainer
 from interlace.train.tuning import rates
 
 CONTENDERS = ("interlace", "plain", "hf sdpa", "hf flex")
@@ -294,8 +299,41 @@ def train_hf(other: Other, folder: Path) -> None:
     made.train()
 
 
+def train_interlace(config: Config, source: str, *, drawn_there: bool = False) -> None:
+    """`interlace train` in this process, without the checkpoint that it writes at the end.
+
+    drawn_there: random weights come from the device's own generator, where the CPU's takes seconds per billion.
+    """
+
+    def on_the_device(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, device=device(), requires_grad=False)
+
+    with contextlib.ExitStack() as changed:
+        changed.enter_context(mock.patch.object(Trainer, "save", lambda self: None))
+        if drawn_there:
+            changed.enter_context(mock.patch.object(weights, "_on_the_host", on_the_device))
+        if status := rank.run(config, source=source):
+            raise RuntimeError(f"interlace train ended with status {status}")
+
+
+def logged(folder: Path) -> dict[str, Any]:
+    """What a run below this folder logged: its steps, and the most memory that it had."""
+    [metrics] = [each for each in folder.glob("*/*/metrics.jsonl") if not each.parent.is_symlink()]
+    steps, most = [], 0.0
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        data = line["time_metrics/data_loading(s)"]
+        seconds = line["time_metrics/end_to_end(s)"]
+        step = {"loss": line[LOSS], "tokens": line["throughput(tps)"] * seconds, "seconds": seconds}
+        steps.append(step | {"data_seconds": data, "tflops": line["tflops"], "hfu": line.get("hfu(%)")})
+        most = max(most, line["memory/max_active(GiB)"])
+    return {"steps": steps, "peak_bytes": int(most * 2**30)}
+
+
 def run_loop(name: str, config: Config, folder: Path) -> dict[str, Any]:
     """What a contender of this process did: its steps, and the most memory that it had."""
+    if name == "interlace":
+        train_interlace(config, str(folder))
+        return logged(Path(config.run.folder))
     other = Other(name, config)
     try:
         train_plain(other) if name == "plain" else train_hf(other, folder)
@@ -312,24 +350,12 @@ def run(name: str, config: Config, folder: Path) -> dict[str, Any]:
     """A contender in a process of its own. Raises RuntimeError with the end of what it said."""
     path = folder / "config.toml"
     path.write_text(configs.dumps(config))
-    given = ["interlace", "train", str(path)]
-    if name != "interlace":
-        given = ["bench.gpu_trainer", "--loop", name, str(path)]
+    given = ["bench.gpu_trainer", "--loop", name, str(path)]
     done = subprocess.run([sys.executable, "-m", *given], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{name} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    if name != "interlace":
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    [metrics] = [each for each in folder.glob("runs/*/*/metrics.jsonl") if not each.parent.is_symlink()]
-    steps, most = [], 0.0
-    for line in map(json.loads, metrics.read_text().splitlines()):
-        data = line["time_metrics/data_loading(s)"]
-        seconds = line["time_metrics/end_to_end(s)"]
-        step = {"loss": line[LOSS], "tokens": line["throughput(tps)"] * seconds, "seconds": seconds}
-        steps.append(step | {"data_seconds": data, "tflops": line["tflops"], "hfu": line.get("hfu(%)")})
-        most = max(most, line["memory/max_active(GiB)"])
-    return {"steps": steps, "peak_bytes": int(most * 2**30)}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def summarised(ran: dict[str, Any], peak: float | None) -> dict[str, Any]:
@@ -357,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--rehearse", action="store_true", help="toy sizes")
+    parser.add_argument("--short", action="store_true", help="interlace alone, 2B, 6 steps of one row, in this process")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu_trainer.json")
     parser.add_argument("--loop", nargs=2, metavar=("CONTENDER", "CONFIG"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -364,6 +391,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         config = configs.load(options.loop[1])
         print(json.dumps(run_loop(options.loop[0], config, Path(options.loop[1]).parent / "hf")))
         return None
+    if options.short:
+        options.cases, options.contenders, options.steps, options.microbatches = ["2B"], ["interlace"], 6, 1
     here, cases = device(), REHEARSED if options.rehearse else CASES
     gpu = torch.cuda.get_device_properties(here) if here.type == "cuda" else None
     if gpu is None and not options.rehearse:
@@ -384,7 +413,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         with tempfile.TemporaryDirectory() as data:
             tokens = options.steps * options.microbatches * shape.row
             least = sum(shape.words) // 2 + 30  # of a sample, on average, without its picture
+            began = time.perf_counter()
             write_data(Path(data), shape, 20 + tokens // least * 12 // 10)
+            print(f"{case}: data written in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
             for name in (each for each in options.contenders if each in shape.only):
                 with tempfile.TemporaryDirectory() as folder:
                     config = config_of(Path(data), shape, options.steps, options.microbatches)
@@ -392,9 +423,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
                         update={"run": config.run.model_copy(update={"folder": f"{folder}/runs"})}
                     )
                     try:
-                        rows[name] = summarised(run(name, config, Path(folder)), peak)
+                        if options.short:
+                            train_interlace(config, "the short run", drawn_there=True)
+                            ran = logged(Path(config.run.folder))
+                        else:
+                            ran = run(name, config, Path(folder))
                     except RuntimeError as error:
+                        if options.short:
+                            raise
                         rows[name] = {"failed": reason(error)}
+                    else:
+                        rows[name] = summarised(ran, peak)
                 print(f"{case}, {name}: {rows[name]}", file=sys.stderr, flush=True)
         report["cases"][case] = rows
         write_json(options.out, report)

@@ -114,19 +114,17 @@ class Case:
         return calls, {QUERY_GRADIENT: [dq], KEY_GRADIENT: [dk, dv]}.get(kernel, [dq, dk, dv])
 
     def arms(self, ships: bool = False) -> Iterator[tuple[str, str, Tile | None, Any]]:
-        """(kernel, what is special about it, tile, plan), what ships first."""
+        """(kernel, what is special about it, tile, plan), what ships first. ships: without other tiles."""
         for kernel in (FORWARD, "gluon", QUERY_GRADIENT, KEY_GRADIENT, FUSED_GRADIENT):
             fused = kernel == FUSED_GRADIENT
             if (self.dim > 128 and (fused or kernel == "gluon")) or (fused and ships):
                 continue
             if not fused:  # which has no tile on Hopper
                 yield kernel, "ships", None, self.plan
-            if ships:
-                continue
-            for tile in TILES.get(kernel, {}).get(self.dim, []):
-                yield kernel, "x".join(map(str, tile)), tile, self.plan
-            if not self.has_partial and kernel != FUSED_GRADIENT:
+            if not self.has_partial and not fused:
                 yield kernel, "as PARTIAL", None, self.all_partial
+            for tile in TILES.get(kernel, {}).get(self.dim, []) if not ships else ():
+                yield kernel, "x".join(map(str, tile)), tile, self.plan
 
 
 NAMES = {FORWARD: "forward_kernel", "gluon": "gluon_forward_kernel", QUERY_GRADIENT: "query_gradient_kernel"}
@@ -271,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--compile", action="store_true", help="fill Triton's cache and time nothing")
-    parser.add_argument("--ships", action="store_true", help="only the arm that ships of each kernel, and peers")
+    parser.add_argument("--ships", action="store_true", help="no other tiles than those that ship")
     parser.add_argument("--flex", type=int, default=0, metavar="N", help="FlexAttention on the first N cases")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=8)

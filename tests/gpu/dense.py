@@ -127,13 +127,14 @@ def check(
     cap: int | None = None,
     with_lse: bool = False,
     deterministic: bool = True,
+    backend: str | None = None,
 ) -> None:
     """Output, LSE and gradients of one mask: shapes, dtypes, errors, and zeros where nothing is seen."""
     mask, keys = mask.to(DEVICE), None if keys is None else keys.to(DEVICE)
     x = inputs(mask, keys, dtype, dim, heads, kv_heads, value_dim)
     dense = mask.to_dense(keys)
     plan = AttentionPlan.build(mask, keys, cap=cap)
-    got = ours(x, plan, softcap=softcap, with_lse=with_lse, deterministic=deterministic)
+    got = ours(x, plan, softcap=softcap, with_lse=with_lse, deterministic=deterministic, backend=backend)
     wanted = exact(x, dense, softcap=softcap, with_lse=with_lse)
     q, k, v = (tensor.detach() for tensor in (x.q, x.k, x.v))
     dlse = x.dlse if with_lse else torch.zeros_like(x.dlse)

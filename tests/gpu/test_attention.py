@@ -12,6 +12,7 @@ import torch
 from bench.attention_masks import MASKS
 from bench.attention_peers import Problem
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention.op import why_not
 from interlace.masks import BitfieldMask, Segment, word
 from tests.attention import cases
 from tests.gpu import dense
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
 needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs CUDA")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BACKENDS = ("triton", "gluon") if ON_GPU else ("cpu",)
 
 
 def uneven_documents() -> BitfieldMask:
@@ -66,6 +68,29 @@ def odd_shapes() -> dict[str, tuple[BitfieldMask, BitfieldMask | None]]:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     check(MASKS[name](LENGTH))
+
+
+def check_backend(backend: str, mask: BitfieldMask, **options) -> None:
+    """check() in bf16 with a named backend: the op chooses only one of them per card."""
+    q = torch.empty(1, 1, 1, options.get("dim", DIM), dtype=torch.bfloat16, device=DEVICE)
+    if (why := why_not(backend, q)) is not None:
+        pytest.skip(why)
+    check(mask, backend=backend, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_by_backend(name, backend):
+    for length in (LENGTH, 1024 if ON_GPU else 128):
+        for cap in (None, 2):
+            check_backend(backend, MASKS[name](length), cap=cap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_head_dimensions_by_backend(dim, backend):
+    check_backend(backend, uneven_documents(), dim=dim)
+    check_backend(backend, empty_rows(), dim=dim, cap=1, softcap=5.0, with_lse=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
