@@ -33,8 +33,8 @@ LENGTH = 512  # of queries and of keys, in blocks of 128
 class Configuration(NamedTuple):
     """What kernels are specialised for.
 
-    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists and bitmaps:
-    no head dimension, no dtype), or "ranks" (collectives: no head dimension).
+    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists and
+    bitmaps: no head dimension, no dtype), or "ranks" (collectives: no head dimension).
     variant: "plain", "capped" (there is a softcap) or "computed" (of a plan without bitmaps). value_dim: head dimension
     of v where it is another than that of q and k.
     """

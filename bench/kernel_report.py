@@ -123,7 +123,8 @@ def table(reports: dict[str, Report]) -> str:
         "",
         "Written by `python -m bench.kernel_report` from machine code compiled ahead of time. Nothing was run.",
         "[Roofline](roofline.md) predicts speeds from it. *capped*: with a softcap; *computed*: for a plan without",
-        "bitmaps, which computes the mask of PARTIAL blocks. 192/128: q and k have the first head dimension, v the second.",
+        "bitmaps, which computes the mask of PARTIAL blocks. 192/128: q and k have the first head dimension, v the",
+        "second.",
     ]
     rows, others = ({version: loop_rows(report, main) for version, report in reports.items()} for main in (True, False))
     before = read_before()

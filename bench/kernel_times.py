@@ -8,8 +8,8 @@
 A case is mask:length:head dimension, 16 query heads over 4 key heads, bf16. Each arm is one launch (forward, dQ, or
 dK/dV), without autograd and behind a flushed L2; the median of five. Results are compared with those of the arm that
 ships (first in each list). "as PARTIAL" takes every FULL block as a PARTIAL one, which gives the same result and shows
-what the predicate costs. TFLOP/s are over visible pairs: 2 products forward, 3 for dQ, 4 for dK/dV, 5 fused. cuDNN and
-FlashAttention are torch's own, for masks they can say.
+what the mask costs, by bitmaps or computed. TFLOP/s are over visible pairs: 2 products forward, 3 for dQ, 4 for dK/dV,
+5 fused. cuDNN and FlashAttention are torch's own, for masks they can say.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import multiprocessing
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ import torch
 from bench.attention_peers import PEERS, Problem, visible_pairs
 from bench.measure import Clock, command, device, machine, matmul_peak, reason, versions, write_json
 from interlace.attention import AttentionPlan
-from interlace.attention.plan import TENSOR_FIELDS
+from interlace.attention.plan import MAPS
 from interlace.kernels import bitfield_launch as launch
 from interlace.kernels.bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, Tile
 
@@ -42,19 +42,19 @@ PRODUCTS = {FORWARD: 2, "gluon": 2, QUERY_GRADIENT: 3, KEY_GRADIENT: 4, FUSED_GR
 # Tiles to try beside the one that ships, by kernel and head dimension.
 TILES: dict[str, dict[int, list[Tile]]] = {
     FORWARD: {
-        64: [Tile(128, 64, 4, 2), Tile(128, 64, 4, 3), Tile(128, 128, 8, 3)],
-        128: [Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)],
+        64: [Tile(128, 64, 4, 2), Tile(128, 64, 4, 3)],
+        128: [Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(64, 64, 4, 3)],
         256: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3)],
     },
     QUERY_GRADIENT: {
-        64: [Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)],
-        128: [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 4)],
+        64: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 3)],
+        128: [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)],
         256: [Tile(64, 32, 4, 2), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 64, 4, 1)],
     },
     KEY_GRADIENT: {
         64: [Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 3), Tile(64, 128, 8, 3)],
         128: [Tile(32, 128, 8, 3), Tile(32, 128, 8, 4), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3), Tile(32, 128, 4, 3)],
-        256: [Tile(32, 64, 4, 1), Tile(32, 64, 8, 2), Tile(32, 128, 8, 1), Tile(32, 128, 8, 2), Tile(64, 64, 4, 1)],
+        256: [Tile(32, 128, 8, 2), Tile(32, 64, 8, 2), Tile(64, 128, 8, 2)],
     },
     FUSED_GRADIENT: {64: [Tile(64, 128, 8, 2)], 128: [Tile(32, 128, 8, 2), Tile(32, 128, 8, 3)]},
 }
@@ -72,13 +72,11 @@ class Case:
             name, self.length, heads=HEADS, kv_heads=KV_HEADS, head_dim=self.dim, dtype=torch.bfloat16, device=where
         )
         self.problem, self.plan = problem, AttentionPlan.build(problem.mask)
-        fields = {field: getattr(self.plan, field) for field in TENSOR_FIELDS}
-        swapped = dict(fields)
-        for side in ("q", "k"):
-            for part in ("ptr", "idx"):
-                swapped[f"part_{side}_{part}"] = fields[f"full_{side}_{part}"]
-                swapped[f"full_{side}_{part}"] = fields[f"part_{side}_{part}"]
-        self.all_partial = SimpleNamespace(block=self.plan.block, sinks=self.plan.sinks, **swapped)
+        names = [(f"full_{side}_{part}", f"part_{side}_{part}") for side in "qk" for part in ("ptr", "idx")]
+        swapped = {name: getattr(self.plan, other) for a, b in names for name, other in ((a, b), (b, a))}
+        self.all_partial = replace(self.plan, **swapped).with_maps()
+        computed = {name: getattr(self.all_partial, name)[:0] for name in MAPS}
+        self.all_computed = replace(self.all_partial, **computed)
         self.has_partial = bool((self.plan.part_q_ptr[-1] > 0).item())
         self.q, self.k, self.v, self.dout = (x.detach() for x in (problem.q, problem.k, problem.v, problem.dout))
         self.scale = self.dim**-0.5
@@ -123,6 +121,7 @@ class Case:
                 yield kernel, "ships", None, self.plan
             if not self.has_partial and not fused:
                 yield kernel, "as PARTIAL", None, self.all_partial
+                yield kernel, "as PARTIAL, computed", None, self.all_computed
             for tile in TILES.get(kernel, {}).get(self.dim, []) if not ships else ():
                 yield kernel, "x".join(map(str, tile)), tile, self.plan
 
@@ -130,28 +129,35 @@ class Case:
 NAMES = {FORWARD: "forward_kernel", "gluon": "gluon_forward_kernel", QUERY_GRADIENT: "query_gradient_kernel"}
 
 
-def launches(kernel: str, calls: list[launch.Call]) -> launch.Call:
-    """The launch that is timed; those before it (delta) and after it (sums of split rows) only run."""
-    return next(call for call in calls if call.kernel.__name__ == NAMES.get(kernel, "key_gradient_kernel"))
+def launches(kernel: str, calls: list[launch.Call]) -> list[launch.Call]:
+    """The launches that are timed; those before (delta) and after them (sums of split rows) only run."""
+    return [call for call in calls if call.kernel.__name__ == NAMES.get(kernel, "key_gradient_kernel")]
 
 
 def time_arm(case: Case, kernel: str, tile: Tile | None, plan: Any, clock: Clock, repeats: int) -> dict[str, Any]:
     calls, results = case.calls(kernel, tile, plan)
     timed = launches(kernel, calls)
-    found: dict[str, Any] = {"tile": [timed.arguments.get("BLOCK_M"), timed.arguments.get("BLOCK_N"), timed.warps]}
-    found["tile"].append(timed.stages)
+    first = timed[0]
+    found: dict[str, Any] = {
+        "tile": [first.arguments.get("BLOCK_M"), first.arguments.get("BLOCK_N"), first.warps, first.stages]
+    }
     compiled = None
     for call in calls:
         if not call.programs:
             continue
         made = call.kernel[(call.programs,)](**call.arguments, **call.options)
-        compiled = made if call is timed else compiled
+        compiled = made if call is first else compiled
     torch.cuda.synchronize()
     for attribute in ("n_regs", "n_spills"):
         found[attribute] = getattr(compiled, attribute, None)
     found["results"] = [result.clone() for result in results]
-    once = clock(timed.run)[1]
-    times = [clock(timed.run)[1] for _ in range(min(repeats, max(3, int(150 / once))))]
+
+    def run() -> None:
+        for call in timed:
+            call.run()
+
+    once = clock(run)[1]
+    times = [clock(run)[1] for _ in range(min(repeats, max(3, int(150 / once))))]
     return found | {"ms": statistics.median(times)}
 
 
@@ -279,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.dry:
         for text in options.cases:
             case = Case(text, torch.device("meta"), length=1024)
-            arms = [(kernel, label, launches(kernel, case.calls(kernel, tile, plan)[0]).programs)
+            arms = [(kernel, label, launches(kernel, case.calls(kernel, tile, plan)[0])[0].programs)
                     for kernel, label, tile, plan in case.arms() if label != "as PARTIAL"]  # fmt: skip
             print(text, len(arms), "arms", arms[0], flush=True)
         return
