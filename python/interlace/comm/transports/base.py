@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -24,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from interlace.comm.trace import Trace
 
+_log = logging.getLogger("interlace.comm")
 DEFAULT_TIMEOUT = 60.0  # seconds
 BETWEEN_ARGUMENTS = "; "  # in their text; no value contains it
 
@@ -116,6 +118,23 @@ class Transport(ABC):
     device: torch.device
     trace: Trace | None = None
 
+    @property
+    def paths(self) -> dict[str, set[str]]:
+        """Kind of operation (the name that its labels begin with) -> the paths that its bytes took so far."""
+        return self.__dict__.setdefault("_paths", {})
+
+    def _note_path(self, label: str, path: str) -> None:
+        """Logs which path an operation took, once per kind and path."""
+        noted = self.__dict__.setdefault("_noted", set())
+        if (label, path) in noted:
+            return
+        noted.add((label, path))
+        kind = label.partition(",")[0]
+        taken = self.paths.setdefault(kind, set())
+        if path not in taken:
+            taken.add(path)
+            _log.info("rank %d: %s: %s", self.rank, kind, path)
+
     @classmethod
     @abstractmethod
     def capabilities(cls) -> Capabilities:
@@ -143,13 +162,16 @@ class Transport(ABC):
             a reduction, say. On the transport's thread; on CUDA under its stream.
         """
 
-    def used_for(self, what: str) -> AbstractContextManager[None]:
+    def used_for(self, what: str, at_once: bool = False) -> AbstractContextManager[None]:
         """A block in which this thread uses the transport. One after the other, any threads may; within it, the thread
-        may again. Where another is inside, raises CommError, and the peers are told."""
+        may again. Where another is inside, raises CommError, and the peers are told.
+
+        at_once: the thread waits for each batch before it does anything else, so the batch may run on it.
+        """
         inside = self.__dict__.get("_use")
         if self.world == 1 or (inside is not None and inside[0] == threading.get_ident()):
             return _ANYBODY
-        return _Use(self, what)
+        return _Use(self, what, at_once)
 
     def _give_up(self, error: CommError) -> None:
         """Lets the peers know that this rank will not go on."""
@@ -219,17 +241,17 @@ class Forwarding(Transport):
 class _Use:
     """The block of `Transport.used_for`."""
 
-    __slots__ = ("state", "transport", "what")
+    __slots__ = ("at_once", "state", "transport", "what")
 
-    def __init__(self, transport: Transport, what: str) -> None:
-        self.transport, self.what = transport, what
+    def __init__(self, transport: Transport, what: str, at_once: bool) -> None:
+        self.transport, self.what, self.at_once = transport, what, at_once
 
     def __enter__(self) -> None:
         self.state = state = self.transport.__dict__
         lock = state.get("_user") or state.setdefault("_user", threading.Lock())
         if not lock.acquire(blocking=False):
-            raise self._refused(*(state.get("_use") or (0, "an operation")))
-        state["_use"] = threading.get_ident(), self.what
+            raise self._refused(*(state.get("_use") or (0, "an operation", False))[:2])
+        state["_use"] = threading.get_ident(), self.what, self.at_once
 
     def __exit__(self, *exc: object) -> None:
         self.state["_use"] = None
@@ -247,12 +269,14 @@ class _Use:
         return error
 
 
+_NO_STREAM = contextlib.nullcontext()
 _ANYBODY = contextlib.nullcontext()  # nobody waits for a rank that is alone, nor a thread for itself
 
 
-def peers_of(rank: int, world: int) -> list[int]:
+@lru_cache
+def peers_of(rank: int, world: int) -> tuple[int, ...]:
     """The other ranks, the next one first: no rank is everybody's first."""
-    return [(rank + step) % world for step in range(1, world)]
+    return tuple((rank + step) % world for step in range(1, world))
 
 
 class _LastProgress:
@@ -291,6 +315,26 @@ class _QueuedTicket:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
+class _EndedTicket:
+    """Of a batch that ran on the caller's thread."""
+
+    def __init__(self, error: CommError | None, event: torch.cuda.Event | None, device: torch.device) -> None:
+        self.error, self.event, self.device = error, event, device
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error.again() from self.error
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+def no_step(rank: int, what: str) -> None:
+    """`QueueTransport.before` where nobody looks on."""
+
+
 class QueueTransport(Transport):
     """A transport whose batches run on a thread, one after the other, in the order of the calls.
 
@@ -300,8 +344,11 @@ class QueueTransport(Transport):
     A transport that nobody refers to any more is closed, and so are those still open when the interpreter exits.
     """
 
-    before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
+    before: Callable[[int, str], None] = staticmethod(no_step)
     """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
+
+    runs_here = False
+    """Whether batches run on the thread that asks for them where that waits at once (see `used_for`)."""
 
     called: Sequence[int]
     """The numbers of its ranks in the whole job, by which errors call them; `rank` and peers count within it."""
@@ -315,6 +362,8 @@ class QueueTransport(Transport):
         self.failed: CommError | None = None
         self._closed = False
         self._progress = _LastProgress()
+        self._newest: _QueuedTicket | None = None
+        self._here = threading.Lock()  # held while a batch runs on the thread that asked for it
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(
@@ -357,41 +406,71 @@ class QueueTransport(Transport):
         then: Callable[[], None] | None = None,
         arguments: Arguments = NO_ARGUMENTS,
     ) -> Ticket:
+        inside = self.__dict__.get("_use")
+        if inside is not None and inside[0] == threading.get_ident():
+            return self._enqueue(outgoing, incoming, label, then, arguments, inside[2])
         with self.used_for(label):
-            return self._enqueue(outgoing, incoming, label, then, arguments)
+            return self._enqueue(outgoing, incoming, label, then, arguments, False)
 
     def _enqueue(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments,
+        arguments: Arguments, at_once: bool,
     ) -> Ticket:  # fmt: skip
         self._check_open(label)
-        outgoing, incoming = (_flat(self, copies, label) for copies in (outgoing, incoming))
+        outgoing, incoming = _flat(self, outgoing, label), _flat(self, incoming, label)
         sequence = self.batches
         self.batches += 1
-        what = f"rank {self.called[self.rank]}, {label} (batch {sequence})"
-        ticket = _QueuedTicket(what, self.timeout, self.device, self._progress)
-        ticket.keep = (outgoing, incoming, then)
-        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
         if self.trace is not None:
             self.trace.mark("issue", label)
+        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if at_once and self.runs_here and (self._newest is None or self._newest.done()):
+            return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
+        ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
+        ticket.keep = (outgoing, incoming, then)
+        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
 
         def run() -> None:
-            began = time.perf_counter()
             self._progress.note()
-            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
-                if self._stream is not None and ready is not None:
-                    self._stream.wait_event(ready)
-                self._run(outgoing, incoming, label, arguments, sequence)
-                if self.trace is not None:
-                    self.trace.add("copy", label, began, time.perf_counter())
-                if then is not None:
-                    then()
-                if self._stream is not None:
-                    ticket.event = self._stream.record_event()
+            with torch.inference_mode(inference), torch.no_grad():
+                ticket.event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
 
+        self._newest = ticket
         self._queue.put((run, ticket))
         return ticket
+
+    def _run_here(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
+    ) -> Ticket:  # fmt: skip
+        event = error = None
+        with self._here:
+            try:
+                event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
+            except BaseException as failure:
+                error = _failure(self._named(label, sequence), failure)
+                self._give_up(error)
+                if not isinstance(failure, Exception):  # Ctrl-C
+                    raise
+        return _EndedTicket(error, event, self.device)
+
+    def _carry_out(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
+    ) -> torch.cuda.Event | None:  # fmt: skip
+        """One batch, on the thread that runs it; returns what its stream records when all of it is enqueued."""
+        began = time.perf_counter()
+        with _NO_STREAM if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            self._run(outgoing, incoming, label, arguments, sequence)
+            if self.trace is not None:
+                self.trace.add("copy", label, began, time.perf_counter())
+            if then is not None:
+                then()
+            return None if self._stream is None else self._stream.record_event()
+
+    def _named(self, label: str, sequence: int) -> str:
+        return f"rank {self.called[self.rank]}, {label} (batch {sequence})"
 
     def close(self) -> None:
         if self._closed:
@@ -402,6 +481,8 @@ class QueueTransport(Transport):
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+        if self._here.acquire(timeout=5.0):
+            self._here.release()
         self._shut()
         self.ends_with_it.close()
 
@@ -461,15 +542,20 @@ def forget_locals(error: BaseException | None) -> None:
 
 
 def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
-    for peer, tensor in copies:
-        if not 0 <= peer < transport.world or peer == transport.rank:
-            raise ValueError(f"{label}: peer {peer} is not another rank of {transport.world}")
-        if tensor.device != transport.device:
-            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {transport.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
-    # Not view(-1), which leaves the only element of a tensor with what stride it had.
-    return [Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,))) for peer, tensor in copies]
+    world, rank, device, flat = transport.world, transport.rank, transport.device, []
+    for copy in copies:
+        peer, tensor = copy
+        if not 0 <= peer < world or peer == rank:
+            raise ValueError(f"{label}: peer {peer} is not another rank of {world}")
+        if tensor.device != device:
+            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {device}")
+        if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
+            if not tensor.is_contiguous():
+                raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
+            # Not view(-1), which leaves the only element of a tensor with what stride it had.
+            copy = Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,)))
+        flat.append(copy)
+    return flat
 
 
 def _failure(what: str, error: BaseException) -> CommError:

@@ -12,8 +12,7 @@ import torch
 
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
-from interlace.comm.transports.cuda_ipc import CudaIpcTransport, Window
-from interlace.comm.transports.shm import SLOTS
+from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport, Window
 
 
 class SymmetricWindow:
@@ -37,6 +36,7 @@ class SymmMemTransport(CudaIpcTransport):
     """One rank over symmetric memory. Made by `interlace.comm.connect`."""
 
     name = "symm_mem"
+    path = "symm_mem copy engines"
 
     @classmethod
     def capabilities(cls) -> Capabilities:

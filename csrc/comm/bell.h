@@ -1,0 +1,21 @@
+// Bell of a rank: a counter in memory that several processes map, on which its rank sleeps until a peer rings.
+// Lock-free: a process that is killed leaves nothing locked.
+#pragma once
+
+#include <cstdint>
+
+namespace interlace {
+
+struct Bell {
+    alignas(64) uint64_t rung;
+    uint64_t sleeping;  // 1 while its rank may be asleep: who rings pays for a system call only then
+};
+
+uint64_t bell_count(const Bell &bell);
+void bell_ring(Bell &bell);
+
+// Returns when the bell was rung since it showed `seen`, at the latest after `seconds`, perhaps earlier. Spins for some
+// microseconds, then sleeps: the cores that it would burn are those that compute.
+void bell_wait(Bell &bell, uint64_t seen, double seconds);
+
+}  // namespace interlace
