@@ -6,6 +6,7 @@ Two processes of one thread each, over shared memory, whose driver is that of th
 Medians and quartiles over repeats of CALLS calls: of the thread that calls, without what it spends on waiting for its
 peer (spins and system calls: the next column); and of the transport's own thread, which runs what is not waited for at
 once. "sums": with the sums of reduce_scatter and all_reduce, which are no part of the driver.
+"sleeps": as in use, where a rank that waits sleeps and goes on with cold caches; else it spins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from interlace.comm.transports.shm import ShmTransport
 
 WORLD = 2
 CALLS = 20
+SPINS, AWAKE = 100, 1 << 20  # looks at the bell before a rank sleeps: as in use, and hardly ever asleep
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes of a rank's piece
 
 
@@ -55,11 +57,11 @@ def without_sums() -> Iterator[None]:
         collectives.reduce_in_order = kept
 
 
-def measure(group: ShmTransport, size: int, repeats: int) -> list[dict[str, Any]]:
+def measure(group: ShmTransport, size: int, repeats: int, spins: int) -> list[dict[str, Any]]:
     """A record per operation, with its sums and without: microseconds per call of this rank."""
     assert group._exchange is not None and group._thread.ident is not None
     exchange = group._exchange
-    exchange.measures = True
+    exchange.measures, exchange.spins = True, spins
     clock, rows = time.pthread_getcpuclockid(group._thread.ident), []
     for name, call in operations(group, size).items():
         for sums in (False, True) if name != "all_gather_into_tensor" else (False,):
@@ -78,7 +80,8 @@ def measure(group: ShmTransport, size: int, repeats: int) -> list[dict[str, Any]
                     waiting.append(wait)
                     thread.append(other)
             rows.append({
-                "operation": name, "bytes": size, "sums": sums, "path": sorted(group.paths[name]),
+                "operation": name, "bytes": size, "sums": sums, "sleeps": spins == SPINS,
+                "path": sorted(group.paths[name]),
                 "caller_us": statistics.median(caller), "caller_us_quartiles": statistics.quantiles(caller)[::2],
                 "caller_us_best": min(caller), "waiting_us": statistics.median(waiting),
                 "thread_us": statistics.median(thread),
@@ -93,10 +96,11 @@ def run_rank(rank: int, port: int, repeats: int, result: str) -> None:
     with comm.connect(transport="shm", timeout=120) as group:
         assert isinstance(group, ShmTransport)
         for size in SIZES:
-            measure(group, size, 2)  # warms up
-            rows += measure(group, size, repeats)
-            if rank == 0:
-                print(*map(line, rows[-5:]), sep="\n", flush=True)
+            measure(group, size, 2, SPINS)  # warms up
+            for spins in (SPINS, AWAKE):
+                rows += measure(group, size, repeats, spins)
+                if rank == 0:
+                    print(*map(line, rows[-5:]), sep="\n", flush=True)
         group.barrier()
     if rank == 0:
         Path(result).write_text(json.dumps(rows))
@@ -106,8 +110,9 @@ def run_rank(rank: int, port: int, repeats: int, result: str) -> None:
 
 def line(row: dict[str, Any]) -> str:
     low, high = row["caller_us_quartiles"]
+    kind = f"{', sums' if row['sums'] else ''}, {'sleeps' if row['sleeps'] else 'spins'}"
     return (
-        f"{row['operation']:22} {row['bytes']:9} bytes{', sums' if row['sums'] else '':6}: {row['caller_us']:7.1f} us "
+        f"{row['operation']:22} {row['bytes']:9} bytes{kind:15}: {row['caller_us']:7.1f} us "
         f"({low:.1f} to {high:.1f}, best {row['caller_us_best']:.1f}), waiting {row['waiting_us']:.1f}, "
         f"other thread {row['thread_us']:.1f}"
     )

@@ -21,8 +21,6 @@ namespace interlace {
 
 namespace {
 
-constexpr int SPINS = 100;  // some microseconds: what a peer that is about to ring takes
-
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     _mm_pause();
@@ -60,8 +58,8 @@ void bell_ring(Bell &bell) {
     if (__atomic_load_n(&bell.sleeping, __ATOMIC_SEQ_CST)) wake(&bell.rung);
 }
 
-void bell_wait(Bell &bell, uint64_t seen, double seconds) {
-    for (int spin = 0; spin < SPINS; ++spin) {
+void bell_wait(Bell &bell, uint64_t seen, double seconds, uint64_t spins) {
+    for (uint64_t spin = 0; spin < spins; ++spin) {
         if (bell_count(bell) != seen) return;
         relax();
     }

@@ -14,8 +14,10 @@ struct Bell {
 uint64_t bell_count(const Bell &bell);
 void bell_ring(Bell &bell);
 
-// Returns when the bell was rung since it showed `seen`, at the latest after `seconds`, perhaps earlier. Spins for some
-// microseconds, then sleeps: the cores that it would burn are those that compute.
-void bell_wait(Bell &bell, uint64_t seen, double seconds);
+constexpr uint64_t SPINS = 100;  // some microseconds: what a peer that is about to ring takes
+
+// Returns when the bell was rung since it showed `seen`, at the latest after `seconds`, perhaps earlier. Looks `spins`
+// times, then sleeps: the cores that it would burn are those that compute.
+void bell_wait(Bell &bell, uint64_t seen, double seconds, uint64_t spins);
 
 }  // namespace interlace

@@ -151,9 +151,10 @@ void bind_exchange(py::module_ &module) {
     bound.def("signal", [](BoundExchange &self, int64_t peer) { self.signal(self.checked(peer)); }, py::arg("peer"));
     bound.def("lacking", &BoundExchange::lacking);
     bound.def_property_readonly("moves", &BoundExchange::moves);
-    bound.def_property_readonly("staged", &BoundExchange::staged);
+    bound.def_property_readonly("direct", &BoundExchange::direct);
     bound.def_property_readonly("peer", &BoundExchange::peer);
     bound.def_property_readonly("number", &BoundExchange::number);
+    bound.def_readwrite("spins", &BoundExchange::spins);
     bound.def_readwrite("measures", &BoundExchange::measures);
     bound.def_readonly("waited", &BoundExchange::waited);
     bound.def(

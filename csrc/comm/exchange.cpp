@@ -89,7 +89,9 @@ void Exchange::begin(uint64_t sequence, const std::vector<std::string> &headers,
     for (const Tensor &tensor : incoming)
         if (tensor.bytes) takes_[tensor.peer].push_back(tensor);
     stage(outgoing);
-    all_taken_ = staged_ = region_ready_ = false;
+    direct_only_ =
+        !gives_.empty() && std::all_of(gives_.begin(), gives_.end(), [](const Give &give) { return give.place != 0; });
+    all_taken_ = region_ready_ = false;
     halt_ = Status::DONE;
 }
 
@@ -196,7 +198,7 @@ Status Exchange::until(double seconds, Advance advance, Done done, Lacks lacks) 
         const double left = seconds - since(moved);
         if (left <= 0) return Status::WAITING;
         const uint64_t start_of_wait = measures ? processor_time() : 0;
-        bell_wait(bell, seen, left);
+        bell_wait(bell, seen, left, spins);
         if (measures) waited += processor_time() - start_of_wait;
     }
 }
@@ -221,7 +223,6 @@ bool Exchange::give() {
         slot_readers_[free].clear();
         for (int peer : next.readers) slot_readers_[free].emplace_back(peer, sent_[peer] + 1);
         place = static_cast<uint64_t>(free);
-        staged_ = true;
     }
     for (int peer : next.readers) {
         PairPage &out = pair(rank_, peer);

@@ -103,8 +103,8 @@ class Exchange {
 
     std::vector<int> lacking() const;  // peers that the batch waits for
     uint64_t moves() const { return moves_; }
-    bool staged() const { return staged_; }  // whether anything of the last batch was given by a slot
-    int peer() const { return peer_; }       // see Status
+    bool direct() const { return direct_only_; }  // whether all that the last batch gave lay in regions
+    int peer() const { return peer_; }            // see Status
     uint64_t number() const { return number_; }
 
     State state(int rank) const;
@@ -123,6 +123,7 @@ class Exchange {
     std::vector<std::pair<int, int>> readers() const;  // (slot, peer): whose events say when slots may be freed
 
     std::function<void(const char *)> before;  // called ahead of each step ("stage", "take", "taken"); may be empty
+    uint64_t spins = SPINS;                    // looks at the bell before this rank sleeps
     bool measures = false;                     // to measure the driver: nothing is copied, and waiting is counted
     uint64_t waited = 0;                       // nanoseconds of processor time, where it `measures`
 
@@ -182,7 +183,7 @@ class Exchange {
     std::deque<Give> gives_;
     std::vector<std::deque<Tensor>> takes_;
     std::vector<char> unheard_, to_ring_, direct_;  // by peer; direct_: reads this rank's regions in this batch
-    bool all_taken_ = true, staged_ = false, region_ready_ = false;
+    bool all_taken_ = true, direct_only_ = false, region_ready_ = false;
     Status halt_ = Status::DONE;  // what a step found that the caller has to see to
 };
 

@@ -146,7 +146,7 @@ def all_to_all_single(
 
 
 def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
-    transport, size, flat, source = call.transport, input.numel(), output.view(-1), input.view(-1)
+    transport, size, flat, source = call.transport, input.numel(), _flat(output), _flat(input)
     rank = transport.rank
     if output.data_ptr() + rank * input.nbytes != input.data_ptr():
         flat.narrow(0, rank * size, size).copy_(source)
@@ -156,11 +156,15 @@ def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]
 
 def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:
     pieces = list(input.view(call.transport.world, -1).unbind(0))
-    return [reduce_pieces(call.transport, pieces, output.view(-1), call.name, call.arguments, op)]
+    return [reduce_pieces(call.transport, pieces, _flat(output), call.name, call.arguments, op)]
 
 
 def _reduce(call: _Call, tensor: Tensor, _: Tensor, op: str) -> list[Ticket]:
-    return reduce_whole(call.transport, tensor.view(-1), call.name, call.arguments, op)
+    return reduce_whole(call.transport, _flat(tensor), call.name, call.arguments, op)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int], list[int]]) -> list[Ticket]:

@@ -31,11 +31,10 @@ from interlace.comm.transports.base import (
     Capabilities,
     CommError,
     Copy,
-    QueueTransport,
-    no_step,
     peers_of,
 )
 from interlace.comm.transports.header import check_packed, header_of, headers_of
+from interlace.comm.transports.queued import QueueTransport, no_step
 from interlace.comm.transports.registered import Memory, Regions
 
 SLOT_BYTES = 512 << 10
@@ -192,7 +191,9 @@ class ShmTransport(QueueTransport):
                 check_packed(self.called[self.rank], self.called[peer], expected, exchange.header_from(peer))
 
             self._finish(exchange, status, exchange.advance, exchange.lacking, what, began, moves, refuse)
-        self._note_path(what, self.path if exchange.staged else self.direct_path)
+
+    def path_taken(self) -> str:
+        return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
 
     def _headers(self, copies: Sequence[Copy], what: str, arguments: Arguments) -> list[bytes]:
         sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in copies])

@@ -6,9 +6,11 @@ descriptor or fabric handle. Events are shared as in `cuda_ipc`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
@@ -37,6 +39,10 @@ class SymmMemTransport(CudaIpcTransport):
 
     name = "symm_mem"
     path = "symm_mem copy engines"
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Any memory: handles of plain allocations may not open here, so everything is staged."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
