@@ -7,8 +7,9 @@
 namespace interlace {
 
 struct Bell {
-    alignas(64) uint64_t rung;
+    uint64_t rung;
     uint64_t sleeping;  // 1 while its rank may be asleep: who rings pays for a system call only then
+    char rest_of_line[48];
 };
 
 uint64_t bell_count(const Bell &bell);

@@ -44,22 +44,28 @@ struct Region {
     unsigned char handle[HANDLE_BYTES];  // how peers map it: the transport knows
 };
 
+// Both pages fill whole cache lines, and who writes one line is one rank.
+static_assert(sizeof(Bell) == 64, "a cache line");
+
 // What one rank shows to all. It writes everything but the bell itself.
 struct RankPage {
     Bell bell;
-    alignas(64) uint64_t state;
+    uint64_t state;
     unsigned char reason[REASON_BYTES];
     Region regions[REGIONS];
+    char rest_of_line[56];
 };
 
 // What passes from one rank to another.
 struct PairPage {
-    alignas(64) uint64_t headers;  // these three are written by the sender
+    uint64_t headers;  // these three are written by the sender
     uint64_t pieces;
     uint64_t signals;
-    alignas(64) uint64_t heard;  // these two by the receiver
+    char rest_of_first_line[40];
+    uint64_t heard;  // these two by the receiver
     uint64_t taken;
-    alignas(64) uint64_t places[PLACES];  // of the n-th piece at n % PLACES: a slot, or a place in a region
+    char rest_of_second_line[48];
+    uint64_t places[PLACES];  // of the n-th piece at n % PLACES: a slot, or a place in a region
     unsigned char header[HEADER_BYTES];
 };
 

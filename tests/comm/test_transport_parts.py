@@ -170,7 +170,7 @@ def test_an_exchange_refuses_what_it_cannot_use() -> None:
         (memory[:size].view(np.int8), 0, "uint8"),
         (memory[:size].reshape(2, -1), 0, "one dimension"),
         (frozen, 0, "writable"),
-        (memory[8:], 0, "aligned to 64"),
+        (memory[4 : size + 4], 0, "aligned to 8"),
         (memory[: size - 1], 0, f"{size} are needed"),
         (memory[:size], 2, "rank"),
         (memory[:size], -1, "rank"),
