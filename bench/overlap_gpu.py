@@ -27,7 +27,8 @@ from bench.measure import command, device, machine, reason, versions, write_json
 from bench.overlap import Serial
 from interlace import comm
 from interlace.comm.copiers import Copier, engine_copies, plain_copies, sm_copies
-from interlace.comm.transports.base import Arguments, Capabilities, Copy, QueueTransport, Transport
+from interlace.comm.transports.base import Arguments, Capabilities, Copy, Transport
+from interlace.comm.transports.queued import QueueTransport
 
 WIDTH = 4096
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")

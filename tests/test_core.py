@@ -5,6 +5,7 @@ AddressSanitizer and UndefinedBehaviorSanitizer, where reading one element too f
 """
 
 import itertools
+import mmap
 import random
 import resource
 from collections.abc import Callable
@@ -212,7 +213,6 @@ def calls() -> dict[str, Call]:
     volume = np.array([[4.0, 1, 0, 2], [0, 3, 5, 1], [2, 2, 1, 0], [7, 0, 0, 1]])
     frozen = np.array([True, True, False, True, False, False])
     table = np.arange(1.0, 9.0).reshape(4, 2)
-    flags = np.array([0, 5, 2**64 - 1], np.uint64)
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
     dealt = {
         name: Call((w, 3, 2), assigned)
@@ -221,6 +221,7 @@ def calls() -> dict[str, Call]:
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
     }
+    shared = np.frombuffer(mmap.mmap(-1, _core.Exchange.size(2, 64)), np.uint8)
     return {
         **{f"assign_{name}": call for name, call in dealt.items()},
         **{f"post_balance_{name}": call for name, call in batched.items()},
@@ -260,10 +261,7 @@ def calls() -> dict[str, Call]:
             ([searched(2), searched(3)], 4, 8, 1, 1e3, [0.0, 0.5], [0.1, 0.5], [0.0, 1.0], [1, 2], [False, True],
              [[-1, 2], [1, 1]], [[2, 2], []]), configured),
         "attention_isa": Call((), lambda name: name in ("amx", "avx512", "avx2", "baseline")),
-        "flag_load": Call((flags, 1), counted),
-        "flag_store": Call((flags, 1, 7), lambda nothing, *_: nothing is None),
-        "flag_add": Call((flags, 1, 7), counted),
-        "flag_wait_at_least": Call((flags, 1, 3, 0.0), lambda reached, *_: isinstance(reached, bool)),
+        "Exchange": Call((shared, 1, 2, 64), lambda end, *_: end.moves == 0),
         "fingerprint": Call((w, 7), counted),
         **attention_calls(),
     }  # fmt: skip
@@ -470,8 +468,7 @@ def test_all_arrays_alike(name):
 
 
 def several_hostile_arguments(data):
-    # Who waits for a hostile value for a hostile time is right to wait.
-    names = [name for name, call in CALLS.items() if call.arguments and name != "flag_wait_at_least"]
+    names = [name for name, call in CALLS.items() if call.arguments]
     name = data.draw(st.sampled_from(names))
     arguments = CALLS[name].arguments
     places = data.draw(st.sets(st.integers(0, len(arguments) - 1), min_size=1, max_size=4))

@@ -27,7 +27,7 @@ FAST = [
     "search_configuration",
 ]
 # None of their time is in a loop of their own that could take long.
-SHORT = {"assign_zigzag", "assign_ring", "fingerprint"}
+SHORT = {"assign_zigzag", "assign_ring", "fingerprint", "Exchange"}
 
 
 def interrupt(names):
@@ -52,7 +52,7 @@ def test_every_long_call_ends_at_ctrl_c():
 
 
 def test_every_function_of_the_scheduler_has_a_long_call():
-    functions = {name for name in vars(_core) if not name.startswith(("_", "attention_", "flag_"))}
+    functions = {name for name in vars(_core) if not name.startswith(("_", "attention_"))}
     assert functions - SHORT == {name.partition(",")[0] for name in CALLS}
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace._core import Exchange
 from interlace.comm import Transport, connect, run_local
 from interlace.comm.transports import Copy
 from interlace.comm.transports.base import peers_of
-from interlace.comm.transports.shm import SLOT_BYTES, SLOTS, Segment, ShmTransport, born
+from interlace.comm.transports.shm import SLOT_BYTES, Segment, ShmTransport, born
 from tests.comm.pool import Pool
 
 TIMEOUT = 30.0
@@ -106,7 +107,7 @@ def sizes(sender: int, receiver: int, batch: int) -> list[int]:
     """How many elements each copy of one pair has in a batch: none, one or several copies, empty ones among them."""
     generator = torch.Generator().manual_seed(100 * sender + 10 * receiver + batch)
     count = int(torch.randint(0, 4, (), generator=generator))
-    longest = 3 * SLOTS * SLOT_BYTES // 4 if (sender, batch) == (0, 1) else 9
+    longest = 3 * Exchange.SLOTS * SLOT_BYTES // 4 if (sender, batch) == (0, 1) else 9
     return torch.randint(0, longest, (count,), generator=generator).tolist()
 
 

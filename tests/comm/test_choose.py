@@ -22,7 +22,7 @@ from interlace.comm import CommError, all_gather_into_tensor, all_reduce, connec
 from interlace.comm.group import _connected
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import Capabilities, capabilities, choose, shm
-from interlace.comm.transports.base import QueueTransport
+from interlace.comm.transports.queued import QueueTransport
 from interlace.comm.transports.shm import ShmTransport
 from tests.comm.jobs import TIMEOUT, grown, used
 
@@ -36,8 +36,8 @@ def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tup
             said.append(record.getMessage())
 
     listener = Listener()
-    logging.getLogger("interlace").addHandler(listener)
-    logging.getLogger("interlace").setLevel(logging.INFO)
+    logging.getLogger(choose.__name__).addHandler(listener)
+    logging.getLogger(choose.__name__).setLevel(logging.INFO)
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, by_rank in changes.items():
@@ -56,7 +56,7 @@ def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tup
     except (ValueError, CommError) as error:
         return f"{type(error).__name__}: {error}", said
     finally:
-        logging.getLogger("interlace").removeHandler(listener)
+        logging.getLogger(choose.__name__).removeHandler(listener)
 
 
 def _break(patch: pytest.MonkeyPatch, name: str, why: str) -> None:

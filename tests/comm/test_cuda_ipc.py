@@ -25,10 +25,18 @@ from interlace.comm import CommError
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
-from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport
+from interlace.comm.transports.cuda_ipc import EVENTS, SLOTS, CudaIpcTransport
 from interlace.comm.transports.shm import Segment, born
 
 SLOT_BYTES = 256
+ERROR = 999
+ADDRESSES, SIZES = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t)
+SIGNATURES = {  # of cuMemcpyBatchAsync, cuEventRecord and cuStreamWaitEvent in cuda.h of CUDA 13
+    "batch": [ADDRESSES, ADDRESSES, SIZES, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int), SIZES, ctypes.c_size_t,
+              ctypes.c_void_p],
+    "record": [ctypes.c_void_p, ctypes.c_void_p],
+    "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint],
+}  # fmt: skip
 
 
 class Device:
@@ -40,8 +48,27 @@ class Device:
         self.reached: dict[int, int] = defaultdict(int)  # event -> times reached by a stream
         self.changed = threading.Condition()
         self.streams: dict[threading.Thread, queue.Queue] = {}
-        self.waits = 0
+        self.waits, self.skips_waits = 0, False
         self.memories: list[torch.Tensor] = []
+        self.functions = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *types)(self._answered(getattr(self, name)))
+            for name, types in SIGNATURES.items()
+        ]
+
+    def addresses(self) -> list[int]:
+        """Where compiled code finds its functions."""
+        return [ctypes.cast(function, ctypes.c_void_p).value for function in self.functions]
+
+    @staticmethod
+    def _answered(function: Any) -> Any:
+        def call(*arguments: Any) -> int:
+            try:
+                function(*arguments)
+            except AssertionError:
+                return ERROR
+            return 0
+
+        return call
 
     def stream(self) -> queue.Queue:
         """The stream of the thread that asks: each transport has one thread."""
@@ -59,11 +86,16 @@ class Device:
             call()
             work.task_done()
 
+    def batch(self, to, source, sizes, count, attributes, starts, attribute_count, stream) -> None:
+        assert attributes[:6] == [1, 0, 0, 0, 0, 1]  # in the order of the stream, no hints, beside computation
+        assert (attribute_count, starts[0], stream) == (1, 0, None)
+        self.copy_bytes(to[:count], source[:count], sizes[:count])
+
     def copy_bytes(self, to: list[int], source: list[int], sizes: list[int]) -> None:
         for arguments in zip(to, source, sizes):
             self.stream().put(lambda arguments=arguments: ctypes.memmove(*arguments))
 
-    def eventRecord(self, event: int, stream: int) -> None:
+    def record(self, event: int, stream: int) -> None:
         with self.changed:
             self.recorded[event] += 1
             count = self.recorded[event]
@@ -75,11 +107,13 @@ class Device:
 
         self.stream().put(reach)
 
-    def streamWaitEvent(self, stream: int, event: int) -> None:
+    def wait(self, stream: int, event: int, flags: int) -> None:
         with self.changed:
             count = self.recorded[event]
             self.waits += 1
         assert count, "waits for an event that was never recorded"
+        if self.skips_waits:
+            return
 
         def wait() -> None:
             with self.changed:
@@ -106,11 +140,28 @@ class Window:
 
 
 def events(world: int) -> SimpleNamespace:
+    first = 1 + world * EVENTS
     return SimpleNamespace(
-        ready=lambda sender, slot: 1 + sender * SLOTS + slot,
-        read=lambda reader, sender, slot: 1 + (world + reader * world + sender) * SLOTS + slot,
-        close=lambda: None,
+        ready=[*range(1, first)], read=[*range(first, first + world * world * EVENTS)], close=lambda: None
     )
+
+
+class HostRegions:
+    """Registered memory of the model."""
+
+    def create(self, size: int) -> Any:
+        memory = torch.zeros(size, dtype=torch.uint8)
+        return memory, memory.data_ptr().to_bytes(64, "little"), lambda: None
+
+    def lease(self, memory: torch.Tensor) -> Any:
+        array = memory.numpy()
+        return array, torch.from_numpy(array)
+
+    def address(self, memory: torch.Tensor) -> int:
+        return memory.data_ptr()
+
+    def map(self, rank: int, handle: bytes, size: int) -> Any:
+        return int.from_bytes(handle, "little"), None
 
 
 @pytest.fixture
@@ -120,7 +171,8 @@ def ranks(monkeypatch):
     def make(world: int, seed: int = 0, timeout: float = 20.0):
         device = Device(seed)
         devices.append(device)
-        monkeypatch.setattr(cuda_ipc, "copy_bytes", device.copy_bytes)
+        monkeypatch.setattr(cuda_ipc, "_driver_functions", device.addresses)
+        monkeypatch.setattr(cuda_ipc, "IpcMemory", HostRegions)
         monkeypatch.setattr(cuda_ipc, "_cupy", lambda: device)
         descriptor = Segment.create(world, 4096)
         memories = [torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8) for _ in range(world)]
@@ -169,12 +221,49 @@ def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
     assert device.waits > 0
 
 
-def test_a_missing_wait_is_caught_by_this_model(ranks, monkeypatch):
+@pytest.mark.parametrize("skips_waits", [False, True])
+def test_registered_memory_is_read_before_it_is_written_anew(ranks, skips_waits):
+    """The sender's stream overwrites it as soon as the batch is over there: with the waits after its readers' reads."""
+    wrong = 0
+    for seed in range(3):
+        device, transports, _ = ranks(3, seed)
+        device.skips_waits = skips_waits
+        sources = [transport.allocate((100_000,), torch.uint8) for transport in transports]
+        wanted = [torch.randint(1, 256, (100_000,), dtype=torch.uint8) for _ in transports]
+        arrived = [[torch.zeros(100_000, dtype=torch.uint8) for _ in transports] for _ in transports]
+        tickets = []
+        for rank, transport in enumerate(transports):
+            sources[rank].copy_(wanted[rank])
+            outgoing = [Copy(peer, sources[rank]) for peer in peers_of(rank, 3)]
+            incoming = [Copy(peer, arrived[rank][peer]) for peer in peers_of(rank, 3)]
+            overwrite = sources[rank].zero_
+            tickets.append(
+                transport.copy_batch(outgoing, incoming, "x", lambda call=overwrite, on=device: on.stream().put(call))
+            )
+        for ticket in tickets:
+            ticket.wait()
+        device.drain()
+        assert [transport.paths["x"] for transport in transports] == [{"cuda_ipc copy engines, registered memory"}] * 3
+        pairs = [(arrived[rank][peer], wanted[peer]) for rank in range(3) for peer in peers_of(rank, 3)]
+        wrong += not all(torch.equal(found, right) for found, right in pairs)
+    assert bool(wrong) == skips_waits
+
+
+def test_a_failure_of_the_driver_is_an_error(ranks):
+    device, transports, _ = ranks(2)
+    device.functions[0] = ctypes.CFUNCTYPE(ctypes.c_int, *SIGNATURES["batch"])(lambda *_: ERROR)
+    transports[0]._exchange.use_device(device.addresses(), 0, SLOT_BYTES, [0, 0], [1] * 2 * EVENTS, [1] * 4 * EVENTS)
+    tickets = [t.copy_batch([Copy(1 - r, torch.ones(4))], [], "x") for r, t in enumerate(transports)]
+    with pytest.raises(CommError, match=r"rank 0, x .batch 0.: RuntimeError: cuMemcpyBatchAsync: CUDA error 999"):
+        tickets[0].wait()
+
+
+def test_a_missing_wait_is_caught_by_this_model(ranks):
     """The model is worth something: without the waits for "ready" or "read", bytes are wrong."""
     wrong = 0
     for seed in range(5):
         device, transports, _ = ranks(2, seed)
-        monkeypatch.setattr(device, "streamWaitEvent", lambda stream, event: None)
+        device.skips_waits = True
         source = [torch.randint(0, 256, (40 * SLOT_BYTES,), dtype=torch.uint8) for _ in range(2)]
         arrived = [torch.zeros(40 * SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
         tickets = [
@@ -219,7 +308,7 @@ def test_memory_is_freed_when_peers_have_read_what_they_were_told_of(ranks, monk
             device.stream().put(lambda: slow.wait(60))
         copy(to, source, sizes)
 
-    monkeypatch.setattr(cuda_ipc, "copy_bytes", late)
+    monkeypatch.setattr(device, "copy_bytes", late)
     source, arrived = torch.randint(0, 256, (100,), dtype=torch.uint8), torch.zeros(2, 100, dtype=torch.uint8)
     tickets = [transports[0].copy_batch([Copy(1, source), Copy(2, source)], [], "x")]
     tickets += [transports[n].copy_batch([], [Copy(0, arrived[n - 1])], "x") for n in (1, 2)]
@@ -293,6 +382,7 @@ class Table(Rendezvous):
 def connected(monkeypatch: Any, runtime: Runtime, world: int = 3) -> list[Any]:
     """The transport of each rank, or what it was told."""
     monkeypatch.setattr(cuda_ipc, "_cupy", lambda: runtime)
+    monkeypatch.setattr(cuda_ipc, "_driver_functions", lambda: [0, 0, 0])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     board, together = {}, threading.Barrier(world)
 
@@ -310,7 +400,7 @@ def connected(monkeypatch: Any, runtime: Runtime, world: int = 3) -> list[Any]:
 def test_what_connecting_took_is_given_back(monkeypatch):
     runtime = Runtime()
     transports = connected(monkeypatch, runtime)
-    memories, events = 3 + 3 * 2, 3 * 3 * SLOTS * 4
+    memories, events = 3 + 3 * 2, 3 * 3 * EVENTS * 4
     assert len(runtime.held) == memories + events
     for rank, transport in enumerate(transports):
         threading.current_thread().name = f"rank_{rank}"

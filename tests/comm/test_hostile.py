@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 from interlace.comm import CommError, connect
 from interlace.comm.store import is_loopback, tcp_store
 from interlace.comm.transports import shm
+from interlace.comm.transports.base import NO_ARGUMENTS
+from interlace.comm.transports.header import header_of, pack
 from interlace.comm.transports.messages import Elsewhere, decode, encode
 from interlace.comm.transports.shm import Segment, ShmTransport, born
 from tests.comm.jobs import TIMEOUT
@@ -145,32 +148,26 @@ def test_only_memory_of_this_user_that_has_no_name_is_opened(tmp_path: Path) -> 
         os.close(number)
 
 
-def test_a_slot_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("place", [4, 2**62, 2**63, 2**63 + (64 << 48), 2**64 - 1])
+def test_a_place_that_is_none_is_refused(place: int) -> None:
+    """Rank 0 is played by what `RankPage` and `PairPage` of csrc/comm/exchange.h would hold."""
+    rank_page, pair_page, pieces, places, header = 5760, 1280, 8, 128, 256
     descriptor = Segment.create(2, 4096)
-    me = (os.getpid(), born(os.getpid()))
-    here, there = (ShmTransport(rank, Segment(2, 4096, descriptor), [me, me], timeout=TIMEOUT) for rank in range(2))
+    me, segment = (os.getpid(), born(os.getpid())), Segment(2, 4096, descriptor)
     os.close(descriptor)
-    segment = there._segment
-    assert segment is not None
-    give = here._give
+    start = 2 * rank_page + pair_page  # from rank 0 to rank 1
 
-    def damaged(*arguments: Any) -> bool:
-        segment.flags[segment.slot_of(0, 1, 0)] = 2**63
-        return False
+    def write(at: int, value: int) -> None:
+        segment.bytes[start + at : start + at + 8].view(np.uint64)[0] = value
 
-    here._give = damaged  # type: ignore[method-assign]
-    tickets = [
-        here.copy_batch([shm.Copy(1, torch.ones(8))], [], "a test"),
-        there.copy_batch([], [shm.Copy(0, torch.empty(8))], "a test"),
-    ]
-    shm.flag_store(segment.flags, segment.slot_of(0, 1, 0), 2**63)
-    shm.flag_store(segment.flags, segment.pieces(0, 1), 1)
-    segment.ring(1)
-    with pytest.raises(CommError, match=f"rank 0 names slot {2**63} of 4: its memory is damaged"):
-        tickets[1].wait()
-    here._give = give  # type: ignore[method-assign]
-    for transport in (here, there):
-        transport.close()
+    raw = pack(header_of(0, "a test", NO_ARGUMENTS, [torch.ones(8)]))
+    segment.bytes[start + header : start + header + len(raw)] = np.frombuffer(raw, np.uint8)
+    write(places, place)
+    write(pieces, 1)
+    write(0, 1)  # headers
+    with ShmTransport(1, segment, [me, me], timeout=TIMEOUT) as there:
+        with pytest.raises(CommError, match=f"rank 1: rank 0 names place {place}: its memory is damaged"):
+            there.copy_batch([], [shm.Copy(0, torch.empty(8))], "a test").wait()
 
 
 # ---------------------------------------------------------------------- the store

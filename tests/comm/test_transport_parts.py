@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
+import mmap
 import os
 import re
 import subprocess
@@ -20,15 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
-from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
+from interlace._core import Exchange
+from interlace.comm import (
+    CommError,
+    EmulatedTransport,
+    Transport,
+    all_gather_into_tensor,
+    all_reduce,
+    connect,
+    run_local,
+    traced,
+)
 from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports import Copy, LocalHub, LocalTransport, base, emulated, shm
-from interlace.comm.transports.base import NO_ARGUMENTS, _LastProgress, _QueuedTicket
+from interlace.comm.transports import Copy, LocalHub, LocalTransport, emulated, queued, shm
+from interlace.comm.transports.base import NO_ARGUMENTS, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
-from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
-from tests.comm.jobs import TIMEOUT, batches, grown, used
+from interlace.comm.transports.queued import _LastProgress, _QueuedTicket
+from interlace.comm.transports.shm import Segment, ShmTransport, born
+from tests.comm.jobs import TIMEOUT, batches, data, grown, on_shm_threads, used
 
 # ---------------------------------------------------------------------- what is left
 
@@ -97,6 +107,7 @@ def test_a_forgotten_transport_ends_its_thread() -> None:
 UNFINISHED = """
 import os, torch
 from interlace.comm.transports import Copy
+from interlace.comm.transports.queued import _LastProgress, _QueuedTicket
 from interlace.comm.transports.shm import Segment, ShmTransport, born
 descriptor = Segment.create(2, 4096)
 me = (os.getpid(), born(os.getpid()))
@@ -143,39 +154,113 @@ def test_too_little_memory_is_an_error_on_every_rank_or_another_transport(pool: 
 # ---------------------------------------------------------------------- parts
 
 
-def test_flags_refuse_what_they_cannot_use() -> None:
-    flags = np.zeros(4, np.uint64)
-    assert flag_add(flags, 1, 3) == 3 and flag_load(flags, 1) == 3
-    flag_store(flags, 2, 2**64 - 1)
-    assert flags.tolist() == [0, 3, 2**64 - 1, 0]
-    frozen = flags.copy()
+def ends(world: int = 2, slot_bytes: int = 4096) -> list[Exchange]:
+    descriptor = Segment.create(world, slot_bytes)
+    found = [Segment(world, slot_bytes, descriptor).exchange(rank) for rank in range(world)]
+    os.close(descriptor)
+    return found
+
+
+def test_an_exchange_refuses_what_it_cannot_use() -> None:
+    size = Exchange.size(2, 4096)
+    memory = np.frombuffer(mmap.mmap(-1, size + 8), np.uint8)
+    frozen = memory[:size].copy()
     frozen.flags.writeable = False
-    shifted = np.zeros(33, np.uint8)[1:].view(np.uint8)
-    unaligned = np.frombuffer(shifted.data, np.uint64, 3)
-    for wrong, index, message in [
-        (flags.astype(np.int64), 0, "uint64"),
-        (flags.reshape(2, 2), 0, "one dimension"),
-        (flags[::2], 0, "contiguous"),
+    for wrong, rank, message in [
+        (memory[:size].view(np.int8), 0, "uint8"),
+        (memory[:size].reshape(2, -1), 0, "one dimension"),
         (frozen, 0, "writable"),
-        (unaligned, 0, "aligned"),
-        (flags, 4, "outside of 4"),
-        (flags, -1, "outside of 4"),
+        (memory[4 : size + 4], 0, "aligned to 8"),
+        (memory[: size - 1], 0, f"{size} are needed"),
+        (memory[:size], 2, "rank"),
+        (memory[:size], -1, "rank"),
     ]:
-        for call in (flag_load, lambda f, i: flag_add(f, i, 1), lambda f, i: flag_wait_at_least(f, i, 1, 0.0)):
-            with pytest.raises(ValueError, match=message):
-                call(wrong, index)
-    for timeout in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout"):
-            flag_wait_at_least(flags, 0, 1, timeout)
+        with pytest.raises(ValueError, match=message):
+            Exchange(wrong, rank, 2, 4096)
+    end, header = Exchange(memory[:size], 0, 2, 4096), bytes(HEADER_BYTES)
+    for headers, copies, seconds, message in [
+        ([header], [], 0.0, "a header for each rank"),
+        ([header, b"short"], [], 0.0, "a header has 1024 bytes"),
+        ([header, header], [(2, 0, 0)], 0.0, "rank"),
+        ([header, header], [(0, 0, 0)], 0.0, "this rank itself"),
+        *[([header, header], [], seconds, "seconds") for seconds in (-1.0, float("nan"), float("inf"))],
+    ]:
+        with pytest.raises(ValueError, match=message):
+            end.run(0, headers, [header] * 2, copies, [], None, seconds)
+    for call in (lambda: end.add_region(64, 0, 0, b""), lambda: end.map_region(2, 0, 0, 0), lambda: end.leave(3, b"")):
+        with pytest.raises(ValueError, match="must lie between"):
+            call()
 
 
-def test_a_wait_for_a_flag_sleeps_until_it_is_raised() -> None:
-    flags = np.zeros(1, np.uint64)
-    assert not flag_wait_at_least(flags, 0, 1, 0.05)
-    threading.Timer(0.1, lambda: flag_add(flags, 0, 2)).start()  # runs: the wait has let go of the interpreter
+def test_a_rank_that_waits_sleeps_until_it_is_rung_for() -> None:
+    here, there = ends()
+    assert here.wait(1, 1, 0.05) == Exchange.WAITING
+    threading.Timer(0.1, there.signal, [0]).start()  # runs: the wait has let go of the interpreter
     start, busy = time.monotonic(), time.thread_time()
-    assert flag_wait_at_least(flags, 0, 2, 100.0)
+    assert here.wait(1, 1, 100.0) == Exchange.DONE
     assert time.monotonic() - start < 30 and time.thread_time() - busy < 0.05
+
+
+def test_allocated_tensors_are_read_where_they_lie() -> None:
+    """Nothing is staged, views included; memory that is free again is used for the next tensor that fits."""
+
+    def rank(group: Transport) -> bool:
+        staged: list[str] = []
+        group.before = lambda _, step: staged.append(step) if step == "stage" else None
+        peers, places = peers_of(group.rank, group.world), set()
+        for turn in range(4):
+            mine = group.allocate((5, 20_000), torch.float32)
+            mine.copy_(data(group.rank, (5, 20_000), torch.float32, turn))
+            places.add(mine.data_ptr())
+            arrived = {peer: torch.empty(3, 20_000) for peer in peers}
+            outgoing = [Copy(peer, mine[1:4]) for peer in peers]
+            group.copy_batch(outgoing, [Copy(*each) for each in arrived.items()], f"turn {turn}").wait()
+            for peer, found in arrived.items():
+                assert torch.equal(found, data(peer, (5, 20_000), torch.float32, turn)[1:4])
+            assert group.paths[f"turn {turn}"] == {"shm, registered memory"}
+            del mine, outgoing
+        assert len(places) == 1 and not staged
+        small, plain = group.allocate((3,), torch.int64), torch.arange(3.0)
+        group.copy_batch(
+            [Copy(peer, plain) for peer in peers], [Copy(peer, torch.empty(3)) for peer in peers], "z"
+        ).wait()
+        assert small.shape == (3,) and group.paths["z"] == {"shm"}
+        return True
+
+    assert on_shm_threads(3, rank) == [True] * 3
+
+
+def test_a_tensor_in_registered_memory_outlives_its_transport() -> None:
+    held = on_shm_threads(2, lambda group: group.allocate((100_000,), torch.float32).fill_(group.rank + 1.0))
+    assert [float(tensor.sum()) for tensor in held] == [1e5, 2e5]
+
+
+def test_without_memory_for_it_allocate_gives_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def rank(group: Transport) -> bool:
+        monkeypatch.setattr(shm, "reserved", full)
+        mine = group.allocate((100_000,), torch.float32).fill_(group.rank)
+        output = torch.empty(200_000)
+        all_gather_into_tensor(output, mine, group)
+        return group.paths["all_gather_into_tensor"] == {"shm"} and float(output.sum()) == 1e5
+
+    assert on_shm_threads(2, rank) == [True] * 2
+
+
+def test_paths_are_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    def rank(group: Transport) -> dict[str, set[str]]:
+        for _ in range(3):
+            all_gather_into_tensor(torch.empty(6), torch.ones(3), group)
+            all_reduce(torch.ones(200_000), group=group)
+        return group.paths
+
+    with caplog.at_level("INFO", logger="interlace.comm"):
+        found = on_shm_threads(2, rank)
+    assert found == [{"all_gather_into_tensor": {"shm"}, "all_reduce": {"shm"}}] * 2
+    said = [record.getMessage() for record in caplog.records if record.name == "interlace.comm"]
+    assert said == ["all_gather_into_tensor: shm", "all_reduce: shm"]  # by rank 0 alone
 
 
 def test_a_process_is_known_by_its_start() -> None:
@@ -189,26 +274,6 @@ def test_a_process_is_known_by_its_start() -> None:
     assert born(child) is None  # nobody has waited for it yet: it still has an entry
     os.waitpid(child, 0)
     assert born(child) is None
-
-
-def test_memory_of_ranks_does_not_overlap() -> None:
-    descriptor = Segment.create(3, 4096)
-    segment = Segment(3, 4096, descriptor)
-    os.close(descriptor)
-    pairs = [(a, b) for a in range(3) for b in range(3)]
-    words = [word(*pair) for pair in pairs for word in (
-        segment.headers, segment.pieces, segment.signals, segment.heard, segment.taken
-    )] + [word(rank) for rank in range(3) for word in (segment.bell, segment.state)]  # fmt: skip
-    words += [segment.slot_of(*pair, piece) for pair in pairs for piece in range(SLOTS)]
-    assert len(set(words)) == len(words) and max(words) < len(segment.flags)
-    start = segment.address
-    ranges = [(start, start + segment.flags.nbytes)]
-    ranges += [(a.ctypes.data, a.ctypes.data + a.nbytes) for pair in pairs for a in [segment.header(*pair)]]
-    ranges += [(a.ctypes.data, a.ctypes.data + a.nbytes) for rank in range(3) for a in [segment.reason(rank)]]
-    ranges += [(s, s + 4096) for rank in range(3) for n in range(SLOTS) for s in [segment.slot(rank, n)]]
-    ranges.sort()
-    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(ranges))
-    assert ranges[-1][1] == start + Segment.size(3, 4096)
 
 
 class ClockOfEachThread(threading.local):
@@ -336,7 +401,7 @@ def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
 def test_a_wait_lasts_as_long_as_batches_before_it_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by what each wait waits for in vain; something moves in the midst of the first ten."""
     now, waits, progress = [100.0], list[float](), _LastProgress()
-    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(queued, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Finished:
         def wait(self, patience: float) -> bool:

@@ -122,6 +122,9 @@ def run_rank(rank: int, transport: str, device: str) -> str:
     with comm.connect(dist.group.WORLD, device=device, transport=transport, timeout=60.0) as group:
         assert group.name == transport
         operations(group, device)
+        path = f"{transport} copy engines" if device == "cuda" else transport
+        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"):
+            assert group.paths[kind] == {path}, (kind, group.paths)
         group.barrier()
     return "ok"
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import RollCall, first_line, is_slow, reason_of
+from interlace.comm.paths import Paths
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
 from interlace.comm.star import HEADER, Star, header
@@ -44,6 +45,8 @@ EDGES = {"cuda": "nccl"}
 """Kind of device -> backend of a directed edge, where the default group's does not carry tensors of that kind."""
 SUMS = {"cuda": "cpu:gloo,cuda:nccl"}
 """The same of a group that sums tensors on that device and gathers numbers on the host."""
+PATHS = {"cuda": "NCCL on SMs"}
+"""Kind of device -> what moves the bytes of sums, gathers and edges there, in words."""
 _HOST = torch.device("cpu")
 _NEVER = 0x7E  # tag of what is never sent
 _ROOM = 64  # numbers of a gather are filled up to a multiple of this: ranks that differ by a few are told so
@@ -92,6 +95,7 @@ class GroupChannel:
         assert world is not None
         self.collectives = 0
         self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
+        self.paths = Paths(self.rank)
         self._roll = RollCall(world, "pipeline", coordinated=coordinated)
         self._apart = self.device.type in EDGES  # tensors travel apart from what is read on the host
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._apart else None
@@ -197,6 +201,7 @@ class GroupChannel:
                 assert work is not None
                 works.append((work, part))
         self._sent.note(peer, tag, tensor)
+        self.paths.note("pipeline edge", PATHS.get(tensor.device.type, "gloo"))
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         return self.receive_part(peer, tag).tensor
@@ -308,6 +313,7 @@ class GroupChannel:
         except RuntimeError as error:
             raise self._lost_some(ranks, what, error) from error
         assert work is not None
+        self.paths.note(kind, PATHS.get(tensor.device.type, "gloo"))
 
         def finish() -> Tensor | None:
             waiting = self.recorder.begin("wait", key, tuple(ranks))

@@ -15,7 +15,7 @@ of the other, as in torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,21 +146,25 @@ def all_to_all_single(
 
 
 def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
-    transport = call.transport
-    pieces = list(output.view(transport.world, -1).unbind(0))
-    mine = pieces[transport.rank]
-    if mine.data_ptr() != input.data_ptr():
-        mine.copy_(input.view(-1))
-    return [gather_pieces(transport, input, pieces, call.name, call.arguments)]
+    transport, size, flat, source = call.transport, input.numel(), _flat(output), _flat(input)
+    rank = transport.rank
+    if output.data_ptr() + rank * input.nbytes != input.data_ptr():
+        flat.narrow(0, rank * size, size).copy_(source)
+    pieces = {peer: flat.narrow(0, peer * size, size) for peer in peers_of(rank, transport.world)}
+    return [gather_pieces(transport, source, pieces, call.name, call.arguments)]
 
 
 def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:
     pieces = list(input.view(call.transport.world, -1).unbind(0))
-    return [reduce_pieces(call.transport, pieces, output.view(-1), call.name, call.arguments, op)]
+    return [reduce_pieces(call.transport, pieces, _flat(output), call.name, call.arguments, op)]
 
 
 def _reduce(call: _Call, tensor: Tensor, _: Tensor, op: str) -> list[Ticket]:
-    return reduce_whole(call.transport, tensor.view(-1), call.name, call.arguments, op)
+    return reduce_whole(call.transport, _flat(tensor), call.name, call.arguments, op)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int], list[int]]) -> list[Ticket]:
@@ -174,8 +178,9 @@ def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int
 
 
 def gather_pieces(
-    transport: Transport, source: Tensor, pieces: Sequence[Tensor], label: str, arguments: Arguments
-) -> Ticket:
+    transport: Transport, source: Tensor, pieces: Sequence[Tensor] | Mapping[int, Tensor], label: str,
+    arguments: Arguments,
+) -> Ticket:  # fmt: skip
     """Starts filling pieces[r] with the source of every other rank r; contiguous, pieces[own rank] is left alone."""
     peers = peers_of(transport.rank, transport.world)
     outgoing = [Copy(peer, source) for peer in peers]
@@ -195,7 +200,7 @@ def reduce_pieces(
         [Copy(peer, pieces[peer]) for peer in peers],
         [Copy(peer, arrived[peer]) for peer in peers],
         label,
-        lambda: reduce_in_order([part.view_as(output) for part in arrived], output, op),
+        lambda: reduce_in_order(arrived, output, op),
         arguments,
     )
 
@@ -227,6 +232,11 @@ def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") ->
                 output.copy_(to)
             return
     wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+    if wide == output.dtype and op == "sum" and len(parts) > 1:  # the last sum is written where it belongs
+        first, *others, last = parts
+        total = sum(others, first)
+        torch.add(total, last, out=output)
+        return
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         if op in ("sum", "mean"):
@@ -270,7 +280,7 @@ def _run(
     if body in (_scatter, _reduce):
         agreed["op"] = options
     call = _Call(transport, name, arguments_of(input.dtype, backward, **agreed), recorded)
-    with transport.used_for(name):
+    with transport.used_for(name, at_once=not async_op):
         if recorded:
             if options in ("max", "min") and input.requires_grad:
                 raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
@@ -286,21 +296,23 @@ def _run(
 
 
 def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> Handle:
-    with torch.no_grad():
-        source = input.contiguous().resolve_conj().resolve_neg()
-        if input is output and body is _reduce:
-            to = source
-        elif output.is_contiguous() and not (output.is_conj() or output.is_neg()):
-            to = output
-        else:
-            to = torch.empty_like(output, memory_format=torch.contiguous_format)
-        if body is not _reduce:
-            _check_memory(body, call, to, source)
-        tickets = body(call, to, source, options)
-        # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
-        if not output.is_inference():  # which autograd cannot keep
-            torch.autograd.graph.increment_version(output)
-        return Handle(tickets, None if to is output else (output, to))
+    """Where gradients are recorded, this runs inside of a function of autograd, which records nothing else."""
+    source = input.contiguous()
+    if source.is_conj() or source.is_neg():
+        source = source.resolve_conj().resolve_neg()
+    if input is output and body is _reduce:
+        to = source
+    elif output.is_contiguous() and not (output.is_conj() or output.is_neg()):
+        to = output
+    else:
+        to = torch.empty_like(output, memory_format=torch.contiguous_format)
+    if body is not _reduce:
+        _check_memory(body, call, to, source)
+    tickets = body(call, to, source, options)
+    # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
+    if not output.is_inference():  # which autograd cannot keep
+        torch.autograd.graph.increment_version(output)
+    return Handle(tickets, None if to is output else (output, to))
 
 
 def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None:

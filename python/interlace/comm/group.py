@@ -63,10 +63,10 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
     Raises:
         TypeError: not a group. ValueError: a mesh of several dimensions, or a process group this rank is not in.
     """
-    device = torch.device(device)
     group = here() if group is None else group
     if isinstance(group, Transport):
         return group
+    device = torch.device(device)
     if group is None and not (dist.is_available() and dist.is_initialized()):
         if device not in _alone:
             _alone[device] = LocalTransport(0, LocalHub(1), device=device)

@@ -6,30 +6,24 @@ n-th batch is what b expects from a in its n-th. Each batch carries a label, arg
 checks, so a rank that is elsewhere in the program, or asks for something else, is an error and not a hang or garbage.
 For the same reason one thread uses a transport at a time: the calls of two have no order that all ranks share.
 
-`QueueTransport` runs batches on a thread of its own, in order, so that the caller computes meanwhile. On CUDA the
-thread only enqueues, on a stream of its own.
+Most are a `QueueTransport` (`queued`), which runs batches on a thread of its own.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import queue
 import threading
-import time
-import traceback
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from interlace.comm.paths import Paths
 from interlace.comm.trace import Trace
 
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -116,6 +110,14 @@ class Transport(ABC):
     device: torch.device
     trace: Trace | None = None
 
+    @property
+    def paths(self) -> Paths:
+        """Kind of operation (what its labels begin with) -> the paths that its bytes took so far."""
+        found: Paths | None = self.__dict__.get("_paths")
+        if found is None:
+            found = self.__dict__["_paths"] = Paths(self.rank)
+        return found
+
     @classmethod
     @abstractmethod
     def capabilities(cls) -> Capabilities:
@@ -143,13 +145,16 @@ class Transport(ABC):
             a reduction, say. On the transport's thread; on CUDA under its stream.
         """
 
-    def used_for(self, what: str) -> AbstractContextManager[None]:
+    def used_for(self, what: str, at_once: bool = False) -> AbstractContextManager[None]:
         """A block in which this thread uses the transport. One after the other, any threads may; within it, the thread
-        may again. Where another is inside, raises CommError, and the peers are told."""
+        may again. Where another is inside, raises CommError, and the peers are told.
+
+        at_once: the thread waits for each batch before it does anything else, so the batch may run on it.
+        """
         inside = self.__dict__.get("_use")
         if self.world == 1 or (inside is not None and inside[0] == threading.get_ident()):
             return _ANYBODY
-        return _Use(self, what)
+        return _Use(self, what, at_once)
 
     def _give_up(self, error: CommError) -> None:
         """Lets the peers know that this rank will not go on."""
@@ -219,17 +224,17 @@ class Forwarding(Transport):
 class _Use:
     """The block of `Transport.used_for`."""
 
-    __slots__ = ("state", "transport", "what")
+    __slots__ = ("at_once", "state", "transport", "what")
 
-    def __init__(self, transport: Transport, what: str) -> None:
-        self.transport, self.what = transport, what
+    def __init__(self, transport: Transport, what: str, at_once: bool) -> None:
+        self.transport, self.what, self.at_once = transport, what, at_once
 
     def __enter__(self) -> None:
         self.state = state = self.transport.__dict__
         lock = state.get("_user") or state.setdefault("_user", threading.Lock())
         if not lock.acquire(blocking=False):
-            raise self._refused(*(state.get("_use") or (0, "an operation")))
-        state["_use"] = threading.get_ident(), self.what
+            raise self._refused(*(state.get("_use") or (0, "an operation", False))[:2])
+        state["_use"] = threading.get_ident(), self.what, self.at_once
 
     def __exit__(self, *exc: object) -> None:
         self.state["_use"] = None
@@ -250,236 +255,7 @@ class _Use:
 _ANYBODY = contextlib.nullcontext()  # nobody waits for a rank that is alone, nor a thread for itself
 
 
-def peers_of(rank: int, world: int) -> list[int]:
+@lru_cache
+def peers_of(rank: int, world: int) -> tuple[int, ...]:
     """The other ranks, the next one first: no rank is everybody's first."""
-    return [(rank + step) % world for step in range(1, world)]
-
-
-class _LastProgress:
-    """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
-
-    def __init__(self) -> None:
-        self.time = time.monotonic()
-
-    def note(self) -> None:
-        self.time = time.monotonic()
-
-
-class _QueuedTicket:
-    def __init__(self, what: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
-        self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
-        self.finished = threading.Event()
-        self.error: CommError | None = None
-        self.event: torch.cuda.Event | None = None
-        self.keep: Any = None  # what must live until the batch is complete
-
-    def done(self) -> bool:
-        return self.finished.is_set()
-
-    def wait(self) -> None:
-        # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
-        # thread that hangs. Batches that were issued before may take their time, as long as they move.
-        self.progress.note()
-        patience = self.timeout + 5.0
-        while not self.finished.wait(max(self.progress.time + patience - time.monotonic(), 0.0)):
-            if time.monotonic() >= self.progress.time + patience:
-                raise CommError(f"{self.what}: nothing moved for {patience:g} s")
-        self.keep = None
-        if self.error is not None:
-            raise self.error.again() from self.error
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
-
-
-class QueueTransport(Transport):
-    """A transport whose batches run on a thread, one after the other, in the order of the calls.
-
-    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
-    later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
-
-    A transport that nobody refers to any more is closed, and so are those still open when the interpreter exits.
-    """
-
-    before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
-    """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
-
-    called: Sequence[int]
-    """The numbers of its ranks in the whole job, by which errors call them; `rank` and peers count within it."""
-
-    def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
-        self.rank, self.world, self.timeout = rank, world, timeout
-        self.device = device
-        self.called: Sequence[int] = range(world)
-        self.batches = 0
-        self._process = os.getpid()
-        self.failed: CommError | None = None
-        self._closed = False
-        self._progress = _LastProgress()
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
-        )
-        self._thread.start()
-        _open.add(self)
-
-    @abstractmethod
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
-    ) -> None:
-        """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
-
-        On CUDA it runs under the transport's stream and returns when all that is enqueued.
-        """
-
-    def _shut(self) -> None:
-        """Frees what the subclass holds; the thread has ended, or hangs in a wait that `_interrupt` ended."""
-
-    def _interrupt(self) -> None:
-        """Makes a `_run` that waits give up."""
-
-    def _tell(self, reason: str) -> None:
-        """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
-
-    def _give_up(self, error: CommError) -> None:
-        """From now on every use raises; peers are told. Only the first error counts."""
-        forget_locals(error)
-        if self.failed is None:
-            self.failed = error.again()
-            if not self._closed:
-                self._tell(str(error))
-
-    def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
-    ) -> Ticket:
-        with self.used_for(label):
-            return self._enqueue(outgoing, incoming, label, then, arguments)
-
-    def _enqueue(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments,
-    ) -> Ticket:  # fmt: skip
-        self._check_open(label)
-        outgoing, incoming = (_flat(self, copies, label) for copies in (outgoing, incoming))
-        sequence = self.batches
-        self.batches += 1
-        what = f"rank {self.called[self.rank]}, {label} (batch {sequence})"
-        ticket = _QueuedTicket(what, self.timeout, self.device, self._progress)
-        ticket.keep = (outgoing, incoming, then)
-        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
-        if self.trace is not None:
-            self.trace.mark("issue", label)
-
-        def run() -> None:
-            began = time.perf_counter()
-            self._progress.note()
-            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
-                if self._stream is not None and ready is not None:
-                    self._stream.wait_event(ready)
-                self._run(outgoing, incoming, label, arguments, sequence)
-                if self.trace is not None:
-                    self.trace.add("copy", label, began, time.perf_counter())
-                if then is not None:
-                    then()
-                if self._stream is not None:
-                    ticket.event = self._stream.record_event()
-
-        self._queue.put((run, ticket))
-        return ticket
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        _open.discard(self)
-        self._interrupt()
-        self._queue.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
-        self._shut()
-        self.ends_with_it.close()
-
-    def __del__(self) -> None:
-        # Not in a forked child, which has no thread to end and must not speak for its parent.
-        if self.__dict__.get("_process") == os.getpid():
-            with contextlib.suppress(Exception):
-                self.close()
-
-    def _check_open(self, label: str) -> None:
-        if self._closed:
-            raise CommError(f"rank {self.called[self.rank]}, {label}: the {self.name} transport is closed")
-        if self.failed is not None:
-            raise CommError(
-                f"rank {self.called[self.rank]}, {label}: the {self.name} transport failed before and cannot be used "
-                f"again; connect anew ({self.failed})",
-                self.failed.waited,
-                self.failed.why,
-            )
-
-
-def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -> None:
-    # Holds no reference to the transport between batches, so that one that is forgotten is collected.
-    while (item := batches.get()) is not None:
-        run, ticket = item
-        transport = owner()
-        try:
-            if transport is not None and transport.failed is not None:
-                raise transport.failed.again()
-            run()
-        except BaseException as error:
-            ticket.error = _failure(ticket.what, error)
-            if transport is not None:
-                transport._give_up(ticket.error)
-        ticket.finished.set()
-        del run, ticket, item, transport
-
-
-_open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
-    for transport in list(_open):
-        if transport._process == os.getpid():
-            transport.close()
-
-
-def forget_locals(error: BaseException | None) -> None:
-    """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
-    for peer, tensor in copies:
-        if not 0 <= peer < transport.world or peer == transport.rank:
-            raise ValueError(f"{label}: peer {peer} is not another rank of {transport.world}")
-        if tensor.device != transport.device:
-            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {transport.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
-    # Not view(-1), which leaves the only element of a tensor with what stride it had.
-    return [Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,))) for peer, tensor in copies]
-
-
-def _failure(what: str, error: BaseException) -> CommError:
-    if isinstance(error, CommError):
-        return error
-    failure = CommError(f"{what}: {_line(error)}")
-    failure.__cause__ = error
-    return failure
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    return tuple((rank + step) % world for step in range(1, world))

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from interlace.comm.lost import named
 from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport, forget_locals
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
+from interlace.comm.transports.queued import forget_locals
 
 _log = logging.getLogger(__name__)
 _OTHER_DEVICE = "for"  # begins the reason not to take what moves tensors of another device

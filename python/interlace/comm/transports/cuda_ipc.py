@@ -1,39 +1,40 @@
 """Processes of one host, CUDA tensors: copy engines move the bytes, so that the SMs are left to computation.
 
-The protocol is that of `shm` (headers, counters and bells in shared host memory); only the slots lie in device memory,
-which every rank allocates and all map. The host counts what was enqueued, events between processes say when it is done:
+The driver and its protocol are those of `shm` (`csrc/comm/exchange.h`): headers, counters and bells in shared host
+memory. Only slots and regions lie in device memory, and events between processes say when a copy is done. All of it is
+enqueued on the transport's stream, so a batch costs the host one call and the SMs nothing.
 
-    sender     wait until the slot's readers have counted it read, and for their events; copy a piece into the slot;
-               record the slot's "ready" event; count the piece as published
-    receiver   see the count; wait for the "ready" event; copy the piece out; record "read"; count it as taken
-
-all on the transport's stream, so a batch costs the host a few microseconds per piece and the SMs nothing. Events are
-recorded before they are counted, so whoever waits for one waits for that record or a later one; and a later one does
-not come before the count that frees the slot.
-
-CuPy allocates and exports (a handle refers to the base of an allocation, which torch's allocator does not let out);
-cuda-bindings copy (a batched copy is what goes to the copy engines, between two tensors of one GPU too).
+CuPy allocates and exports (a handle refers to the base of an allocation, which torch's allocator does not let out). The
+driver calls functions of libcuda (a batched copy is what goes to the copy engines, between two tensors of one GPU too).
 `symm_mem` is the same with memory of torch's symmetric allocator.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from interlace.comm.copiers import copy_bytes, engine_missing
+from interlace._core import Exchange
+from interlace.comm.copiers import engine_missing
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities, CommError
-from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
+from interlace.comm.transports.registered import Memory
+from interlace.comm.transports.shm import Segment, ShmTransport, born
 
+SLOTS = Exchange.SLOTS
 SLOT_BYTES = 8 << 20  # copy engines reach their speed from about 1 MiB on
 FAREWELL = 5.0  # seconds in which peers may read what they have been told of before this rank frees it
+EVENTS = SLOTS + 1  # of a sender, or of a reader of one: of its slots, and of its regions
 HOST_SLOT_BYTES = 4096  # of the shared host memory, whose slots are not used here
 _READY = 0  # cudaSuccess
+_CUDA = 13000  # the version whose signatures `exchange.h` spells out
+_FUNCTIONS = ("cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent")
 
 
 class Window(Protocol):
@@ -77,8 +78,67 @@ class IpcWindow:
                 _cupy().free(own)
 
 
+class _DeviceMemory:
+    """Device memory of this process that peers can map; freed when nothing refers to it."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.address = size, _cupy().malloc(size)
+
+    def __del__(self) -> None:
+        if address := self.__dict__.get("address"):
+            with contextlib.suppress(Exception):
+                _cupy().free(address)
+
+
+class _Lease:
+    """What a tensor in such memory refers to."""
+
+    def __init__(self, memory: _DeviceMemory) -> None:
+        self.memory = memory
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.memory.size,), "typestr": "|u1", "data": (self.memory.address, False), "version": 3}
+
+
+class _Mapped:
+    """Device memory of a peer."""
+
+    def __init__(self, handle: bytes) -> None:
+        self.address = _cupy().ipcOpenMemHandle(handle)
+
+    def __del__(self) -> None:
+        if address := self.__dict__.get("address"):
+            with contextlib.suppress(Exception):
+                _cupy().ipcCloseMemHandle(address)
+
+
+class IpcMemory:
+    """Regions of device memory, for `Regions`."""
+
+    def create(self, size: int) -> tuple[_DeviceMemory, bytes, Callable[[], None]]:
+        try:
+            memory = _DeviceMemory(size)
+            return memory, _cupy().ipcGetMemHandle(memory.address), _nothing
+        except Exception as error:
+            raise OSError(f"cannot share {size >> 20} MiB of device memory ({error})") from error
+
+    def lease(self, memory: _DeviceMemory) -> tuple[_Lease, Tensor]:
+        lease = _Lease(memory)
+        return lease, torch.as_tensor(lease, device="cuda")
+
+    def address(self, memory: _DeviceMemory) -> int:
+        return memory.address
+
+    def map(self, rank: int, handle: bytes, size: int) -> tuple[int, _Mapped]:
+        with _trying(f"map {size >> 20} MiB of the device memory of rank {rank}"):
+            mapped = _Mapped(handle)
+        return mapped.address, mapped
+
+
 class Events:
-    """Events that one rank records and others wait for: one per slot of a sender, and one per slot and reader of it."""
+    """Events that one rank records and others wait for: one per slot of a sender and one for its regions; the same for
+    each reader of them."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
@@ -88,7 +148,7 @@ class Events:
             undo.callback(self.close)
             runtime, handles = _cupy(), []
             with rendezvous.together("sharing events"), _trying("share events"):
-                for _ in range(SLOTS * (1 + rendezvous.world)):
+                for _ in range(EVENTS * (1 + rendezvous.world)):
                     flags = runtime.eventDisableTiming | runtime.eventInterprocess
                     self._made.append(runtime.eventCreateWithFlags(flags))
                     handles.append(runtime.ipcGetEventHandle(self._made[-1]))
@@ -103,13 +163,15 @@ class Events:
                             self._of[rank].append(self._made[-1])
             undo.pop_all()
 
-    def ready(self, sender: int, slot: int) -> int:
-        """What `sender` records when a piece lies in its slot."""
-        return self._of[sender][slot]
+    @property
+    def ready(self) -> list[int]:
+        """[sender, slot]: recorded by the sender when a piece lies there."""
+        return [event for of in self._of for event in of[:EVENTS]]
 
-    def read(self, reader: int, sender: int, slot: int) -> int:
-        """What `reader` records when it has read that piece."""
-        return self._of[reader][SLOTS * (1 + sender) + slot]
+    @property
+    def read(self) -> list[int]:
+        """[reader, sender, slot]: recorded by the reader when it has read that piece."""
+        return [event for of in self._of for event in of[EVENTS:]]
 
     def close(self) -> None:
         events, self._made = self._made, []
@@ -122,6 +184,8 @@ class CudaIpcTransport(ShmTransport):
     """One rank of several processes on one host, each with a GPU of its own or all with one. Made by `connect`."""
 
     name = "cuda_ipc"
+    path = "cuda_ipc copy engines"
+    direct_path = "cuda_ipc copy engines, registered memory"
 
     def __init__(
         self,
@@ -136,9 +200,17 @@ class CudaIpcTransport(ShmTransport):
         events: Events,
     ) -> None:
         super().__init__(rank, segment, processes, timeout=timeout, device=device)
-        self.piece_bytes = slot_bytes
         self._window: Window | None = window
         self._events: Events | None = events
+        self._read = events.read
+        assert self._exchange is not None
+        stream = 0 if self._stream is None else self._stream.cuda_stream
+        self._exchange.use_device(
+            _driver_functions(), stream, slot_bytes, window.addresses, events.ready, self._read
+        )  # fmt: skip
+
+    def _memory_for_peers(self) -> Memory:
+        return IpcMemory()
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -166,47 +238,29 @@ class CudaIpcTransport(ShmTransport):
             undo.pop_all()
         return transport
 
-    def _copy_in(self, segment: Segment, slot: int, address: int, size: int) -> None:
-        window, events, stream = self._parts()
-        for reader, _ in self._readers[slot]:  # they have counted it read, so their events are recorded
-            _cupy().streamWaitEvent(stream, events.read(reader, self.rank, slot))
-        copy_bytes([window.addresses[self.rank] + slot * self.piece_bytes], [address], [size])
-        _cupy().eventRecord(events.ready(self.rank, slot), stream)
-
-    def _copy_out(self, segment: Segment, peer: int, slot: int, address: int, size: int) -> None:
-        window, events, stream = self._parts()
-        _cupy().streamWaitEvent(stream, events.ready(peer, slot))
-        copy_bytes([address], [window.addresses[peer] + slot * self.piece_bytes], [size])
-        _cupy().eventRecord(events.read(self.rank, peer, slot), stream)
-
-    def _parts(self) -> tuple[Window, Events, int]:
-        if self._window is None or self._events is None:
-            raise RuntimeError("the transport was closed meanwhile")  # the batch says of which rank and operation
-        return self._window, self._events, 0 if self._stream is None else self._stream.cuda_stream
-
-    def _let_peers_read(self, events: Events) -> None:
-        """Waits for the copies out of this rank's slots that peers have counted, which means: enqueued."""
+    def _let_peers_read(self, exchange: Exchange) -> None:
+        """Waits for the copies out of this rank's memory that peers have counted, which means: enqueued."""
         deadline = time.monotonic() + min(self.timeout, FAREWELL)
-        for slot, readers in enumerate(self._readers):
-            for peer, _ in readers:
-                process, start = self.processes[peer]
-                while _cupy().eventQuery(events.read(peer, self.rank, slot)) != _READY:
-                    if time.monotonic() > deadline or born(process) != start:
-                        break
-                    time.sleep(1e-4)
+        for slot, peer in exchange.readers():
+            process, start = self.processes[peer]
+            event = self._read[(peer * self.world + self.rank) * EVENTS + slot]
+            while _cupy().eventQuery(event) != _READY:
+                if time.monotonic() > deadline or born(process) != start:
+                    break
+                time.sleep(1e-4)
 
     def _shut(self) -> None:
-        super()._shut()
-        window, events = self._window, self._events
+        window, events, exchange = self._window, self._events, self._exchange
         self._window = self._events = None
         with contextlib.ExitStack() as device:
             if self._stream is not None:
                 device.enter_context(torch.cuda.device(self.device))
                 with contextlib.suppress(RuntimeError):
                     self._stream.synchronize()
-            if events is not None:
+            if events is not None and exchange is not None:
                 with contextlib.suppress(RuntimeError):
-                    self._let_peers_read(events)
+                    self._let_peers_read(exchange)
+            super()._shut()
             for part in (events, window):
                 if part is not None:
                     part.close()
@@ -252,9 +306,32 @@ def _trying(what: str) -> Iterator[None]:
         raise CommError(f"cannot {what} ({error})") from error
 
 
+def _nothing() -> None:
+    """Handles of device memory need no end."""
+
+
+def _driver_functions() -> list[int]:
+    """The addresses of what the driver of `exchange.h` calls. Raises CommError where libcuda lacks one."""
+    with _trying("use libcuda"):
+        find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+        found = []
+        for name in _FUNCTIONS:
+            address, lacking = ctypes.c_void_p(), ctypes.c_int()
+            flags = ctypes.c_uint64(0)
+            status = find(name.encode(), ctypes.byref(address), ctypes.c_int(_CUDA), flags, ctypes.byref(lacking))
+            if status or lacking.value or not address.value:
+                raise CommError(f"the driver has no {name} of CUDA 13: update it to 580 or later")
+            found.append(address.value)
+    return found
+
+
 def _missing() -> str:
     if why := engine_missing():
         return why
+    try:
+        _driver_functions()
+    except CommError as error:
+        return str(error)
     try:
         _cupy()
     except Exception as error:  # what a library that is half there raises

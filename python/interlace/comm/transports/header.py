@@ -48,6 +48,13 @@ def pack(found: Header) -> bytes:
     return (head + shown + asked + comes).ljust(HEADER_BYTES, b"\0")
 
 
+@lru_cache(4096)  # those of one step come again in the next
+def headers_of(world: int, label: str, arguments: str, copies: tuple[tuple[int, int, torch.dtype], ...]) -> list[bytes]:
+    """What `pack` makes for each rank, for batch 0. copies: (rank, number of elements, dtype) of all ranks' tensors."""
+    sizes = [tuple((count, dtype) for to, count, dtype in copies if to == rank) for rank in range(world)]
+    return [pack(Header(0, label, arguments, each)) for each in sizes]
+
+
 def pack_refusal(reason: str) -> bytes:
     """HEADER_BYTES bytes that say: nothing will come, and why."""
     shown = reason.encode()[: HEADER_BYTES - _FORMAT.size]

@@ -27,10 +27,10 @@ from interlace.comm.transports.base import (
     Capabilities,
     CommError,
     Copy,
-    QueueTransport,
     peers_of,
 )
 from interlace.comm.transports.header import Header, check, header_of
+from interlace.comm.transports.queued import QueueTransport
 
 T = TypeVar("T")
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from interlace.comm.lost import SLOW
 from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
+from interlace.comm.transports.queued import QueueTransport
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
 _AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
@@ -211,6 +212,7 @@ class NcclTransport(GlooTransport):
     """
 
     name = "nccl"
+    path = "NCCL on SMs"
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._last: tuple[torch.cuda.Event, str] | None = None

@@ -1,9 +1,8 @@
-"""Processes of one host, CPU tensors: every transfer is two memcpys through memory that all ranks map.
+"""Processes of one host, CPU tensors: transfers through memory that all ranks map.
 
-Each rank owns SLOTS slots of that memory. A tensor travels in pieces of a slot: its owner copies piece p + 1 in while
-the readers copy piece p out, and a piece that goes to several ranks is copied in once. What was published and what was
-taken are counters that only grow, one per pair of ranks and direction; whoever raises a counter rings the bell of the
-rank that it concerns, and a rank that can do nothing sleeps on its bell (`csrc/comm/flags.cpp`).
+A tensor is copied into slots of that memory and out again by its readers. One in registered memory (`allocate`) is
+copied once, by its reader. The driver is C++ (`csrc/comm/exchange.h` describes the protocol): one call per batch,
+without the interpreter's lock. It returns early for what is decided here: timeouts, peers that died, errors.
 
 The memory is a memfd: it has no name, so that nothing is left when processes are killed, and it is not bounded by the
 size of /dev/shm, 64 MB in many containers. A peer that dies is noticed within LOOK seconds by its process id; who gives
@@ -12,165 +11,109 @@ up writes down why and rings all bells.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import stat
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
+from interlace._core import Exchange
 from interlace.comm.lost import SLOW, named
 from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack
+from interlace.comm.transports.base import (
+    Arguments,
+    Capabilities,
+    CommError,
+    Copy,
+    peers_of,
+)
+from interlace.comm.transports.header import check_packed, header_of, headers_of
+from interlace.comm.transports.queued import QueueTransport, no_step
+from interlace.comm.transports.registered import Memory, Regions
 
-SLOTS = 4
 SLOT_BYTES = 512 << 10
 LOOK = 0.05  # seconds between two looks at whether a peer that does not answer still lives
-_LINE = 8  # counters in a cache line, which only one rank writes
-_REASON_BYTES = 1024
-_OPEN, _CLOSED, _FAILED = 0, 1, 2
 
 
 class Segment:
-    """The shared memory of `world` ranks, and where everything lies in it. Counters are words of `flags`."""
+    """The shared memory of `world` ranks."""
 
     def __init__(self, world: int, slot_bytes: int, descriptor: int) -> None:
         self.world, self.slot_bytes = world, slot_bytes
-        self._memory = mmap.mmap(descriptor, self.size(world, slot_bytes))
-        self.flags = np.frombuffer(self._memory, np.uint64, self._words(world))
-        self.bytes = np.frombuffer(self._memory, np.uint8)
-        self.address = self.bytes.ctypes.data
+        self.bytes = np.frombuffer(mmap.mmap(descriptor, self.size(world, slot_bytes)), np.uint8)
 
     @classmethod
     def create(cls, world: int, slot_bytes: int) -> int:
-        """A descriptor of new memory, every page of it reserved. Raises CommError if there is not as much."""
+        """A descriptor of new memory. Raises CommError if there is not as much."""
         size = cls.size(world, slot_bytes)
-        descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC)
         try:
-            os.fchmod(descriptor, 0o600)
-            os.posix_fallocate(descriptor, 0, size)  # without it, a lack of memory would be SIGBUS later
+            return reserved(size)
         except OSError as error:
-            os.close(descriptor)
             raise CommError(f"{size >> 20} MiB of shared memory for {world} ranks cannot be had ({error})") from error
-        return descriptor
 
     @staticmethod
-    def _words(world: int) -> int:
-        return 2 * _LINE * (world + world * world) + SLOTS * world * world
+    def size(world: int, slot_bytes: int) -> int:
+        return Exchange.size(world, slot_bytes)
 
-    @classmethod
-    def _texts(cls, world: int) -> int:
-        return 8 * cls._words(world)
-
-    @classmethod
-    def _slots(cls, world: int) -> int:
-        end = cls._texts(world) + HEADER_BYTES * world * world + _REASON_BYTES * world
-        return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    @classmethod
-    def size(cls, world: int, slot_bytes: int) -> int:
-        return cls._slots(world) + world * SLOTS * slot_bytes
-
-    # Per rank: its bell, which anybody rings, and its state, which it writes itself.
-    def bell(self, rank: int) -> int:
-        return 2 * _LINE * rank
-
-    def state(self, rank: int) -> int:
-        return 2 * _LINE * rank + _LINE
-
-    # Per pair: what the sender raises (headers, pieces, signals), and on another line what the receiver does.
-    def _pair(self, sender: int, receiver: int) -> int:
-        return 2 * _LINE * (self.world + sender * self.world + receiver)
-
-    def headers(self, sender: int, receiver: int) -> int:
-        return self._pair(sender, receiver)
-
-    def pieces(self, sender: int, receiver: int) -> int:
-        return self._pair(sender, receiver) + 1
-
-    def signals(self, sender: int, receiver: int) -> int:
-        return self._pair(sender, receiver) + 2
-
-    def heard(self, sender: int, receiver: int) -> int:
-        return self._pair(sender, receiver) + _LINE
-
-    def taken(self, sender: int, receiver: int) -> int:
-        return self._pair(sender, receiver) + _LINE + 1
-
-    def slot_of(self, sender: int, receiver: int, piece: int) -> int:
-        """The word that says in which slot the n-th piece of this pair lies."""
-        pairs = 2 * _LINE * (self.world + self.world * self.world)
-        return pairs + SLOTS * (sender * self.world + receiver) + piece % SLOTS
-
-    def slot(self, rank: int, slot: int) -> int:
-        """The address of a slot in this process."""
-        return self.address + self._slots(self.world) + (rank * SLOTS + slot) * self.slot_bytes
-
-    def header(self, sender: int, receiver: int) -> np.ndarray:
-        start = self._texts(self.world) + HEADER_BYTES * (sender * self.world + receiver)
-        return self.bytes[start : start + HEADER_BYTES]
-
-    def reason(self, rank: int) -> np.ndarray:
-        start = self._texts(self.world) + HEADER_BYTES * self.world**2 + _REASON_BYTES * rank
-        return self.bytes[start : start + _REASON_BYTES]
-
-    def ring(self, rank: int) -> None:
-        flag_add(self.flags, self.bell(rank), 1)
+    def exchange(self, rank: int) -> Exchange:
+        """The end of one rank; keeps the memory mapped."""
+        return Exchange(self.bytes, rank, self.world, self.slot_bytes)
 
 
-class _Batch:
-    """What one rank still has to do for one batch."""
-
-    def __init__(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], peers: Sequence[int], piece: int) -> None:
-        self.gives = _staged(outgoing, piece)
-        self.takes: dict[int, deque[tuple[int, int]]] = {peer: deque() for peer in peers}
-        for peer, tensor in incoming:
-            self.takes[peer].extend(_cut(tensor, piece))
-        self.unheard = set(peers)
-
-    def is_done(self) -> bool:
-        return not (self.gives or self.unheard or any(self.takes.values()))
+def reserved(size: int) -> int:
+    """A descriptor of new memory that has no name, every page of it reserved. Raises OSError."""
+    descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, size)  # without it, a lack of memory would be SIGBUS later
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _cut(tensor: Tensor, piece: int) -> list[tuple[int, int]]:
-    """(address, bytes) of each piece of a contiguous tensor."""
-    start, size = tensor.data_ptr(), tensor.nbytes
-    return [(start + offset, min(piece, size - offset)) for offset in range(0, size, piece)]
+class SharedMemory:
+    """Regions of memfds: how `Regions` makes its own ones and maps those of peers."""
 
+    def __init__(self, processes: Sequence[tuple[int, int]]) -> None:
+        self._processes = processes
 
-def _staged(outgoing: Sequence[Copy], piece: int) -> deque[tuple[int, int, list[int]]]:
-    """(address, bytes, readers) of each piece in the order in which they are copied in.
+    def create(self, size: int) -> tuple[np.ndarray, bytes, Callable[[], None]]:
+        """(its memory, what peers map it by, what ends that). Raises OSError if there is not as much."""
+        descriptor = reserved(size)
+        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        return memory, descriptor.to_bytes(8, "little"), partial(os.close, descriptor)
 
-    A receiver gets its tensors in the order of its copies. The first ones of all receivers come first, in turn piece by
-    piece; those that are the same memory are one, for several readers.
-    """
-    count: dict[int, int] = {}
-    rounds: list[dict[tuple[int, int], tuple[Tensor, list[int]]]] = []
-    for peer, tensor in outgoing:
-        turn = count[peer] = count.get(peer, -1) + 1
-        if turn == len(rounds):
-            rounds.append({})
-        rounds[turn].setdefault((tensor.data_ptr(), tensor.nbytes), (tensor, []))[1].append(peer)
-    pieces: deque[tuple[int, int, list[int]]] = deque()
-    for tensors in rounds:
-        cuts = [(_cut(tensor, piece), readers) for tensor, readers in tensors.values()]
-        for step in range(max((len(cut) for cut, _ in cuts), default=0)):
-            pieces.extend((*cut[step], readers) for cut, readers in cuts if step < len(cut))
-    return pieces
+    def lease(self, memory: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        lease = memory[:]
+        return lease, torch.from_numpy(lease)
+
+    def address(self, memory: np.ndarray) -> int:
+        return memory.ctypes.data
+
+    def map(self, rank: int, handle: bytes, size: int) -> tuple[int, object]:
+        """(the address of a peer's region in this process, what keeps it mapped). Raises CommError or OSError."""
+        descriptor = _opened(self._processes[rank][0], int.from_bytes(handle[:8], "little"), size)
+        try:
+            memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        finally:
+            os.close(descriptor)
+        return memory.ctypes.data, memory
 
 
 class ShmTransport(QueueTransport):
     """One rank of several processes on one host. Made by `interlace.comm.connect`."""
 
     name = "shm"
+    path = "shm"  # of a batch of which something is copied into slots
+    direct_path = "shm, registered memory"  # of one that is read where it lies
+    runs_here = True
 
     def __init__(
         self,
@@ -182,15 +125,19 @@ class ShmTransport(QueueTransport):
         device: torch.device | str = "cpu",
     ) -> None:
         """processes: (process id, start time) of every rank."""
-        super().__init__(rank, segment.world, device=torch.device(device), timeout=timeout)
-        self.piece_bytes = segment.slot_bytes
         self.processes = list(processes)
-        self._segment: Segment | None = segment
+        self._exchange: Exchange | None = segment.exchange(rank)
+        self._regions = Regions(self._exchange, self._memory_for_peers())
+        self._signals = [0] * segment.world
+        super().__init__(rank, segment.world, device=torch.device(device), timeout=timeout)
         self._peers = peers_of(rank, self.world)
-        self._sent = [0] * self.world
-        self._took = [0] * self.world
-        self._signals = [0] * self.world
-        self._readers: list[list[tuple[int, int]]] = [[] for _ in range(SLOTS)]  # (rank, its count once it has read)
+
+    def _memory_for_peers(self) -> Memory:
+        return SharedMemory(self.processes)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        found = self._regions.allocate(tuple(shape), dtype)
+        return super().allocate(shape, dtype) if found is None else found
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -226,149 +173,87 @@ class ShmTransport(QueueTransport):
     def _run(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
     ) -> None:
-        segment, rank = self._memory(what), self.rank
-        self.before(rank, "post")
-        for peer in self._peers:
-            sent = header_of(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])
-            segment.header(rank, peer)[:] = np.frombuffer(pack(sent), np.uint8)
-            flag_store(segment.flags, segment.headers(rank, peer), sequence + 1)
-            segment.ring(peer)
-        expected = {
-            peer: header_of(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
-            for peer in self._peers
-        }
-        batch = _Batch(outgoing, incoming, self._peers, self.piece_bytes)
+        exchange = self._open_exchange(what)
+        before = None if self.before is no_step else partial(self.before, self.rank)
+        if before is not None:
+            before("post")
+        began, moves = time.monotonic(), exchange.moves
+        status = exchange.run(
+            sequence, self._headers(outgoing, what, arguments), self._headers(incoming, what, arguments),
+            [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in outgoing],
+            [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in incoming],
+            before, LOOK,
+        )  # fmt: skip
+        if status != Exchange.DONE:
 
-        def advance() -> bool:
-            moved = self._give(segment, batch)
-            for peer in self._peers:
-                if peer in batch.unheard and flag_load(segment.flags, segment.headers(peer, rank)) > sequence:
-                    raw = segment.header(peer, rank).tobytes()
-                    check_packed(self.called[rank], self.called[peer], expected[peer], raw)
-                    batch.unheard.discard(peer)
-                    flag_store(segment.flags, segment.heard(peer, rank), sequence + 1)
-                    segment.ring(peer)
-                    moved = True
-                moved |= self._take(segment, batch, peer)
-            return moved
+            def refuse(peer: int) -> None:
+                expected = header_of(sequence, what, arguments, [t for source, t in incoming if source == peer])
+                check_packed(self.called[self.rank], self.called[peer], expected, exchange.header_from(peer))
 
-        def lacking(peer: int) -> bool:
-            return bool(
-                peer in batch.unheard or batch.takes[peer] or (batch.gives and not self._has_all(segment, peer))
-            )
+            self._finish(exchange, status, exchange.advance, exchange.lacking, what, began, moves, refuse)
 
-        self._until(segment, batch.is_done, lacking, what, advance)
-        self.before(rank, "taken")
-        self._until(
-            segment,
-            lambda: all(self._has_all(segment, peer) for peer in self._peers),
-            lambda peer: not self._has_all(segment, peer),
-            what,
-        )
+    def path_taken(self) -> str:
+        return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
 
-    def _give(self, segment: Segment, batch: _Batch) -> bool:
-        """Copies the next piece into a slot that everybody has read, if there is one."""
-        free = next((slot for slot in range(SLOTS) if self._is_free(segment, slot)), None) if batch.gives else None
-        if free is None:
-            return False
-        rank = self.rank
-        self.before(rank, "stage")
-        address, size, readers = batch.gives.popleft()
-        self._copy_in(segment, free, address, size)
-        self._readers[free] = []
-        for peer in readers:
-            segment.flags[segment.slot_of(rank, peer, self._sent[peer])] = free
-            self._sent[peer] += 1
-            self._readers[free].append((peer, self._sent[peer]))
-            flag_store(segment.flags, segment.pieces(rank, peer), self._sent[peer])
-            segment.ring(peer)
-        return True
+    def _headers(self, copies: Sequence[Copy], what: str, arguments: Arguments) -> list[bytes]:
+        sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in copies])
+        return headers_of(self.world, what, arguments.text, sizes)
 
-    def _take(self, segment: Segment, batch: _Batch, peer: int) -> bool:
-        """Copies the next piece of a peer out, if it is there."""
-        if peer in batch.unheard or not batch.takes[peer]:
-            return False
-        took = self._took[peer]
-        if flag_load(segment.flags, segment.pieces(peer, self.rank)) <= took:
-            return False
-        self.before(self.rank, "take")
-        address, size = batch.takes[peer].popleft()
-        slot = int(segment.flags[segment.slot_of(peer, self.rank, took)])
-        if slot >= SLOTS:
-            me, other = self.called[self.rank], self.called[peer]
-            raise CommError(f"rank {me}: rank {other} names slot {slot} of {SLOTS}: its memory is damaged")
-        self._copy_out(segment, peer, slot, address, size)
-        self._took[peer] += 1
-        flag_store(segment.flags, segment.taken(peer, self.rank), self._took[peer])
-        segment.ring(peer)
-        return True
-
-    def _copy_in(self, segment: Segment, slot: int, address: int, size: int) -> None:
-        """Fills a slot of this rank, which its readers have counted read."""
-        ctypes.memmove(segment.slot(self.rank, slot), address, size)
-
-    def _copy_out(self, segment: Segment, peer: int, slot: int, address: int, size: int) -> None:
-        """Reads a slot of a peer, which has counted it published."""
-        ctypes.memmove(address, segment.slot(peer, slot), size)
-
-    def _is_free(self, segment: Segment, slot: int) -> bool:
-        waiting = self._readers[slot]
-        return all(flag_load(segment.flags, segment.taken(self.rank, peer)) >= count for peer, count in waiting)
-
-    def _has_all(self, segment: Segment, peer: int) -> bool:
-        """Whether a peer has read every header and piece that was published to it."""
-        heard = flag_load(segment.flags, segment.heard(self.rank, peer))
-        taken = flag_load(segment.flags, segment.taken(self.rank, peer))
-        return heard >= flag_load(segment.flags, segment.headers(self.rank, peer)) and taken >= self._sent[peer]
-
-    def _until(
+    def _finish(
         self,
-        segment: Segment,
-        done: Callable[[], bool],
-        lacks: Callable[[int], bool],
+        exchange: Exchange,
+        status: int,
+        go_on: Callable[[float], int],
+        lacking: Callable[[], Sequence[int]],
         what: str,
-        advance: Callable[[], bool] = lambda: False,
+        began: float,
+        moves: int,
+        refuse: Callable[[int], None] = lambda peer: None,
     ) -> None:
-        """Calls `advance` until it does nothing more and `done`; sleeps on the bell in between.
+        """Lets the driver go on until it is done, and decides what it returns early for.
 
-        lacks: whether a peer is one of those waited for. Raises CommError once one of them is lost, or any rank gave
-        up, or nothing moved for the timeout.
+        go_on: for so many seconds without anything moving. lacking: the peers that are waited for. began, moves: when
+        it began, and the driver's count then. refuse: raises for a peer that announced something else.
+
+        Raises CommError once a peer that is waited for is lost, or any rank gave up, or nothing moved for the timeout.
         """
         lost: CommError | None = None
-        moved = looked = time.monotonic()
-        while True:
-            seen = flag_load(segment.flags, segment.bell(self.rank))
-            if advance():
-                moved, lost = time.monotonic(), None
-                self._progress.note()
-                continue
-            if done():
-                return
-            if lost is not None:  # known before the last look at what peers did: nothing more will come
-                raise lost
+        moved, looked = began, 0.0
+        while status != Exchange.DONE:
+            if status == Exchange.HEADER:
+                refuse(exchange.peer)
+            elif status == Exchange.MAP:
+                self._regions.map(exchange.peer, exchange.number)
+            elif status == Exchange.DAMAGED:
+                me, other = self.called[self.rank], self.called[exchange.peer]
+                raise CommError(f"rank {me}: rank {other} names place {exchange.number}: its memory is damaged")
             now = time.monotonic()
-            waiting = [peer for peer in self._peers if lacks(peer)]
-            lost = self._lost(segment, waiting, what, look=now - looked > LOOK)
+            if moves != exchange.moves:
+                moves, moved, lost = exchange.moves, now, None
+                self._progress.note()
+            elif lost is not None:  # known before the last look at what peers did: nothing more will come
+                raise lost
+            waiting = lacking()
+            lost = self._lost(exchange, waiting, what, look=now - looked > LOOK)
             if lost is None and now - moved > self.timeout:
                 missing = [self.called[peer] for peer in waiting]
                 text = f"no answer from {named(missing)} within {self.timeout:g} s"
                 lost = self._error(what, text, missing, SLOW.format(self.timeout))
             if now - looked > LOOK:
                 looked = now
-            if lost is None:
-                flag_wait_at_least(segment.flags, segment.bell(self.rank), seen + 1, LOOK)
+            status = go_on(LOOK if lost is None else 0.0)
 
-    def _lost(self, segment: Segment, waiting: Sequence[int], what: str, look: bool) -> CommError | None:
+    def _lost(self, exchange: Exchange, waiting: Sequence[int], what: str, look: bool) -> CommError | None:
         """Why there is nothing to wait for, if there is not. `look`: also at whether the processes live."""
         if self._closed:
             return self._error(what, "the transport was closed meanwhile")
         for peer in self._peers:
-            if flag_load(segment.flags, segment.state(peer)) == _FAILED:
-                reason = segment.reason(peer).tobytes().rstrip(b"\0").decode(errors="replace")
+            if exchange.state(peer) == Exchange.FAILED:
+                reason = exchange.reason(peer).decode(errors="replace")
                 return self._error(what, f"rank {self.called[peer]} gave up ({reason})", [self.called[peer]], reason)
         for peer in waiting:
             (process, start), why = self.processes[peer], ""
-            if flag_load(segment.flags, segment.state(peer)) == _CLOSED:
+            if exchange.state(peer) == Exchange.CLOSED:
                 why = "it closed its transport"
             elif look and born(process) != start:
                 why = f"its process, {process}, ended"
@@ -380,45 +265,39 @@ class ShmTransport(QueueTransport):
         return CommError(f"rank {self.called[self.rank]}, {what}: {text}", waited, why)
 
     def signal(self, peer: int) -> None:
-        segment = self._memory("signal")
-        flag_add(segment.flags, segment.signals(self.rank, peer), 1)
-        segment.ring(peer)
+        self._open_exchange("signal").signal(peer)
 
     def wait(self, peer: int) -> None:
-        segment = self._memory("wait")
+        exchange, began = self._open_exchange("wait"), time.monotonic()
+        moves = exchange.moves
         self._signals[peer] += 1
-        flag, count = segment.signals(peer, self.rank), self._signals[peer]
+        wait = partial(exchange.wait, peer, self._signals[peer])
         try:
-            self._until(segment, lambda: flag_load(segment.flags, flag) >= count, lambda other: other == peer, "wait")
+            self._finish(exchange, wait(LOOK), wait, lambda: [peer], "wait", began, moves)
         except CommError as error:
             self._give_up(error)
             raise
 
-    def _memory(self, what: str) -> Segment:
+    def _open_exchange(self, what: str) -> Exchange:
         self._check_open(what)
-        segment = self._segment
-        if segment is None:
-            raise CommError(f"rank {self.called[self.rank]}, {what}: the shm transport is closed")
-        return segment
+        exchange = self._exchange
+        if exchange is None:
+            raise CommError(f"rank {self.called[self.rank]}, {what}: the {self.name} transport is closed")
+        return exchange
 
     def _tell(self, reason: str) -> None:
-        self._leave(_FAILED, reason)
+        self._leave(Exchange.FAILED, reason)
 
     def _interrupt(self) -> None:
-        self._leave(_CLOSED, "")
+        self._leave(Exchange.CLOSED, "")
 
     def _leave(self, state: int, reason: str) -> None:
-        segment = self._segment
-        if segment is None or flag_load(segment.flags, segment.state(self.rank)) == _FAILED:
-            return
-        text = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-        segment.reason(self.rank)[:] = np.frombuffer(text, np.uint8)
-        flag_store(segment.flags, segment.state(self.rank), state)
-        for rank in range(self.world):
-            segment.ring(rank)
+        if self._exchange is not None:
+            self._exchange.leave(state, reason.encode())
 
     def _shut(self) -> None:
-        self._segment = None  # unmapped when nothing refers to it any more: a thread that hangs, say
+        self._exchange = None  # unmapped when nothing refers to it any more: a thread that hangs, say
+        self._regions.close()
 
 
 def _opened(process: int, number: int, size: int) -> int:
@@ -452,11 +331,12 @@ def _missing() -> str:
         return "needs Linux (memfd_create)"
     descriptor = -1
     try:
-        descriptor = Segment.create(1, mmap.PAGESIZE)
+        descriptor = Segment.create(2, mmap.PAGESIZE)
+        mine = Segment(2, mmap.PAGESIZE, descriptor).exchange(0)
         with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as file:  # as a peer would
-            flags = Segment(1, mmap.PAGESIZE, file.fileno()).flags
-        flag_store(flags, 0, 1)
-        if not flag_wait_at_least(flags, 0, 1, 0.0) or born(os.getpid()) is None:
+            theirs = Segment(2, mmap.PAGESIZE, file.fileno()).exchange(1)
+        mine.signal(1)
+        if theirs.wait(0, 1, 0.0) != Exchange.DONE or born(os.getpid()) is None:
             return "shared counters do not work here"
     except (CommError, OSError, AttributeError, ValueError) as error:
         return f"shared memory does not work here ({error})"

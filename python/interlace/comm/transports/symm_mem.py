@@ -6,14 +6,15 @@ descriptor or fabric handle. Events are shared as in `cuda_ipc`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
-from interlace.comm.transports.cuda_ipc import CudaIpcTransport, Window
-from interlace.comm.transports.shm import SLOTS
+from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport, Window
 
 
 class SymmetricWindow:
@@ -37,6 +38,11 @@ class SymmMemTransport(CudaIpcTransport):
     """One rank over symmetric memory. Made by `interlace.comm.connect`."""
 
     name = "symm_mem"
+    path = "symm_mem copy engines"
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Any memory: handles of plain allocations may not open here, so everything is staged."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     @classmethod
     def capabilities(cls) -> Capabilities:

@@ -1,0 +1,325 @@
+"""Transports whose batches run on a thread of their own, in order, so that the caller computes meanwhile.
+
+On CUDA the thread only enqueues, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, CommError, Copy, Ticket, Transport
+
+_NO_STREAM = contextlib.nullcontext()
+
+
+class _LastProgress:
+    """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
+
+    def __init__(self) -> None:
+        self.time = time.monotonic()
+
+    def note(self) -> None:
+        self.time = time.monotonic()
+
+
+class _QueuedTicket:
+    def __init__(self, what: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
+        self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
+        self.finished = threading.Event()
+        self.error: CommError | None = None
+        self.event: torch.cuda.Event | None = None
+        self.keep: Any = None  # what must live until the batch is complete
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self) -> None:
+        # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
+        # thread that hangs. Batches that were issued before may take their time, as long as they move.
+        self.progress.note()
+        patience = self.timeout + 5.0
+        while not self.finished.wait(max(self.progress.time + patience - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.progress.time + patience:
+                raise CommError(f"{self.what}: nothing moved for {patience:g} s")
+        self.keep = None
+        if self.error is not None:
+            raise self.error.again() from self.error
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class _EndedTicket:
+    """Of a batch that ran on the caller's thread."""
+
+    def __init__(self, error: CommError | None, event: torch.cuda.Event | None, device: torch.device) -> None:
+        self.error, self.event, self.device = error, event, device
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error.again() from self.error
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+def no_step(rank: int, what: str) -> None:
+    """`QueueTransport.before` where nobody looks on."""
+
+
+class QueueTransport(Transport):
+    """A transport whose batches run on a thread, one after the other, in the order of the calls.
+
+    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
+    later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
+
+    A transport that nobody refers to any more is closed, and so are those still open when the interpreter exits.
+    """
+
+    before: Callable[[int, str], None] = staticmethod(no_step)
+    """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
+
+    path = ""
+    """What moves its bytes, in words; "": what its name says."""
+
+    runs_here = False
+    """Whether batches run on the thread that asks for them where that waits at once (see `used_for`)."""
+
+    called: Sequence[int]
+    """The numbers of its ranks in the whole job, by which errors call them; `rank` and peers count within it."""
+
+    def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
+        self.rank, self.world, self.timeout = rank, world, timeout
+        self.device = device
+        self.called: Sequence[int] = range(world)
+        self.batches = 0
+        self._process = os.getpid()
+        self.failed: CommError | None = None
+        self._closed = False
+        self._progress = _LastProgress()
+        self._newest: _QueuedTicket | None = None
+        self._here = threading.Lock()  # held while a batch runs on the thread that asked for it
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
+        )
+        self._thread.start()
+        _open.add(self)
+
+    @abstractmethod
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
+        """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
+
+        On CUDA it runs under the transport's stream and returns when all that is enqueued.
+        """
+
+    def path_taken(self) -> str:
+        """The path of the last batch."""
+        return self.path or self.name
+
+    def _shut(self) -> None:
+        """Frees what the subclass holds; the thread has ended, or hangs in a wait that `_interrupt` ended."""
+
+    def _interrupt(self) -> None:
+        """Makes a `_run` that waits give up."""
+
+    def _tell(self, reason: str) -> None:
+        """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
+
+    def _give_up(self, error: CommError) -> None:
+        """From now on every use raises; peers are told. Only the first error counts."""
+        forget_locals(error)
+        if self.failed is None:
+            self.failed = error.again()
+            if not self._closed:
+                self._tell(str(error))
+
+    def copy_batch(
+        self,
+        outgoing: Sequence[Copy],
+        incoming: Sequence[Copy],
+        label: str,
+        then: Callable[[], None] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
+    ) -> Ticket:
+        inside = self.__dict__.get("_use")
+        if inside is not None and inside[0] == threading.get_ident():
+            return self._enqueue(outgoing, incoming, label, then, arguments, inside[2])
+        with self.used_for(label):
+            return self._enqueue(outgoing, incoming, label, then, arguments, False)
+
+    def _enqueue(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments, at_once: bool,
+    ) -> Ticket:  # fmt: skip
+        self._check_open(label)
+        outgoing, incoming = _flat(self, outgoing, label), _flat(self, incoming, label)
+        sequence = self.batches
+        self.batches += 1
+        if self.trace is not None:
+            self.trace.mark("issue", label)
+        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if at_once and self.runs_here and (self._newest is None or self._newest.done()):
+            return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
+        ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
+        ticket.keep = (outgoing, incoming, then)
+        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
+
+        def run() -> None:
+            self._progress.note()
+            with torch.inference_mode(inference), torch.no_grad():
+                ticket.event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
+
+        self._newest = ticket
+        self._queue.put((run, ticket))
+        return ticket
+
+    def _run_here(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
+    ) -> Ticket:  # fmt: skip
+        event = error = None
+        with self._here:
+            try:
+                event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
+            except BaseException as failure:
+                error = _failure(self._named(label, sequence), failure)
+                self._give_up(error)
+                if not isinstance(failure, Exception):  # Ctrl-C
+                    raise
+        return _EndedTicket(error, event, self.device)
+
+    def _carry_out(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
+    ) -> torch.cuda.Event | None:  # fmt: skip
+        """One batch, on the thread that runs it; returns what its stream records when all of it is enqueued."""
+        began = time.perf_counter()
+        with _NO_STREAM if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            self._run(outgoing, incoming, label, arguments, sequence)
+            if outgoing or incoming:
+                self.paths.note(label, self.path_taken())
+            if self.trace is not None:
+                self.trace.add("copy", label, began, time.perf_counter())
+            if then is not None:
+                then()
+            return None if self._stream is None else self._stream.record_event()
+
+    def _named(self, label: str, sequence: int) -> str:
+        return f"rank {self.called[self.rank]}, {label} (batch {sequence})"
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        self._interrupt()
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        if self._here.acquire(timeout=5.0):
+            self._here.release()
+        self._shut()
+        self.ends_with_it.close()
+
+    def __del__(self) -> None:
+        # Not in a forked child, which has no thread to end and must not speak for its parent.
+        if self.__dict__.get("_process") == os.getpid():
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def _check_open(self, label: str) -> None:
+        if self._closed:
+            raise CommError(f"rank {self.called[self.rank]}, {label}: the {self.name} transport is closed")
+        if self.failed is not None:
+            raise CommError(
+                f"rank {self.called[self.rank]}, {label}: the {self.name} transport failed before and cannot be used "
+                f"again; connect anew ({self.failed})",
+                self.failed.waited,
+                self.failed.why,
+            )
+
+
+def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -> None:
+    # Holds no reference to the transport between batches, so that one that is forgotten is collected.
+    while (item := batches.get()) is not None:
+        run, ticket = item
+        transport = owner()
+        try:
+            if transport is not None and transport.failed is not None:
+                raise transport.failed.again()
+            run()
+        except BaseException as error:
+            ticket.error = _failure(ticket.what, error)
+            if transport is not None:
+                transport._give_up(ticket.error)
+        ticket.finished.set()
+        del run, ticket, item, transport
+
+
+_open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
+    for transport in list(_open):
+        if transport._process == os.getpid():
+            transport.close()
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
+    world, rank, device, flat = transport.world, transport.rank, transport.device, []
+    for copy in copies:
+        peer, tensor = copy
+        if not 0 <= peer < world or peer == rank:
+            raise ValueError(f"{label}: peer {peer} is not another rank of {world}")
+        if tensor.device != device:
+            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {device}")
+        if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
+            if not tensor.is_contiguous():
+                raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
+            # Not view(-1), which leaves the only element of a tensor with what stride it had.
+            copy = Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,)))
+        flat.append(copy)
+    return flat
+
+
+def _failure(what: str, error: BaseException) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    failure = CommError(f"{what}: {_line(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,102 @@
+"""Registered memory: tensors of one rank that its peers map and read where they lie.
+
+Regions are made on demand and kept: a tensor that is no longer used leaves its region to the next one that fits. Peers
+map a region when they first read from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from interlace._core import Exchange
+
+LEAST = 64 << 10  # bytes of a tensor below which mapping it is not worth one of the few regions
+
+
+class Memory(Protocol):
+    """Where regions come from."""
+
+    def create(self, size: int) -> tuple[Any, bytes, Callable[[], None]]:
+        """(new memory, the handle that peers map it by, what ends the handle). Raises OSError if there is none."""
+
+    def lease(self, memory: Any) -> tuple[Any, Tensor]:
+        """(an object that lives as long as the tensor's storage, a tensor of uint8 of all the memory)."""
+
+    def address(self, memory: Any) -> int: ...
+
+    def map(self, rank: int, handle: bytes, size: int) -> tuple[int, Any]:
+        """(the address of a peer's region here, what keeps it mapped)."""
+
+
+class _Region(NamedTuple):
+    number: int
+    memory: Any
+    size: int
+
+
+class Regions:
+    """The registered memory of one rank, and what it has mapped of its peers'."""
+
+    def __init__(self, exchange: Exchange, memory: Memory) -> None:
+        self._exchange: Exchange | None = exchange
+        self._memory = memory
+        self._free: list[_Region] = []
+        self._made = 0
+        self._mapped: list[Any] = []
+        self._ends = contextlib.ExitStack()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A tensor in registered memory; None if it is too small for that, or if there is no more of it."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < LEAST or self._exchange is None:
+            return None
+        region = self._take(size)
+        if region is None:
+            return None
+        lease, tensor = self._memory.lease(region.memory)
+        weakref.finalize(lease, self._free.append, region)
+        return tensor[:size].view(dtype).view(shape)
+
+    def _take(self, size: int) -> _Region | None:
+        """The smallest free region that fits, unless most of it would lie idle; else a new one."""
+        fitting = [region for region in self._free if size <= region.size <= 2 * size + mmap.PAGESIZE]
+        if fitting:
+            region = min(fitting, key=lambda found: found.size)
+            self._free.remove(region)
+            return region
+        if self._made == Exchange.REGIONS or self._exchange is None:
+            return None
+        rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            memory, handle, end = self._memory.create(rounded)
+        except OSError:
+            return None
+        self._ends.callback(end)
+        region = _Region(self._made, memory, rounded)
+        self._made += 1
+        self._exchange.add_region(region.number, self._memory.address(memory), rounded, handle)
+        return region
+
+    def map(self, rank: int, number: int) -> None:
+        """Maps a region of a peer. Raises CommError or OSError."""
+        if self._exchange is None:
+            return
+        size, handle = self._exchange.region_of(rank, number)
+        address, keeps = self._memory.map(rank, handle, size)
+        self._mapped.append(keeps)
+        self._exchange.map_region(rank, number, address, size)
+
+    def close(self) -> None:
+        """Peers can map nothing more, and what was mapped of theirs is given back. Tensors stay valid."""
+        self._exchange = None
+        self._mapped.clear()
+        self._free.clear()
+        self._ends.close()
