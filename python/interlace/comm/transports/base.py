@@ -22,7 +22,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace.comm.trace import Trace
 
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -270,7 +271,7 @@ class _QueuedTicket:
         self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
         self.finished = threading.Event()
         self.error: CommError | None = None
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
         self.keep: Any = None  # what must live until the batch is complete
 
     def done(self) -> bool:
@@ -288,7 +289,7 @@ class _QueuedTicket:
         if self.error is not None:
             raise self.error.again() from self.error
         if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 class QueueTransport(Transport):
@@ -316,7 +317,7 @@ class QueueTransport(Transport):
         self._closed = False
         self._progress = _LastProgress()
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if _device.on_gpu(device) else None
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
         )
@@ -329,7 +330,7 @@ class QueueTransport(Transport):
     ) -> None:
         """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
 
-        On CUDA it runs under the transport's stream and returns when all that is enqueued.
+        On a GPU it runs under the transport's stream and returns when all that is enqueued.
         """
 
     def _shut(self) -> None:
@@ -371,7 +372,7 @@ class QueueTransport(Transport):
         what = f"rank {self.called[self.rank]}, {label} (batch {sequence})"
         ticket = _QueuedTicket(what, self.timeout, self.device, self._progress)
         ticket.keep = (outgoing, incoming, then)
-        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        ready = torch.accelerator.current_stream(self.device).record_event() if self._stream is not None else None
         inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
         if self.trace is not None:
             self.trace.mark("issue", label)
@@ -379,7 +380,7 @@ class QueueTransport(Transport):
         def run() -> None:
             began = time.perf_counter()
             self._progress.note()
-            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(inference), torch.no_grad(), self._stream or nullcontext():
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 self._run(outgoing, incoming, label, arguments, sequence)

@@ -182,7 +182,9 @@ class CudaIpcTransport(ShmTransport):
     def _parts(self) -> tuple[Window, Events, int]:
         if self._window is None or self._events is None:
             raise RuntimeError("the transport was closed meanwhile")  # the batch says of which rank and operation
-        return self._window, self._events, 0 if self._stream is None else self._stream.cuda_stream
+        # Batches run under the transport's stream.
+        stream = 0 if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
+        return self._window, self._events, stream
 
     def _let_peers_read(self, events: Events) -> None:
         """Waits for the copies out of this rank's slots that peers have counted, which means: enqueued."""
