@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from interlace import _device
+from interlace.attention.plan import TENSOR_FIELDS, AttentionPlan
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -14,3 +17,10 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     to_gpu = _device.on_gpu(device) and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
+
+
+def sent_plan(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
+    """`plan` on `device`, without what is noted on it; from the host to a GPU nobody waits for it."""
+    if plan.device == device:
+        return plan
+    return replace(plan, **{name: sent(getattr(plan, name), device) for name in TENSOR_FIELDS})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 
 from interlace import _device
 from interlace.attention import AttentionPlan
-from interlace.attention.plan import TENSOR_FIELDS
 from interlace.masks import BitfieldMask
 from interlace.model import Media
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import sent, sent_plan
 
 NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
 """What is noted on a plan."""
@@ -66,7 +64,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return sent(value, device)
     if isinstance(value, AttentionPlan):
-        plan = replace(value, **{name: moved(getattr(value, name), device) for name in TENSOR_FIELDS})
+        plan = sent_plan(value, device)
         # What was made of it, and found out, on the host: a GPU would have to be waited for.
         plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
         return plan
