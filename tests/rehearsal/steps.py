@@ -1,8 +1,8 @@
 """Runs on the rehearsal device: training with validation and checkpoints, resume, generation. Prints what was noticed.
 
 python -m tests.rehearsal.steps NAME...: "modules" (a model put together from encoders and a language model) or a family
-of tests/train/whole_families.py (a HuggingFace checkpoint). Each part has a table (`rehearsal.table`); "step" has one
-for each training step.
+of tests/train/whole_families.py (a HuggingFace checkpoint). Each part has a table (`rehearsal.table`) for each time
+that it ran: "step" for each training step. "device" says whether the device itself is right (`checks`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from interlace.train.trainer import Trainer
 from tests import rehearsal
 from tests.data import chat_families
 from tests.gpu.test_trainer import TABLE
+from tests.rehearsal.checks import checks
 from tests.train.whole_families import kind_of, prepare
 
 STEPS = {"steps": 4, "schedule_steps": 6, "warmup_steps": 1, "validate_every": 2, "validation_samples": 2}
@@ -41,7 +42,7 @@ PARTS = {"_train_step": "step", "validate": "validation", "save": "checkpoint", 
 
 def main(names: list[str]) -> None:
     rehearsal.start()
-    found = {}
+    found: dict[str, Any] = {"device": checks()}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = whole(name, Path(folder)) if name != "modules" else modules(Path(folder))
