@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,4 +24,5 @@ def sent_plan(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
     """`plan` on `device`, without what is noted on it; from the host to a GPU nobody waits for it."""
     if plan.device == device:
         return plan
-    return replace(plan, **{name: sent(getattr(plan, name), device) for name in TENSOR_FIELDS})
+    there: dict[str, Any] = {name: sent(getattr(plan, name), device) for name in TENSOR_FIELDS}
+    return replace(plan, **there)
