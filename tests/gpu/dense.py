@@ -16,6 +16,7 @@ from torch import Tensor
 
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask
+from tests import rehearsal
 from tests.attention import cases
 from tests.judge import judge
 
@@ -23,8 +24,10 @@ WHY_SKIPPED = "no CUDA device (INTERLACE_GPU_TESTS_ON=cpu rehearses these tests 
 
 
 def find_device() -> torch.device | None:
-    """The CUDA device, what INTERLACE_GPU_TESTS_ON names, or None."""
+    """The CUDA device, what INTERLACE_GPU_TESTS_ON names ("cpu", "rehearsal"), or None."""
     named = os.environ.get("INTERLACE_GPU_TESTS_ON")
+    if named == rehearsal.NAME:
+        rehearsal.start()
     if named:
         return torch.device(named)
     return torch.device("cuda", 0) if torch.cuda.is_available() else None

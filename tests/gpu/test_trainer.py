@@ -27,6 +27,7 @@ from interlace.run import parallelize
 from tests.tiny import random_microbatches, tiny_mllm
 
 pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
+HERE = "cpu" if DEVICE is None or DEVICE.type == "cpu" else "cuda"  # run.device
 CLOSE = 1e-3  # fp32 on a GPU sums in another order than a CPU
 STEPS = 30
 
@@ -129,7 +130,7 @@ def test_replicas_of_one_process_equal_one_process() -> None:
 
 def over_processes(rank: int, kind: str) -> int:
     """One rank of two, each on its own GPU; returns how many parameters it holds."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     torch.backends.cudnn.allow_tf32 = False
     held = 0
     for placement, degrees in (("parallel", {}), ("colocated", {"vision": 2, "audio": 2, "language_model": 2})):
@@ -154,7 +155,8 @@ def over_processes(rank: int, kind: str) -> int:
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
 def test_processes_with_a_gpu_each_equal_one_process() -> None:
-    for kind, value in run_ranks(2, over_processes, "cuda" if ON_GPU else "cpu", timeout=300):
+    assert DEVICE is not None
+    for kind, value in run_ranks(2, over_processes, DEVICE.type, timeout=300):
         assert kind == "returned" and value > 0, value
 
 
@@ -178,7 +180,7 @@ def run(folder: Path, device: str, *overrides: str, **how: Any) -> tuple[list[di
 def test_one_gpu_alone_trains_as_a_cpu_does(tmp_path: Path) -> None:
     assert DEVICE is not None
     name = "loss_metrics/global_avg_loss"
-    here, folder = run(tmp_path / "here", DEVICE.type)
+    here, folder = run(tmp_path / "here", HERE)
     there, _ = run(tmp_path / "there", "cpu")
     losses, expected = ([line[name] for line in lines] for lines in (here, there))
     assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0], losses
@@ -194,7 +196,7 @@ def test_one_gpu_alone_trains_as_a_cpu_does(tmp_path: Path) -> None:
 def test_a_checkpoint_goes_on_on_another_device(tmp_path: Path, first: str) -> None:
     assert DEVICE is not None
     name = "loss_metrics/global_avg_loss"
-    devices = [DEVICE.type, "cpu"] if first == "here" else ["cpu", DEVICE.type]
+    devices = [HERE, "cpu"] if first == "here" else ["cpu", HERE]
     plan = f"train.schedule_steps={STEPS}"
     whole, _ = run(tmp_path / "whole", devices[0])
     _, folder = run(tmp_path / "parts", devices[0], "train.steps=4", plan)

@@ -111,7 +111,7 @@ def test_events_become_seconds_of_the_programs_clock(monkeypatch: pytest.MonkeyP
     assert devices.seconds([(1.0, 2.0)], torch.device("cpu")) == [(1.0, 2.0)]
     gpu = torch.device("cuda", 0)
     assert devices.seconds([], gpu) == []
-    monkeypatch.setattr(devices, "_event", lambda: Event(5000.0))
+    monkeypatch.setattr(devices, "_event", lambda device: Event(5000.0))
     monkeypatch.setattr(devices, "current", lambda device: devices.nullcontext())
     monkeypatch.setattr(devices.time, "monotonic", lambda: 100.0)
     found = devices.seconds([(Event(1000.0), Event(1500.0)), (Event(1500.0), Event(4000.0))], gpu)

@@ -253,7 +253,7 @@ def _is_plain_eager(*tensors: Tensor) -> bool:
     """Whether nothing needs to see the op as a node of its own: then torch.library's machinery can be left out."""
     device = tensors[0].device.type
     return (
-        device in ("cpu", "cuda")
+        device != "meta"
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
         and all(type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
@@ -399,18 +399,18 @@ _forward.register_vmap(_transforms.row_by_row(_forward))
 _backward.register_vmap(_transforms.row_by_row(_backward))
 
 
-def _register_autocast(device_type: str, key: str) -> None:
+def _register_autocast(key: str) -> None:
     """Casts where autocast runs the op. `register_autocast` would fix one dtype when it is called; users choose theirs
     (fp16 or bf16) by the context."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         q, k, v = cast_for_autocast(q, k, v)
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             return _forward(q, k, v, *rest)  # type: ignore[no-any-return]
 
     _LIBRARY.impl("bitfield_attention", kernel, key)  # type: ignore[no-untyped-call]
 
 
 _LIBRARY = torch.library.Library("interlace", "FRAGMENT")  # type: ignore[no-untyped-call]
-_register_autocast("cpu", "AutocastCPU")
-_register_autocast("cuda", "AutocastCUDA")
+for _key in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1"):
+    _register_autocast(_key)

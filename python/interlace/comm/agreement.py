@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace._core import fingerprint
 from interlace.balance import TokenShards
 from interlace.comm.transports.base import Arguments
@@ -48,9 +49,9 @@ class Fingerprint:
         seed = hashlib.blake2b(f"{text} {[list(t.shape) for t in tensors]}".encode(), digest_size=8)
         self._value = int.from_bytes(seed.digest(), "little")
         self._copies = [_on_host(tensor) for tensor in tensors]
-        cuda = [tensor.device for tensor in tensors if tensor.is_cuda]
-        self._copied = torch.cuda.current_stream(cuda[0]).record_event() if cuda else None
-        if not cuda:
+        gpus = [tensor.device for tensor in tensors if _device.on_gpu(tensor.device)]
+        self._copied = torch.accelerator.current_stream(gpus[0]).record_event() if gpus else None
+        if not gpus:
             self._finish()
 
     def __str__(self) -> str:
@@ -91,7 +92,7 @@ def _arguments(dtype: torch.dtype, backward: bool, options: tuple[tuple[str, obj
 
 
 def _on_host(tensor: Tensor) -> np.ndarray:
-    if not tensor.is_cuda:
+    if not _device.on_gpu(tensor.device):
         return tensor.detach().contiguous().numpy()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True).numpy()

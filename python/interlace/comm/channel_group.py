@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace import _device
 from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import RollCall, first_line, is_slow, reason_of
 from interlace.comm.paths import Paths
@@ -475,8 +476,8 @@ def _all_gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.W
 
 def _memory(device: torch.device) -> int:
     """Bytes that a device has."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if _device.on_gpu(device):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -38,6 +38,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace.attention import AttentionPlan
 from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import (
@@ -214,7 +215,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, world: int, heads: int | str) -> li
         else:
             each = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
             heads = -(-LEAST_BYTES // each)
-            if k.device.type == "cuda":
+            if _device.on_gpu(k.device):
                 heads = max(heads, -(-LEAST_ROWS * total // (q.shape[0] * q.shape[1] * q.shape[2])))
             heads = -(-total // -(-total // min(heads, total)))  # as many chunks, but of even length
     elif isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:

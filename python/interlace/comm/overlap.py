@@ -33,6 +33,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace.comm.collectives import reduce_in_order, reduce_pieces, reduce_whole
 from interlace.comm.trace import computing
 from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket, Transport, peers_of
@@ -86,10 +87,10 @@ def multiply(rows: Tensor, matrix: Tensor, out: Tensor, add: bool = False) -> No
 
 
 class SideStream:
-    """Where copies run beside the products: a stream on CUDA, a thread on CPUs. In order."""
+    """Where copies run beside the products: a stream on GPUs, a thread on CPUs. In order."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.Stream(device) if _device.on_gpu(device) else None
         self._thread = ThreadPoolExecutor(1, "interlace-copies") if self.stream is None else None
 
     @staticmethod
@@ -106,7 +107,7 @@ class SideStream:
                 self._thread.shutdown()
 
     def run(self, function: Callable[[], None]) -> Wait:
-        """Starts `function`; the returned call waits for it (on CUDA: makes the current stream wait)."""
+        """Starts `function`; the returned call waits for it (on a GPU: makes the current stream wait)."""
         if self._thread is not None:
             inference = torch.is_inference_mode_enabled()
 
@@ -117,11 +118,11 @@ class SideStream:
             return self._thread.submit(alike).result
         assert self.stream is not None
         device = self.stream.device
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.accelerator.current_stream(device))
+        with self.stream:
             function()
             done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(device).wait_event(done)
+        return lambda: torch.accelerator.current_stream(device).wait_event(done)
 
 
 _side_streams: weakref.WeakKeyDictionary[Transport, SideStream] = weakref.WeakKeyDictionary()

@@ -43,6 +43,7 @@ from interlace.model.slice import changing_output, find_layers, leave, run
 from interlace.model.switch import use_bitfield_attention
 from interlace.model.tiles import TileInputs
 from interlace.model.trial_encoder import encoder_packing
+from interlace.parallel.sending import sent_plan
 
 if TYPE_CHECKING:
     from interlace.parallel.context import Context
@@ -363,12 +364,12 @@ class ModalityModule(nn.Module):
     def _sharing(self, context: Context | None, plan: AttentionPlan, device: torch.device) -> Iterator[Rows]:
         """Inside, attention follows `plan`; with a context the layers are to have what is yielded of the rows."""
         if context is None:
-            with use_plan(plan.to(device), backend=self.backend):
+            with use_plan(sent_plan(plan, device), backend=self.backend):
                 yield lambda rows: rows
             return
         share = context.share(mask_of(plan.queries(), plan.sinks), plan, self.backend)
         joined = changing_output(self.layers[self.stop - 1], share.whole) if self.is_last else nullcontext()
-        with use_plan(share.plan.to(device), backend=share.attend), joined:
+        with use_plan(sent_plan(share.plan, device), backend=share.attend), joined:
             yield share.take
 
     def _run_later(self, hidden: Tensor | None, like: Tensor, items: list[Item]) -> Any:

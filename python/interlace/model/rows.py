@@ -19,6 +19,7 @@ from torch import Tensor
 
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, Tokens, word
+from interlace.parallel.sending import sent_plan
 
 PACKED, ROWS, ALONE = "packed", "rows", "alone"
 
@@ -103,7 +104,7 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
 @lru_cache(maxsize=64)
 def full_plan(batch: int, length: int, device: torch.device) -> AttentionPlan:
     """Plan of a batch of items alike, each seeing all of itself; kept, as it would have to be sent to a GPU."""
-    return AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")).to(device)
+    return sent_plan(AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")), device)
 
 
 def mask_of(tokens: Tokens, sinks: int) -> BitfieldMask:

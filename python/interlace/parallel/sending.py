@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from interlace import _device
+from interlace.attention.plan import AttentionPlan
+
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`; from the host to a GPU through pinned memory, so that nobody waits for it."""
     if tensor.is_meta or tensor.device == device:
         return tensor
-    to_gpu = device.type == "cuda" and tensor.device.type == "cpu"
+    to_gpu = _device.on_gpu(device) and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
+
+
+def sent_plan(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
+    """`plan` on `device`, without what is noted on it; from the host to a GPU nobody waits for it."""
+    return plan if plan.device == device else plan.moved(lambda tensor: sent(tensor, device))

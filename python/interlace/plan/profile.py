@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace.plan.cost import LayerTimes
 
 Run = Callable[[Tensor], Tensor]
@@ -115,6 +116,6 @@ def _requires_grad(tensors: Sequence[Tensor], value: bool) -> Iterator[None]:
 
 def _now(tensor: Tensor) -> float:
     """Seconds on a clock, after the device has done what it was given."""
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
+    if _device.on_gpu(tensor.device):
+        torch.accelerator.synchronize(tensor.device)
     return time.perf_counter()

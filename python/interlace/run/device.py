@@ -1,7 +1,7 @@
 """What is different where stages compute on a GPU: inputs travel there, and times are those of the GPU.
 
 A GPU works through what it was told while the program goes on. So inputs are copied from pinned memory without waiting,
-and an action's time is a pair of CUDA events, which are read when somebody asks for them and not in the loop.
+and an action's time is a pair of events, which are read when somebody asks for them and not in the loop.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from interlace import _device
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model import Media
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import sent, sent_plan
 
 NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
 """What is noted on a plan."""
@@ -62,7 +64,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return sent(value, device)
     if isinstance(value, AttentionPlan):
-        plan = value.moved(lambda tensor: sent(tensor, device))
+        plan = sent_plan(value, device)
         # What was made of it, and found out, on the host: a GPU would have to be waited for.
         plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
         return plan
@@ -82,7 +84,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels that name no device run on `device`; each thread has to say so for itself."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.accelerator.device_index(device.index) if _device.on_gpu(device) else nullcontext()
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -94,15 +96,15 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 def clock(device: torch.device) -> Callable[[], Any]:
     """What marks a moment of the work on `device`; `seconds` reads the marks."""
-    return _event if device.type == "cuda" else time.monotonic
+    return partial(_event, device) if _device.on_gpu(device) else time.monotonic
 
 
 def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tuple[float, float]]:
     """Marks of a step in seconds of `time.monotonic`; waits for the GPU."""
-    if device.type != "cuda" or not times:
+    if not _device.on_gpu(device) or not times:
         return list(times)
     with current(device):
-        now = _event()
+        now = _event(device)
         now.synchronize()
     first = times[0][0]
     began = time.monotonic() - first.elapsed_time(now) / 1e3  # events know differences only [ms]
@@ -112,7 +114,7 @@ def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tupl
 def generators(device: torch.device) -> list[Tensor]:
     """The states of the generators that a forward pass on `device` may draw from."""
     states = [torch.random.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    return [*states, torch.get_device_module(device).get_rng_state(device)] if _device.on_gpu(device) else states
 
 
 def drawing(device: torch.device) -> Callable[[], bool]:
@@ -121,7 +123,7 @@ def drawing(device: torch.device) -> Callable[[], bool]:
     return lambda: any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
 
 
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event

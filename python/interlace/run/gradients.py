@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
 from interlace.parallel.region import Region
+from interlace.parallel.sending import sent
 
 BUCKET_BYTES = 32 << 20
 
@@ -27,7 +28,7 @@ class Sum:
             gradients = [p.grad for p in bucket]
             pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(bucket, gradients)]
             flags = torch.tensor([float(g is not None) for g in gradients], dtype=bucket[0].dtype)
-            flat = torch.cat([*pieces, flags.to(bucket[0].device)])
+            flat = torch.cat([*pieces, sent(flags, bucket[0].device)])
             for p in bucket:
                 p.grad = None  # the bucket has it: not held twice while it travels
             del gradients, pieces
@@ -36,11 +37,13 @@ class Sum:
 
     def wait(self) -> None:
         """The sums are in `.grad` of the parameters."""
-        for bucket, flat, pending in self._parts:
+        for _, _, pending in self._parts:
             pending.wait()
-            *pieces, flags = flat.split([*(p.numel() for p in bucket), len(bucket)])
-            for p, piece, count in zip(bucket, pieces, flags.tolist(), strict=True):
-                p.grad = piece.view_as(p) if count else None
+        flags = iter(present([flat[-len(bucket) :] for bucket, flat, _ in self._parts]))
+        for bucket, flat, _ in self._parts:
+            *pieces, _ = flat.split([*(p.numel() for p in bucket), len(bucket)])
+            for p, piece in zip(bucket, pieces, strict=True):
+                p.grad = piece.view_as(p) if next(flags) else None
         self._parts = []
 
 
@@ -59,12 +62,25 @@ def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return found
 
 
-def squares(gradients: Sequence[Tensor]) -> float:
-    """The sum of the squares of all elements."""
+def present(flags: Sequence[Tensor]) -> list[bool]:
+    """Which flags are set, one after the other, in one read: a GPU is waited for once."""
+    found: list[bool] = torch.cat([each != 0 for each in flags]).tolist() if flags else []
+    return found
+
+
+def squares(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of the squares of all elements, fp64; no tensor without gradients."""
     if not gradients:
-        return 0.0
+        return []
     norms = torch._foreach_norm([gradient.detach() for gradient in gradients])
-    return float(torch.stack([norm.double() for norm in norms]).square().sum())
+    return [torch.stack([norm.double() for norm in norms]).square().sum()]
+
+
+def totals(*groups: Sequence[Tensor]) -> list[float]:
+    """The sum of the numbers of each group, 0 of an empty one, in one read: a GPU is waited for once."""
+    sums = [torch.stack(list(group)).sum().double() for group in groups if group]
+    read = iter(torch.stack(sums).tolist() if sums else ())
+    return [next(read) if group else 0.0 for group in groups]
 
 
 def whole_gradients(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from interlace import _device
 from interlace.comm.channel import Channel, Tag
 from interlace.plan import LinkModel, fit_link
 from interlace.plan.cost_model import FREE
@@ -106,8 +107,8 @@ def _line(
         for _ in range(ECHOES.get(size, FEW)):
             begin = time.perf_counter()
             work(size, turn)
-            if channel.device.type == "cuda":
-                torch.cuda.synchronize(channel.device)
+            if _device.on_gpu(channel.device):
+                torch.accelerator.synchronize(channel.device)
             best.append(time.perf_counter() - begin)
             turn += 1
         seconds.append(max(one(min(best[1:])), 1e-9))

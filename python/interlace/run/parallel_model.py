@@ -33,7 +33,7 @@ from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.dispatch import Balance, dispatcher_of
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.gradients import squares, whole_gradients
+from interlace.run.gradients import squares, totals, whole_gradients
 from interlace.run.graph import edges, groups, stage_graph
 from interlace.run.lanes import groups_of, with_lanes
 from interlace.run.lists import Lists
@@ -399,8 +399,7 @@ class ParallelModel:
     ) -> tuple[float, float, tuple[float, ...]]:
         """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""
         losses = [step.loss for step in steps.values() if step.loss is not None]
-        loss = float(torch.stack(losses).sum()) if losses else 0.0
-        square = self._squares() if train else 0.0
+        loss, square = totals(losses, squares(list(self._counted())) if train else [])
         mine = [loss, square, float(note()), float(any(step.drew for step in steps.values()))]
         if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
@@ -412,8 +411,8 @@ class ParallelModel:
                 f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a module with tp > 1 or cp > 1, "
                 "which its ranks do not draw alike: set what it drops to 0, or give it tp = cp = 1"
             )
-        total, squares, *_ = everyone.sum(0).tolist()
-        return total, squares**0.5, tuple(everyone[:, 2].tolist())
+        total, square, *_ = everyone.sum(0).tolist()
+        return total, square**0.5, tuple(everyone[:, 2].tolist())
 
     def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients of earlier steps off what ranks share: those are sums over ranks already."""
@@ -436,9 +435,6 @@ class ParallelModel:
             if parameter.grad is not None and (counts is None or name in counts):
                 yield parameter.grad
 
-    def _squares(self) -> float:
-        return squares(list(self._counted()))
-
     def _signature(self) -> list[tuple[int, int]]:
         """Which gradients there are, and how often each was changed."""
         return [(id(p.grad), p.grad._version) for _, p in self.named_parameters() if p.grad is not None]
@@ -451,7 +447,7 @@ class ParallelModel:
         `recompute` (on every rank alike) it is taken anew, which gradients that were changed since need.
         """
         if recompute:
-            square = self._squares()
+            [square] = totals(squares(list(self._counted())))
             if self.channel is not None:
                 with as_pipeline_errors():
                     numbers = torch.tensor([square], dtype=torch.float64)

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from interlace import _device
 from interlace.comm.transports.silent import SilentTransport
 from interlace.model.multimodal import LANGUAGE_MODEL
 from interlace.model.standin import kind_of
@@ -118,7 +119,7 @@ class Profile:
 
     def _apart(self) -> AbstractContextManager[None]:
         """What a run draws later does not change."""
-        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        return torch.random.fork_rng([self.device] if _device.on_gpu(self.device) else [], device_type=_device.KIND)
 
     def round(self, setting: Any = None, *, lanes: bool = True) -> float:
         """Times all layers at all sizes once, as the process is set now; returns the seconds that it took.
@@ -144,7 +145,8 @@ class Profile:
         self, setting: Any = None, *, optimizer: LinkModel = FREE, of_rounds: Callable[..., Any] = np.median
     ) -> FittedCosts:
         """What a setting's rounds say. of_rounds: np.median, or np.min where what else runs is to have no part."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        module = torch.get_device_module(self.device)
+        kind = module.get_device_name(self.device) if _device.on_gpu(self.device) else "CPU"
         rounds = _count(len(self.rounds[setting]))
         origin = f"timed on this machine ({kind}, {self._threads[setting]} threads, {rounds})"
         fits = {

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from interlace.comm.channel import Channel, Pending
 from interlace.layout import Shard
 from interlace.parallel.region import Region
+from interlace.parallel.sending import sent
 from interlace.run.errors import PipelineError
-from interlace.run.gradients import buckets
+from interlace.run.gradients import buckets, present
 from interlace.run.weights import Pieces
 
 
@@ -238,7 +239,7 @@ class Sharded:
                 if weight.whole.grad is not None
             )
             flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
-            flat[:, width:] = flags.to(flat.device)
+            flat[:, width:] = sent(flags, flat.device)
             for weight in bucket:
                 weight.whole.grad = None
             started.append((bucket, channel.start_reduce_scatter(flat, ranks, f"{key} {number}")))
@@ -264,11 +265,12 @@ class ShardedSum:
         over_sets = [channel.start_all_reduce(mine, ranks, f"{self._key} sets {i}") for i, (_, mine) in enumerate(sums)]
         for pending in over_sets:
             pending.wait()
+        flags = iter(present([mine[-len(bucket) :] for bucket, mine in sums]))
         for bucket, mine in sums:
-            present = dict(zip(bucket, mine[-len(bucket) :].tolist(), strict=True))
+            given = dict(zip(bucket, flags))
             for weight, rows in parts(bucket, sharded.place, mine):
                 assert weight.part is not None
-                weight.part.grad = rows if present[weight] else None
+                weight.part.grad = rows if given[weight] else None
         self._started = []
 
 

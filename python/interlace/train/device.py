@@ -8,54 +8,57 @@ from typing import Any
 
 import torch
 
+from interlace import _device
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
-
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Kind of device -> what the ranks' process group speaks: gloo carries what the programs tell each other."""
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``train.precision`` -> what matrix products of a forward compute in; None: in the dtype of the weights."""
 
 
 def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
-    """ "cpu" or "cuda", for ``run.device`` and so many ranks on this machine.
+    """ "cpu" or the type of GPUs, for ``run.device`` and so many ranks on this machine.
 
     "auto" is a GPU for each rank where there are enough. Raises ConfigError for "cuda" where there are not.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = _device.count()
     if wanted == "auto":
-        return "cuda" if gpus >= ranks else "cpu"
+        return _device.KIND if gpus >= ranks else "cpu"
     if wanted == "cuda" and gpus < ranks:
         raise ConfigError(
             f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
             f"this machine, but {_found(gpus)}; set run.device = 'cpu', lower the degrees in [parallel], or use more "
             "machines"
         )
-    return wanted
+    return _device.KIND if wanted == "cuda" else wanted
+
+
+def backend(kind: str) -> str:
+    """Backend of the ranks' process group: gloo carries what the programs tell each other."""
+    return "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def take(kind: str, local_rank: int, *, deterministic: bool = True) -> torch.device:
     """This rank's device, from now on the current one."""
     # What torch has no deterministic kernel for is an error on the CPU; on a GPU that would be the usual interpolation
     # of position embeddings, so there it is a warning that names it.
-    torch.use_deterministic_algorithms(deterministic, warn_only=kind == "cuda")
+    torch.use_deterministic_algorithms(deterministic, warn_only=kind != "cpu")
     # They bring along that torch fills every new tensor, which costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if kind == "cpu":
         return torch.device("cpu")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; torch asks for it
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(kind, local_rank)
+    torch.accelerator.set_device_index(device)
     return device
 
 
 def finish() -> None:
     """Waits until this rank's GPU, if it has one, has computed all that it was given."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if _device.in_use():
+        torch.accelerator.synchronize()
 
 
 def compile_layers(parallel: Any, device: torch.device, *, source: str = "config") -> None:
@@ -97,4 +100,4 @@ def _found(gpus: int) -> str:
 
 
 def _names(kind: str) -> str:
-    return "a GPU" if kind == "cuda" else "the CPU"
+    return "the CPU" if kind == "cpu" else "a GPU"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from interlace import _device
 from interlace.train.schema import Config
 
 # Dense products with fp32 sums (of GeForce cards, too), without sparsity, in 1e12 per second: data sheets of "NVIDIA
@@ -47,9 +48,9 @@ def peak_here(config: Config) -> float:
     CPU."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not _device.in_use():
         return 0.0
-    return peak_of(torch.cuda.get_device_name(), config.train.precision) or 0.0
+    return peak_of(torch.get_device_module(_device.KIND).get_device_name(), config.train.precision) or 0.0
 
 
 class Meter:

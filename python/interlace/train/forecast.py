@@ -101,7 +101,7 @@ def _update_seconds(
 ) -> float:
     """The shortest of some updates of random weights that look like these, with the norm of their gradients and
     clipping, as every step has them; the first is a warm-up."""
-    from interlace.run.gradients import squares
+    from interlace.run.gradients import squares, totals
 
     mine = [(name, nn.Parameter(torch.zeros_like(each, device=device))) for name, each in parameters]
     optimizer, took = Optimizer(mine, config, rate), []
@@ -110,7 +110,7 @@ def _update_seconds(
             weight.grad = torch.ones_like(weight)
         finish()
         begin = time.perf_counter()
-        squares([weight.grad for _, weight in mine if weight.grad is not None])
+        totals(squares([weight.grad for _, weight in mine if weight.grad is not None]))
         torch._foreach_mul_([weight.grad for _, weight in mine if weight.grad is not None], 0.5)
         optimizer.step(turn + 1)
         finish()

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from interlace import _device
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run.table import Lengths
 from interlace.schedule import StepTable
@@ -223,16 +224,16 @@ class Metrics:
 
 def memory_gib() -> float:
     """Peak memory of this process: of its GPU when it uses one, else its resident set. GiB."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
+    if _device.in_use():
+        return torch.accelerator.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def reserved_gib() -> float:
     """What torch has taken of this process's GPU at most, in use or not. GiB; 0 without one."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_reserved() / 2**30
+    if _device.in_use():
+        return torch.accelerator.max_memory_reserved() / 2**30
     return 0.0
 
 

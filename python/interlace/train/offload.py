@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from interlace import _device
 from interlace.train.config import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,7 +48,7 @@ class _Staged(NamedTuple):
     parameters: list[nn.Parameter]
     weights: list[Tensor]
     gradients: list[Tensor]
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
     def wait(self) -> None:
         if self.arrived is not None:
@@ -137,7 +138,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             sizes = [p.nbytes for group in self.param_groups for p in group["params"]]
             most = max(min(self._bucket_bytes, sum(sizes)), max(sizes))
             room = 2 * (most + _ALIGNED * len(sizes))
-            pinned = parameters[0].device.type == "cuda"
+            pinned = _device.on_gpu(parameters[0].device)
             self._buffers = [torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         return self._buffers[number]
 
@@ -162,13 +163,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         )
 
 
-def _moment(device: torch.device) -> torch.cuda.Event | None:
+def _moment(device: torch.device) -> torch.Event | None:
     """After all that a GPU has been told so far."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return torch.accelerator.current_stream(device).record_event() if _device.on_gpu(device) else None
 
 
 def _aligned(size: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from interlace import _device
 from interlace.model.naming import LANGUAGE_MODEL, short_names
 
 MOST_RANKS = 64
@@ -91,8 +92,8 @@ def _of_rank(layout: Any, rank: int) -> dict[str, str]:
 def machine() -> dict[str, str]:
     """What this process runs on, and with."""
     found = {"processor": f"{_processor()}, {os.cpu_count()} cores", "system": platform.platform(terse=True)}
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    if gpus := _device.count():
+        names = [torch.get_device_module(_device.KIND).get_device_name(number) for number in range(gpus)]
         found["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     found["Python"] = platform.python_version()
     for package in ("interlace", "torch", "transformers", "numpy"):

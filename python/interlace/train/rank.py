@@ -99,7 +99,7 @@ def _train(
     if config.train.offload_optimizer:
         offload.check_device(kind, source=source)
     device = devices.take(kind, int(os.environ.get("LOCAL_RANK", rank)), deterministic=config.run.deterministic)
-    startup = Startup(rank, world, config.parallel.timeout, devices.BACKENDS[kind])
+    startup = Startup(rank, world, config.parallel.timeout, devices.backend(kind))
     cleanup.callback(startup.close)
     devices.agree(kind, startup, source=source)
     chosen = ""
@@ -165,7 +165,7 @@ def _train(
             record(folder, config, asked)
             runfolder.point_latest(folder)
     producers = producers_of(config, folder, local_world, source=source)
-    feed = feed_of(config, train, held_out, parallel, startup, producers, pinned=kind == "cuda")
+    feed = feed_of(config, train, held_out, parallel, startup, producers, pinned=kind != "cpu")
     cleanup.callback(feed.close)
     if config.data.reading == "random":
         config = with_steps(config, feed.loader.batches, source=source)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace import _device
 from interlace.comm.lost import named
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport
@@ -59,9 +60,7 @@ def connect(
     """
     from interlace.comm.group import process_group as resolved
 
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device.indexed(torch.device(device))
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     wanted = _wanted(transport)

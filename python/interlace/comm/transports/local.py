@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace.comm.copiers import Copier, plain_copies
 from interlace.comm.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import (
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class _Parcel(NamedTuple):
     header: Header
     tensors: list[Tensor]
-    ready: torch.cuda.Event | None
+    ready: torch.Event | None
 
 
 class LocalHub(ThreadRanks):
@@ -54,7 +55,7 @@ class LocalHub(ThreadRanks):
         super().__init__(world, called)
         self.before = before or (lambda rank, what: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
-        self.taken: dict[tuple[int, int], deque[tuple[torch.cuda.Event | None]]] = defaultdict(deque)  # (from, to)
+        self.taken: dict[tuple[int, int], deque[tuple[torch.Event | None]]] = defaultdict(deque)  # (from, to)
         self.signals: dict[tuple[int, int], int] = defaultdict(int)
 
     def first(self, rank: int, peer: int, what: str, timeout: float, waiting: deque[T]) -> T:
@@ -84,7 +85,7 @@ class LocalTransport(QueueTransport):
         timeout: float = DEFAULT_TIMEOUT,
         copier: Copier = plain_copies,
     ) -> None:
-        super().__init__(rank, hub.world, device=_indexed(torch.device(device)), timeout=timeout)
+        super().__init__(rank, hub.world, device=_device.indexed(torch.device(device)), timeout=timeout)
         self.hub, self.called = hub, hub.called
         self.copier = copier
         self.waited: dict[int, int] = defaultdict(int)
@@ -98,7 +99,7 @@ class LocalTransport(QueueTransport):
     ) -> None:
         hub, rank = self.hub, self.rank
         hub.before(rank, "post")
-        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
         with hub.changed:
             for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
@@ -113,9 +114,9 @@ class LocalTransport(QueueTransport):
             check(self.called[rank], self.called[peer], header_of(sequence, what, arguments, expected), parcel.header)
             hub.before(rank, "take")
             if parcel.ready is not None:
-                torch.cuda.current_stream().wait_event(parcel.ready)
+                torch.accelerator.current_stream().wait_event(parcel.ready)
             self.copier([(to, source) for to, source in zip(expected, parcel.tensors) if to.numel()])
-            taken = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+            taken = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
             with hub.changed:
                 self._progress.note()
                 hub.posted[edge].popleft()
@@ -129,7 +130,7 @@ class LocalTransport(QueueTransport):
             with hub.changed:
                 hub.taken[edge].popleft()
             if taken is not None:
-                torch.cuda.current_stream().wait_event(taken)
+                torch.accelerator.current_stream().wait_event(taken)
 
     def signal(self, peer: int) -> None:
         with self.hub.changed:
@@ -175,8 +176,8 @@ def run_local(
         transport = LocalTransport(rank, hub, device=device, timeout=timeout, copier=copier)
         try:
             with use(transport), torch.autograd.set_multithreading_enabled(False):
-                if transport.device.type == "cuda":
-                    torch.cuda.set_device(transport.device)
+                if _device.on_gpu(transport.device):
+                    torch.accelerator.set_device_index(transport.device)
                 results[rank] = function(transport, *args)
         except BaseException as error:
             errors.append((rank, error))
@@ -193,9 +194,3 @@ def run_local(
         # Who fails first takes the others along with CommErrors: what it says is the cause.
         raise next((error for _, error in errors if not isinstance(error, CommError)), errors[0][1])
     return results
-
-
-def _indexed(device: torch.device) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-    )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from interlace import _device
 from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, CommError, Copy, Ticket, Transport
 
 _NO_STREAM = contextlib.nullcontext()
@@ -39,7 +40,7 @@ class _QueuedTicket:
         self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
         self.finished = threading.Event()
         self.error: CommError | None = None
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
         self.keep: Any = None  # what must live until the batch is complete
 
     def done(self) -> bool:
@@ -57,13 +58,13 @@ class _QueuedTicket:
         if self.error is not None:
             raise self.error.again() from self.error
         if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 class _EndedTicket:
     """Of a batch that ran on the caller's thread."""
 
-    def __init__(self, error: CommError | None, event: torch.cuda.Event | None, device: torch.device) -> None:
+    def __init__(self, error: CommError | None, event: torch.Event | None, device: torch.device) -> None:
         self.error, self.event, self.device = error, event, device
 
     def done(self) -> bool:
@@ -73,7 +74,7 @@ class _EndedTicket:
         if self.error is not None:
             raise self.error.again() from self.error
         if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 def no_step(rank: int, what: str) -> None:
@@ -113,7 +114,7 @@ class QueueTransport(Transport):
         self._newest: _QueuedTicket | None = None
         self._here = threading.Lock()  # held while a batch runs on the thread that asked for it
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if _device.on_gpu(device) else None
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
         )
@@ -174,7 +175,7 @@ class QueueTransport(Transport):
         self.batches += 1
         if self.trace is not None:
             self.trace.mark("issue", label)
-        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        ready = torch.accelerator.current_stream(self.device).record_event() if self._stream is not None else None
         if at_once and self.runs_here and (self._newest is None or self._newest.done()):
             return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
         ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
@@ -192,7 +193,7 @@ class QueueTransport(Transport):
 
     def _run_here(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
+        arguments: Arguments, sequence: int, ready: torch.Event | None,
     ) -> Ticket:  # fmt: skip
         event = error = None
         with self._here:
@@ -207,11 +208,11 @@ class QueueTransport(Transport):
 
     def _carry_out(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments, sequence: int, ready: torch.cuda.Event | None,
-    ) -> torch.cuda.Event | None:  # fmt: skip
+        arguments: Arguments, sequence: int, ready: torch.Event | None,
+    ) -> torch.Event | None:  # fmt: skip
         """One batch, on the thread that runs it; returns what its stream records when all of it is enqueued."""
         began = time.perf_counter()
-        with _NO_STREAM if self._stream is None else torch.cuda.stream(self._stream):
+        with _NO_STREAM if self._stream is None else self._stream:
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             self._run(outgoing, incoming, label, arguments, sequence)

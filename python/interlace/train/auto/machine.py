@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from interlace import _device
 from interlace.plan import LinkModel
 from interlace.plan.around import Around
 from interlace.plan.links import Link, Links
@@ -136,7 +137,7 @@ def here(
     def update() -> LinkModel:
         return time_optimizer(config, model, torch.device(kind))
 
-    if kind == "cuda":
+    if kind != "cpu":
         say("measuring (a few seconds)")
         once = profile_costs(model, samples, **given, budget=BUDGET_SECONDS, optimizer=update())
         once = replace(once, around=around(local_ranks(max(worlds)), 1))
@@ -211,8 +212,8 @@ def memory_of(config: Config, kind: str, world: int) -> float:
     """Bytes that each of `world` ranks on this machine may fill."""
     if config.parallel.memory is not None:
         return config.parallel.memory * 1e9
-    if kind == "cuda":
-        return MOST_OF_MEMORY * float(torch.cuda.get_device_properties(0).total_memory)
+    if kind != "cpu":
+        return MOST_OF_MEMORY * float(torch.get_device_module(kind).get_device_properties(0).total_memory)
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -226,6 +227,6 @@ def most_ranks(config: Config, kind: str) -> int:
 
     if config.parallel.max_ranks is not None:
         return config.parallel.max_ranks
-    if kind == "cuda":
-        return max(1, torch.cuda.device_count())
+    if kind != "cpu":
+        return max(1, _device.count())
     return min(MOST_CPU_RANKS, launcher.default_threads(1))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import torch
 
+from interlace import _device
+
 
 def rng_state() -> dict[str, Any]:
     """The global generators of python, numpy and torch, as JSON-able values; that of this rank's GPU where it has one.
@@ -16,7 +18,8 @@ def rng_state() -> dict[str, Any]:
     A checkpoint without the latter, written on a CPU, leaves a GPU's as it was seeded, and a CPU passes it over.
     """
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    gpu = {"cuda": torch.cuda.get_rng_state().numpy().tobytes().hex()} if torch.cuda.is_initialized() else {}
+    module = torch.get_device_module(_device.KIND)
+    gpu = {_device.KIND: module.get_rng_state().numpy().tobytes().hex()} if _device.in_use() else {}
     return gpu | {
         "python": random.getstate(),
         "numpy": [kind, numpy.asarray(keys).tolist(), position, has_gauss, cached],
@@ -33,5 +36,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         raise ValueError(f"position {position} of {len(keys)}")
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
+    if _device.KIND in state and _device.in_use():
+        gpu = torch.frombuffer(bytearray.fromhex(state[_device.KIND]), dtype=torch.uint8)
+        torch.get_device_module(_device.KIND).set_rng_state(gpu)

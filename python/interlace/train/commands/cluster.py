@@ -271,7 +271,7 @@ class Examination:
             "comparing clocks", lambda: self._clock(meeting), self._judge_clocks,
             form=lambda rank: tuple[float, float] if rank else None,
         )  # fmt: skip
-        backend = devices.BACKENDS[self.device.type]
+        backend = devices.backend(self.device.type)
         wait = timedelta(seconds=self.timeout)
 
         def join() -> None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from interlace import _device
+
 ECHOES = 10  # of a latency
 SMALL = 8  # bytes whose way takes no time but the latency
 LARGEST = 16 << 20  # bytes
@@ -56,9 +58,9 @@ def measure_pair(rank: int, peer: int, device: torch.device, timeout: float) -> 
     def move(tensor: torch.Tensor, gives: bool) -> None:
         work = dist.isend(tensor, peer) if gives else dist.irecv(tensor, peer)
         assert work is not None
-        work.wait() if tensor.is_cuda else work.wait(wait)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(device)
+        work.wait() if _device.on_gpu(tensor.device) else work.wait(wait)
+        if _device.on_gpu(tensor.device):
+            torch.accelerator.synchronize(device)
 
     def echo(size: int) -> float:
         there, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -89,9 +91,9 @@ def measure_sum(group: Any, size: int, device: torch.device, timeout: float) -> 
         begin = time.perf_counter()
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
-        work.wait() if tensor.is_cuda else work.wait(timedelta(seconds=timeout))
-        if tensor.is_cuda:
-            torch.cuda.synchronize(device)
+        work.wait() if _device.on_gpu(tensor.device) else work.wait(timedelta(seconds=timeout))
+        if _device.on_gpu(tensor.device):
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return 2 * (size - 1) / size * SUM_BYTES / max(min(seconds[1:]), 1e-9)
 

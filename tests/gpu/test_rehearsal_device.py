@@ -1,0 +1,84 @@
+"""Training on the rehearsal device: nothing fails that a CPU can show, and a step waits for the GPU where it must."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests import rehearsal
+from tests.train.whole_families import MODELS
+
+pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
+
+STEP = {
+    # Loss and gradient norm: whether the update is made depends on them.
+    "read copy to the host run/gradients.py:totals": 1,
+    # The seconds of a step whose line is written are the GPU's; other steps do without.
+    "wait synchronize train/device.py:finish": 1,
+}
+"""What waits for the GPU in a training step. Whatever comes to it is a wait in every step: find another way first."""
+
+VALIDATION = {"read copy to the host run/gradients.py:totals": 1}  # the loss
+FAST = ("modules", "internvl")
+TOLD_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Encoders whose own code reads the grids of pictures: docs/on-a-gpu.md."""
+ON_CUDA_ONLY = ("qwen3_vl_moe",)  # counts experts in int32, which torch's CPU kernels cannot
+
+
+def waits(table: dict[str, int]) -> dict[str, int]:
+    return {key: count for key, count in table.items() if not key.startswith(("event ", "stream "))}
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return rehearsal.run("steps", *FAST)
+
+
+def test_the_device_does_as_a_gpu_does(found: Any) -> None:
+    assert [name for name, right in found["device"].items() if not right] == []
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_step_waits_for_the_gpu_once(found: Any, name: str) -> None:
+    parts = found[name]
+    assert len(parts["step"]) == 6 and len(parts["validation"]) == 3
+    assert all(waits(table) == STEP for table in parts["step"]), parts["step"]
+    assert all(waits(table) == VALIDATION for table in parts["validation"]), parts["validation"]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_checkpoints_resume_and_answers_run(found: Any, name: str) -> None:
+    """A checkpoint reads every tensor; answers are those of the CPU."""
+    parts = found[name]
+    assert len(parts["checkpoint"]) == 3 and len(parts["resume"]) == 1 and parts["generation"]
+    assert all(set(waits(table)) == {"read copy to the host train/checkpoint/checkpoints.py:_parts_of"}
+               for table in parts["checkpoint"])  # fmt: skip
+    assert ("HuggingFace's generate" in parts) == (name != "modules")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*FAST, *ON_CUDA_ONLY)])
+def test_every_family_trains_and_answers(name: str) -> None:
+    parts = rehearsal.run("steps", name)[name]
+    for part, expected in (("step", STEP), ("validation", VALIDATION)):
+        assert len(parts[part]) == (6 if part == "step" else 3)
+        for table in parts[part]:
+            own = {key: count for key, count in waits(table).items() if key not in expected}
+            assert waits(table).items() >= expected.items()
+            assert not own or name in TOLD_GRIDS, own
+
+
+@pytest.mark.slow
+def test_the_tests_of_gpus_pass() -> None:
+    environment = os.environ | {"INTERLACE_GPU_TESTS_ON": rehearsal.NAME}
+    files = [f"tests/gpu/test_{name}.py" for name in ("trainer", "offload", "comm", "attention")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *files],
+        cwd=rehearsal.ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
