@@ -204,7 +204,8 @@ class CudaIpcTransport(ShmTransport):
         self._events: Events | None = events
         self._read = events.read
         assert self._exchange is not None
-        stream = 0 if self._stream is None else self._stream.cuda_stream
+        with self._stream or contextlib.nullcontext():
+            stream = 0 if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
         self._exchange.use_device(
             _driver_functions(), stream, slot_bytes, window.addresses, events.ready, self._read
         )  # fmt: skip
