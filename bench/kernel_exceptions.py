@@ -86,7 +86,7 @@ def _of_kernel(c: Configuration, name: str, used: dict[str, Any], before: float)
         found["", f"no {tensor_cores}; HMMA"] = used["mma"]
     if name.startswith(hot_loops.GLUON) and not used["tma"]:
         found["", "no UTMALDG"] = 0
-    if "loops" in used:
+    if "loops" in used and c.variant != "computed":  # plans that are too large for bitmaps are not held to any speed
         if loops := hot_loops.figures(name, used):
             found |= hot_loops.problems(*loops)
             if loops[0].per_pairs > before:
