@@ -16,6 +16,7 @@ that live across items. What it could gain is the overlap of one item's end with
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +59,15 @@ class Call:
         """Compiler options. Fused multiply-add is asked for: Triton 3.10 will no longer have it by default."""
         return dict(num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
 
-    def run(self) -> None:
-        if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, **self.options)
+    def run(self) -> Any:
+        """Launches, if there is anything to do; returns the compiled kernel, None where Triton interprets."""
+        return self.kernel[(self.programs,)](**self.arguments, **self.options) if self.programs else self
 
 
-def on_device(device: torch.device) -> torch.cuda.device:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """A context: Triton launches on the current device, which need not be the tensors' own."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def architecture_of(device: torch.device) -> int:
@@ -313,13 +315,17 @@ def block_count(bits: Tensor, block: int) -> int:
     return -(-bits.shape[1] // block)
 
 
-def _arithmetic(q: Tensor) -> dict[str, Any]:
+def precision(dtype: torch.dtype) -> str:
     """fp32 inputs get exact products unless torch was told that TF32 will do (as in scaled_dot_product_attention).
 
     fp32_precision follows the older allow_tf32, which raises once somebody has set the newer one.
     """
-    exact = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-    return dict(PRECISION="ieee" if exact else "tf32", UPCAST=INTERPRETED.value and q.dtype == torch.bfloat16)
+    exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return "ieee" if exact else "tf32"
+
+
+def _arithmetic(q: Tensor) -> dict[str, Any]:
+    return dict(PRECISION=precision(q.dtype), UPCAST=INTERPRETED.value and q.dtype == torch.bfloat16)
 
 
 def _strides(**tensors: Tensor) -> tuple[dict[str, int], int]:

@@ -7,6 +7,7 @@ Chosen on Hopper for what it takes: on an H200 its forward was 1.3 to 1.5 times 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     """
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
     from interlace.kernels.bitfield_launch import on_device, positive_scale
+    from interlace.kernels.prepared import launch
 
     q, k, v, plan, scale, softcap = job
     if plan.block != BLOCK:
@@ -61,11 +63,14 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     q, scale = positive_scale(q, scale)
     v = v.masked_fill((plan.k_doc < 0)[:, None, :, None], 0.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+    def calls() -> Any:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        return gluon_forward_calls(q, k, v, plan, out, lse, scale, softcap), [out, lse]
+
     with on_device(q.device):
-        for call in gluon_forward_calls(q, k, v, plan, out, lse, scale, softcap):
-            call.run()
+        out, lse = launch(plan, ("gluon", scale, softcap), (q, k, v), calls)
     return out, lse
 
 

@@ -287,13 +287,13 @@ class _Eager(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         special = not _is_plain_eager(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
-        plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
-        if _transforms.transforming():
-            grads = _transforms.gradients(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
-        elif special or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says it has none
-            grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
-        else:
+        transforming = _transforms.transforming()
+        if not (transforming or special or torch.is_grad_enabled()):
             grads = run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+        else:  # create_graph wants a second derivative: the op says it has none
+            gradients = _transforms.gradients if transforming else _backward
+            plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
+            grads = gradients(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         return (*grads, *(None,) * 5)
 
 

@@ -9,6 +9,7 @@ deterministic=False, adds dQ by atomics in the dK/dV kernel: 5 matrix products i
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,17 +44,22 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
     """As backend.py says."""
-    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale
+    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale, precision
+    from interlace.kernels.prepared import launch
 
     q, k, v, plan, scale, softcap = job
     _check_block(plan.block)
     q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+    def calls() -> Any:
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        made = forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device))
+        return made, [out, lse]
+
     with on_device(q.device):
-        for call in forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device)):
-            call.run()
+        out, lse = launch(plan, ("forward", scale, softcap, precision(q.dtype)), (q, k, v), calls)
     return out, lse
 
 
@@ -77,25 +83,31 @@ def atomic_backward(
 def _backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool, *, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device
+    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device, precision
+    from interlace.kernels.prepared import launch
 
     q, k, v, plan, scale, softcap = job
     _check_block(plan.block)
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
-    architecture = architecture_of(q.device)
-    fused = fused and can_fuse(q, v, architecture)
-    if fused:
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    fused = fused and can_fuse(q, v, architecture_of(q.device))
+    given = [q, k, v, out, lse, dout, *([] if dlse is None else [dlse])]
+    if fused:  # kernels add to it
+        given.append(torch.zeros(q.shape, dtype=torch.float32, device=q.device))
+
+    def calls() -> Any:
+        dq = given[-1] if fused else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
+        made = backward_calls(
+            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture_of(q.device), fused=fused
+        )
+        return made, [dk, dv, *([] if fused else [dq])]
+
+    options = ("backward", scale, softcap, precision(q.dtype), wide, fused, dlse is None)
     with on_device(q.device):
-        for call in backward_calls(
-            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture, fused=fused
-        ):
-            call.run()
-    return dq.to(q.dtype), dk, dv
+        dk, dv, *rest = launch(plan, options, given, calls)
+    return rest[0] if rest else given[-1].to(q.dtype), dk, dv
 
 
 def _rows(x: Tensor) -> Tensor:
