@@ -4,7 +4,7 @@
 
 The driver is a stub (`bench.warm_cache.Driver`): kernels are compiled for sm_90, launches do nothing. Tensors lie on
 the CPU. Medians of the calling thread's processor time, of calls of `bitfield_attention` with a plan and, for the
-backward, torch.autograd.grad. "first kind" makes and binds all arguments, as each call did before launches were prepared.
+backward, torch.autograd.grad. "first kind" makes and binds all arguments, as every call did before.
 """
 
 from __future__ import annotations
