@@ -122,7 +122,11 @@ class SideStream:
         with self.stream:
             function()
             done = self.stream.record_event()
-        return lambda: torch.accelerator.current_stream(device).wait_event(done)
+
+        def wait(_: Callable[[], None] = function) -> None:  # which holds what the stream reads until then
+            torch.accelerator.current_stream(device).wait_event(done)
+
+        return wait
 
 
 _side_streams: weakref.WeakKeyDictionary[Transport, SideStream] = weakref.WeakKeyDictionary()

@@ -216,6 +216,9 @@ class QueueTransport(Transport):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             self._run(outgoing, incoming, label, arguments, sequence)
+            if self._stream is not None:  # the caller may drop them before the copies are over
+                for copy in (*outgoing, *incoming):
+                    copy.tensor.record_stream(self._stream)
             if outgoing or incoming:
                 self.paths.note(label, self.path_taken())
             if self.trace is not None:
