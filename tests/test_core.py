@@ -221,7 +221,7 @@ def calls() -> dict[str, Call]:
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
     }
-    shared = np.frombuffer(mmap.mmap(-1, _core.Exchange.size(2, 64)), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, _core.Exchange.size(2, 64)), np.uint8)
     return {
         **{f"assign_{name}": call for name, call in dealt.items()},
         **{f"post_balance_{name}": call for name, call in batched.items()},
@@ -261,7 +261,7 @@ def calls() -> dict[str, Call]:
             ([searched(2), searched(3)], 4, 8, 1, 1e3, [0.0, 0.5], [0.1, 0.5], [0.0, 1.0], [1, 2], [False, True],
              [[-1, 2], [1, 1]], [[2, 2], []]), configured),
         "attention_isa": Call((), lambda name: name in ("amx", "avx512", "avx2", "baseline")),
-        "Exchange": Call((shared, 1, 2, 64), lambda end, *_: end.moves == 0),
+        "Exchange": Call((memory, 1, 2, 64), lambda end, *_: end.moves == 0),
         "fingerprint": Call((w, 7), counted),
         **attention_calls(),
     }  # fmt: skip

@@ -41,6 +41,7 @@ ALLOWED = {
     ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",
     ("bench/simulated_step.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
+    ("bench/collective_time.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlapped_step.py", "torch.multiprocessing"): "starts processes",
     ("python/interlace/data/workers.py", "multiprocessing"): "starts processes",
     ("python/interlace/data/workers.py", "multiprocessing.connection.Connection"): "to processes that it has started",

@@ -15,6 +15,7 @@ from bench.context_parallel import NAMES, draw
 from bench.context_parallel_report import chart, lines
 from bench.context_parallel_report import main as show
 from interlace.attention import AttentionPlan
+from interlace.attention.plan import PARTIAL_COST
 from interlace.masks import BitfieldMask
 
 
@@ -56,10 +57,10 @@ def test_drawn_masks_have_their_length_and_differ(monkeypatch):
 def test_the_model_of_one_launch():
     """A causal mask of four rows: 1, 1 + 1, 2 + 1 and 3 + 1 blocks, the diagonal ones PARTIAL."""
     whole = AttentionPlan.build(BitfieldMask.causal(1, 512), cap=1 << 30)
-    assert context_parallel.makespan(whole, 1, servers=4) == pytest.approx(3 + 1.3)  # the longest row
-    assert context_parallel.makespan(whole, 2, servers=1) == pytest.approx(2 * (6 + 4 * 1.3))
+    assert context_parallel.makespan(whole, 1, servers=4) == pytest.approx(3 + PARTIAL_COST)  # the longest row
+    assert context_parallel.makespan(whole, 2, servers=1) == pytest.approx(2 * (6 + 4 * PARTIAL_COST))
     split = AttentionPlan.build(BitfieldMask.causal(1, 512), cap=1)
-    assert context_parallel.makespan(split, 1, servers=10) == pytest.approx(1.3)
+    assert context_parallel.makespan(split, 1, servers=10) == pytest.approx(PARTIAL_COST)
 
 
 def test_subblocks_are_what_makes_balance_between_ranks_count():

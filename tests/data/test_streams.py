@@ -92,8 +92,8 @@ class Counting(Forwarding):
             self.bytes.append(sum(copy.tensor.nbytes for copy in outgoing))
         return self.inner.copy_batch(outgoing, incoming, label, then, arguments)
 
-    def used_for(self, what):
-        return self.inner.used_for(what)
+    def used_for(self, what, at_once=False):
+        return self.inner.used_for(what, at_once)
 
 
 def test_the_bytes_that_move_are_those_of_the_plan(parallel, monkeypatch: pytest.MonkeyPatch) -> None:
