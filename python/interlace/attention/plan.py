@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,7 +247,7 @@ class AttentionPlan:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AttentionPlan:
         """The plan of the tensors that `move` makes of each of these, and bitmaps made where those are."""
-        tensors = {name: move(getattr(self, name)) for name in TENSOR_FIELDS if name not in MAPS}
+        tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSOR_FIELDS if name not in MAPS}
         return replace(self, **tensors).with_maps()
 
     def check(self, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
