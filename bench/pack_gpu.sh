@@ -41,7 +41,7 @@ unpack() {
 }
 
 pack() {
-    local to=$1 work=build/pack python order
+    local to=$1 work=build/pack python backend
     python=$work/venv/bin/python
     [ -x "$python" ] || "${PYTHON:-python3.12}" -m venv "$work/venv"
     # shellcheck disable=SC2086
@@ -53,9 +53,9 @@ pack() {
     "$python" -m pip download -q -d "$to/wheels" ${MISSING:-pydantic rich resvg_py}
     bash bench/build_core.sh "$python"
     cp "python/interlace/_core$(suffix "$python")" "$to/"
-    for order in triton gluon; do
+    for backend in triton gluon; do
         PYTHONPATH=python:. TRITON_CACHE_DIR=$PWD/$work/triton TRITON_STORE_BINARY_ONLY=1 \
-            "$python" -m bench.warm_cache "$order" -n "$(nproc)"
+            "$python" -m bench.warm_cache "$backend" -n "$(nproc)"
     done
     PYTHON=$python pack_cache "$PWD/$work/triton" "$to"
     echo "$(find "$work/triton" -name '__grp__*' | wc -l) kernels; $to: $(du -sh "$to" | cut -f 1)"

@@ -3,12 +3,11 @@
     TRITON_CACHE_DIR=FOLDER python -m bench.warm_cache triton|gluon [pytest arguments]
 
 Triton gets a driver whose device is sm_90 and whose launches do nothing, so its own code computes the keys under which
-a launch on the GPU looks. They hold where Triton is the same file by file and ptxas has the same version. The key of a
-kernel also depends on the kernels that the process has launched before (seen in Triton 3.6: the globals of a helper
-count only if the helper was hashed already). There are two orders on Hopper, and a process fills for one of them:
+a launch on the GPU looks. They hold where Triton is the same file by file and ptxas has the same version. A process
+fills for one of two backends:
 
-    triton    the plan, then Triton's forward: `bench.kernel_times`, and the tests that name this backend
-    gluon     the plan, then Gluon's forward: what leaves the choice to the op, and the layout of HuggingFace's models
+    triton    `bench.kernel_times`, and the tests that name this backend
+    gluon     what leaves the choice to the op, and the layout of HuggingFace's models
 
 Tests are those of tests/gpu/test_attention.py in bf16. They run on the CPU at the sizes that they have on a GPU, and
 every call of the CPU backend is repeated on meta tensors with the backend that Hopper would take.
@@ -36,7 +35,7 @@ from interlace.masks import BitfieldMask
 
 ARCHITECTURE = 90
 SHARED_MEMORY = 232_448  # bytes that a program may have on sm_90
-ORDER = "INTERLACE_WARM_CACHE"  # in the environment, for the workers of xdist: triton or gluon
+BACKEND = "INTERLACE_WARM_CACHE"  # in the environment, for the workers of xdist: triton or gluon
 TESTS = {"triton": "by_backend", "gluon": "not torch.float16 and not float32"}
 MODELS = ((16, 16, 72), (12, 2, 128))  # heads, key heads, head dimension: SigLIP so400m and Qwen2.5-1.5B
 
@@ -119,7 +118,7 @@ def backend_of(job: Attention) -> ModuleType | None:
         return None
     fits = dim == job.v.shape[3] and dim <= gluon.MAX_HEAD_DIM and dim % 8 == 0 and job.plan.block == gluon.BLOCK
     fits &= job.q.dtype in gluon.DTYPES
-    return gluon if fits and os.environ.get(ORDER) != "triton" else triton_backend
+    return gluon if fits and os.environ.get(BACKEND) != "triton" else triton_backend
 
 
 def benchmarks() -> None:
@@ -146,14 +145,14 @@ def models() -> None:
 
 
 def main(argv: list[str]) -> int:
-    order, *arguments = argv
-    os.environ |= {"INTERLACE_GPU_TESTS_ON": "cpu", ORDER: order}
+    backend, *arguments = argv
+    os.environ |= {"INTERLACE_GPU_TESTS_ON": "cpu", BACKEND: backend}
     install()
-    if order == "triton":
+    if backend == "triton":
         benchmarks()
     else:
         models()
-    plain = ["-q", "-k", TESTS[order], "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    plain = ["-q", "-k", TESTS[backend], "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     return int(pytest.main(["-p", "bench.warm_cache", *plain, "tests/gpu/test_attention.py", *arguments]))
 
 
