@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import merge_kernel
 from .bitfield_gluon_forward import BLOCK, CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS, gluon_forward_kernel
-from .bitfield_launch import Call, aggregate_call, block_count, has_slots, query_lists, size_arguments, token_arguments
+from .bitfield_launch import Call, aggregate_call, block_count, query_lists, size_arguments, slot_count, token_arguments
 
 STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by padded head dimension: 128 KiB of shared memory beside Q
 MAX_HEAD_DIM = max(STAGES)
@@ -28,7 +28,7 @@ def gluon_forward_calls(
     Rows of v that nobody sees are zeros."""
     heads, head_dim = q.shape[1], q.shape[3]
     padded = 64 if head_dim <= 64 else 128
-    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
+    slots = slot_count(plan.slot_row)
     slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
     calls = [

@@ -127,7 +127,7 @@ def forward_calls(
         FORWARD, architecture, *padded, plan.block,
         float32=q.dtype == torch.float32, capped=softcap is not None, bounded=_padded(dims),
     )  # fmt: skip
-    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
+    slots = slot_count(plan.slot_row)
     slot_out = q.new_empty((slots, heads, plan.block, value_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
     strides, align = _strides(q=q, k=k, v=v)
@@ -204,7 +204,7 @@ def _query_gradient_calls(q: Tensor, plan: Any, dq: Tensor, shared: dict[str, An
         QUERY_GRADIENT, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
         float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], bounded=_padded(shared),
     )  # fmt: skip
-    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
+    slots = slot_count(plan.slot_row)
     slot_dq = q.new_empty((slots, heads, plan.block, q.shape[3]), dtype=torch.float32)
     calls = [
         Call(
@@ -238,7 +238,7 @@ def _key_gradient_calls(
         kernel, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
         float32=float32, capped=capped, bounded=_padded(shared),
     )  # fmt: skip
-    slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
+    slots = slot_count(plan.slot_k_row)
     slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))
     arguments = dict(
         shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
@@ -279,9 +279,9 @@ def aggregate_call(
     )  # fmt: skip
 
 
-def has_slots(slot_row: Tensor) -> bool:
-    """Whether rows may be split. Only the padding of an empty list looks like two slots; a GPU is not asked which."""
-    return slot_row.numel() > 2 or slot_row.device.type != "cpu" or int(slot_row[0]) >= 0
+def slot_count(slot_row: Tensor) -> int:
+    """Room for partial results of split rows; 0 where no row is split, for then the list is two entries of padding."""
+    return slot_row.numel() if slot_row.numel() > 2 else 0
 
 
 def query_lists(plan: Any) -> dict[str, Any]:

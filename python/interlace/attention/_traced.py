@@ -106,7 +106,8 @@ def _rooms(q_bits: Tensor, k_bits: Tensor, block: int) -> list[tuple[int, ...]]:
     more = _split_items(q_bits.device)
     items, k_items = _two(rows + more), _two(k_rows + more)
     lists = [*[rows + 1, blocks] * 2, *[k_rows + 1, blocks] * 2]
-    lists += [*[items] * 4, rows + 1, items, *[k_items] * 4, k_rows + 1, k_items]
+    slots, k_slots = (items, k_items) if more else (2, 2)  # two: no row is split
+    lists += [*[items] * 4, rows + 1, slots, *[k_items] * 4, k_rows + 1, k_slots]
     return [*((length,) for length in lists), *[map_shape(q_bits.device, blocks, block)] * len(MAPS)]
 
 

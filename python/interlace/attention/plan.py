@@ -91,7 +91,7 @@ class AttentionPlan:
     work_stop: Tensor
     work_slot: Tensor
     row_slots: Tensor  # [B * q_blocks + 1]
-    slot_row: Tensor  # [S]: the row of each partial result, -1 = unused; its length is the room that slots need
+    slot_row: Tensor  # [S]: the row of each partial result, -1 = unused; two entries: no row is split
     work_k_row: Tensor
     work_k_start: Tensor
     work_k_stop: Tensor
@@ -319,7 +319,7 @@ class _Splitting:
             in_slots = torch.where(pieces > 1, pieces, 0)
             row_slots[1:] = in_slots.cumsum(0)
             slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
-            slot_row = _repeated(in_slots, slots)[0]
+            slot_row = _padded(_repeated(in_slots, slots)[0], 3)  # two entries mean that no row is split
             full = full[row]
         full_here = torch.minimum(stop, full) - torch.minimum(start, full)  # full blocks come first in a row
         cost = full_here + partial_cost * (stop - start - full_here)
@@ -336,5 +336,9 @@ def _repeated(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def _two_entries(values: Tensor) -> Tensor:
     """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would compile again."""
-    values = values.to(torch.int32)
-    return values if values.numel() >= 2 else torch.nn.functional.pad(values, (0, 2 - values.numel()), value=-1)
+    return _padded(values.to(torch.int32), 2)
+
+
+def _padded(values: Tensor, entries: int) -> Tensor:
+    """With -1 behind, up to that many entries."""
+    return torch.nn.functional.pad(values, (0, max(0, entries - values.numel())), value=-1)
