@@ -105,7 +105,7 @@ def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Atte
     if backend not in (triton, gluon) or os.environ.get("INTERLACE_SELF_CHECK") == "0":
         _settled[key] = backend
         return backend
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing(job.q.device):
         return backend
     with _lock:
         if key in _settled:
@@ -116,6 +116,10 @@ def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Atte
             backend = _without(backend, kind, verdict, direction, job, named)
         _settled[key] = backend
         return backend
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
