@@ -153,8 +153,7 @@ def test_strides_look_as_those_of_the_call(heads, kv_heads, by_token):
     shapes = [(1, n, 32, 64) for n in (heads, kv_heads, kv_heads)]
     given = [torch.zeros(b, t, n, d).transpose(1, 2) if by_token else torch.zeros(b, n, t, d) for b, n, t, d in shapes]
     call = Attention(*given, AttentionPlan.build(BitfieldMask.causal(1, 32)), 1.0, None)
-    mask, kind = _self_check._mask(128), _self_check.kind_of(triton, "forward", call)
-    made = _self_check._inputs(mask, kind, call, torch.device("cpu"))
+    made, _ = _self_check._case(_self_check.kind_of(triton, "forward", call), call, torch.device("cpu"))
     assert made[0].shape[1] == 2 * made[1].shape[1]  # query heads share a key head
     looks = []
     for q, k, v in (made[:3], given):

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from interlace._cache import cache_folder
 from interlace.attention import gluon, reference, triton
 from interlace.attention.backend import Attention
 from interlace.attention.plan import AttentionPlan
@@ -152,31 +153,46 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
     """Run the small case of `kind` with `backend` on the device of `job`, in the layout of its tensors."""
     device = job.q.device
     with torch.no_grad(), torch.device("cpu"), torch.autocast(device.type, enabled=False):
-        mask = _mask(kind.block)
-        q, k, v, dout = _inputs(mask, kind, job, torch.device("cpu"))
-        plan = AttentionPlan.build(mask, block=kind.block, cap=1)
-        softcap = SOFTCAP if kind.capped else None
-        exact = Attention(q.double(), k.double(), v.double(), plan, kind.head_dim**-0.5, softcap)
+        case, dout = _case(kind, job, torch.device("cpu"))
+        exact = case._replace(q=case.q.double(), k=case.k.double(), v=case.v.double())
+        ours, dout_there = _case(kind, job, device)
         out, lse = reference.forward(exact)
-
-        there = AttentionPlan.build(mask.to(device), block=kind.block, cap=1)
-        if not kind.mapped:
-            there = replace(there, part_q_map=there.part_q_map[:0], part_k_map=there.part_k_map[:0])
-        *inputs, dout_there = _inputs(mask, kind, job, device)
-        ours = Attention(*inputs, there, exact.scale, softcap)
         if kind.direction == "forward":
-            names, wanted = ("out", "lse"), (out, lse)
-            got = backend.forward(ours)
+            results = zip(("out", "lse"), backend.forward(ours), (out, lse))
         else:
-            rounded = out.to(kind.dtype)
-            names, wanted = ("dq", "dk", "dv"), reference.backward(exact, rounded, lse, dout.double(), None, False)
-            given = (rounded.to(device), lse.float().to(device), dout_there, None, False)
-            got = getattr(backend, kind.direction)(ours, *given)
-        errors = [
-            (name, _error(mine, right), _allowed(name, kind.dtype)) for name, mine, right in zip(names, got, wanted)
-        ]
+            out = out.to(kind.dtype)
+            wanted = reference.backward(exact, out, lse, dout.double(), None, False)
+            given = (out.to(device), lse.float().to(device), dout_there, None, False)
+            results = zip(("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given), wanted)
+        errors = [(name, _error(got, right), _allowed(name, kind.dtype)) for name, got, right in results]
     name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
     return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
+
+
+def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, Tensor]:
+    """The small case, and a gradient of its output; the same values on every device.
+
+    The strides are like those of `job`, so that the kernels compiled here are the ones that it launches: heads are a
+    part of as many as it has.
+    """
+    mask = _mask(kind.block)
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(heads: int, columns: int, like: Tensor) -> Tensor:
+        by_token = like.stride(2) > like.stride(1)
+        wide = max(heads, like.shape[1])
+        shape = (2, mask.length, wide, columns) if by_token else (2, wide, mask.length, columns)
+        made = torch.randn(shape, generator=generator).to(device, kind.dtype)
+        return (made.transpose(1, 2) if by_token else made)[:, :heads]
+
+    kv_heads = min(2, job.k.shape[1])
+    q = tensor(2 * kv_heads, kind.head_dim, job.q)
+    k, v = tensor(kv_heads, kind.head_dim, job.k), tensor(kv_heads, kind.value_dim, job.v)
+    dout = torch.randn((*q.shape[:3], kind.value_dim), generator=generator).to(device, kind.dtype)
+    plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=1)
+    if not kind.mapped:
+        plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
+    return Attention(q, k, v, plan, kind.head_dim**-0.5, SOFTCAP if kind.capped else None), dout
 
 
 def _mask(block: int) -> BitfieldMask:
@@ -187,30 +203,6 @@ def _mask(block: int) -> BitfieldMask:
     doc = torch.zeros(2, length, dtype=torch.int32)
     doc[1, block : 2 * block] = -1
     return BitfieldMask(bits, doc=doc)
-
-
-def _inputs(mask: BitfieldMask, kind: Kind, job: Attention, device: torch.device) -> list[Tensor]:
-    """q, k, v, dout, the same values on every device.
-
-    The strides are like those of `job`, so that the kernels compiled here are the ones that it launches: heads are a
-    part of as many as it has.
-    """
-    generator = torch.Generator().manual_seed(0)
-    kv_heads = min(2, job.k.shape[1])
-
-    def tensor(heads: int, columns: int, like: Tensor) -> Tensor:
-        by_token = like.stride(2) > like.stride(1)
-        wide = max(heads, like.shape[1])
-        shape = (2, mask.length, wide, columns) if by_token else (2, wide, mask.length, columns)
-        made = torch.randn(shape, generator=generator).to(device, kind.dtype)
-        return (made.transpose(1, 2) if by_token else made)[:, :heads]
-
-    q, k, v = (
-        tensor(2 * kv_heads, kind.head_dim, job.q), tensor(kv_heads, kind.head_dim, job.k),
-        tensor(kv_heads, kind.value_dim, job.v),
-    )  # fmt: skip
-    dout = torch.randn((*q.shape[:3], kind.value_dim), generator=generator).to(device, kind.dtype)
-    return [q, k, v, dout]
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
@@ -272,8 +264,6 @@ def verdicts(device: torch.device) -> list[Verdict]:
 
 def folder(device: torch.device) -> Path:
     """Where verdicts lie: a folder per card, driver, version of torch and Triton, and sources of the kernels."""
-    from interlace.data.fetch import cache_folder
-
     about = (card(device), _driver(), torch.__version__, torch.version.cuda, *_sources())
     return cache_folder() / "self-checks" / hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 

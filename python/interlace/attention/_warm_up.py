@@ -116,5 +116,5 @@ def _calls(
     else:
         yield from forward_calls(q, k, v, plan, out, lse, 1.0, softcap, architecture)
     if backward:
-        gradients = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
-        yield from backward_calls(out, None, q, k, v, out, lse, plan, *gradients, 1.0, softcap, architecture)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
+        yield from backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, 1.0, softcap, architecture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,10 +112,14 @@ def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: 
                 device=device,
                 backward=trained,
                 threads=torch.get_num_threads(),
-                progress=lambda line, name=name: say(f"{name}: {line}"),
+                progress=partial(_say_of, name, say),
             )
         except Exception as error:  # whatever a compiler may raise
             say(f"{name}: attention kernels were not compiled ahead: {' '.join(str(error).split())[:200]}")
+
+
+def _say_of(name: str, say: Callable[[str], object], line: str) -> None:
+    say(f"{name}: {line}")
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
