@@ -104,6 +104,14 @@ def test_triton_takes_the_place_of_a_wrong_gluon(tmp_path, monkeypatch):
             _self_check.checked(gluon, "forward", job(), named=True)
 
 
+def test_tf32_is_a_kind_of_its_own(tmp_path, monkeypatch):
+    with checking(tmp_path) as lines:
+        for _ in range(2):
+            attend()
+            monkeypatch.setattr(_self_check, "_tf32", lambda: True)
+        assert [line.partition(", ")[2].partition(",")[0] for line in lines] == ["fp32", "fp32", "tf32", "tf32"]
+
+
 def test_a_result_of_nan_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(triton, "forward", lambda job: tuple(x * torch.nan for x in cpu.forward(job)))
     with checking(tmp_path), pytest.raises(RuntimeError, match="Triton forward is wrong"):

@@ -50,7 +50,7 @@ _lock = threading.RLock()
 
 
 class Kind(NamedTuple):
-    """What tells kernels apart. direction: the backend's function. mapped: the plan has bitmaps."""
+    """What tells kernels apart. direction: the backend's function. mapped: the plan has bitmaps. tf32: of fp32."""
 
     language: str  # "triton" or "gluon"
     direction: str
@@ -60,6 +60,7 @@ class Kind(NamedTuple):
     block: int
     capped: bool
     mapped: bool
+    tf32: bool = False
 
     @property
     def kernel(self) -> str:
@@ -69,7 +70,7 @@ class Kind(NamedTuple):
     def shape(self) -> str:
         same = self.head_dim == self.value_dim
         text = f"head dimension {self.head_dim}" if same else f"head dimensions {self.head_dim} and {self.value_dim}"
-        text = f"{TYPES[self.dtype]}, {text}"
+        text = f"{'tf32' if self.tf32 else TYPES[self.dtype]}, {text}"
         text += "" if self.block == 128 else f", blocks of {self.block}"
         return text + (", softcap" if self.capped else "") + ("" if self.mapped else ", no bitmaps")
 
@@ -96,7 +97,7 @@ def checked(backend: ModuleType, direction: str, job: Attention, *, named: bool)
         return backend
     key = (
         backend.__name__, direction, named, q.device, q.dtype, q.shape[3], job.v.shape[3], plan.block,
-        job.softcap is None, plan.part_q_map.shape[0] > 0,
+        job.softcap is None, plan.part_q_map.shape[0] > 0, q.dtype == torch.float32 and _tf32(),
     )  # fmt: skip
     found = _settled.get(key)
     return found if found is not None else _settle(key, backend, direction, job, named)
@@ -119,6 +120,10 @@ def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Atte
         return backend
 
 
+def _tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -126,8 +131,8 @@ def _capturing(device: torch.device) -> bool:
 def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
     language = "gluon" if backend is gluon and direction == "forward" else "triton"  # Gluon has no backward
     dims = (job.q.shape[3], job.v.shape[3])
-    mapped = job.plan.part_q_map.shape[0] > 0
-    return Kind(language, direction, job.q.dtype, *dims, job.plan.block, job.softcap is not None, mapped)
+    mapped, tf32 = job.plan.part_q_map.shape[0] > 0, job.q.dtype == torch.float32 and _tf32()
+    return Kind(language, direction, job.q.dtype, *dims, job.plan.block, job.softcap is not None, mapped, tf32)
 
 
 def _without(
@@ -164,7 +169,7 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
             wanted = reference.backward(exact, out, lse, dout.double(), None, False)
             given = (out.to(device), lse.float().to(device), dout_there, None, False)
             results = zip(("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given), wanted)
-        errors = [(name, _error(got, right), _allowed(name, kind.dtype)) for name, got, right in results]
+        errors = [(name, _error(got, right), _allowed(name, kind)) for name, got, right in results]
     name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
     return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
 
@@ -218,13 +223,13 @@ def _error(got: Tensor, wanted: Tensor) -> float:
     return float(((got - wanted).norm(dim=1) / sizes.clamp_min(float(sizes.mean()))).max())
 
 
-def _allowed(name: str, dtype: torch.dtype) -> float:
-    rough = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    if name == "lse":
-        return 2e-3 if rough else 1e-5
-    if dtype != torch.float32:
-        return 2 * torch.finfo(dtype).eps
-    return 2**-9 if rough else 3e-5
+def _allowed(name: str, kind: Kind) -> float:
+    """The limit of `_error`."""
+    if kind.tf32:  # hardware cuts off inputs, so the gradient of a query that sees one key is not quite 0
+        return 2e-3 if name == "lse" else 2**-4
+    if kind.dtype == torch.float32:
+        return 1e-5 if name == "lse" else 3e-5
+    return 2e-3 if name == "lse" else 2 * torch.finfo(kind.dtype).eps
 
 
 # ---------------------------------------------------------------------- verdicts on disk
