@@ -20,10 +20,10 @@ import torch
 
 from bench.machine_code import hot_loops
 from interlace.attention import AttentionPlan
+from interlace.attention._warm_up import plan_calls
 from interlace.kernels.ahead_of_time import compile_call, machine_code, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
-from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls, map_calls
 from interlace.kernels.ranks import copy_call, reduce_ranks_call
 from interlace.masks import BitfieldMask
 
@@ -58,14 +58,7 @@ def calls(configuration: Configuration) -> list[Call]:
     if variant == "computed":
         plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
     if part == "plan":
-        classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
-        lists = plan.tensors()[:8]
-        tokens, sizes = (plan.queries(), plan.keys()), (plan.sinks, plan.block)
-        result = class_calls(*tokens, *sizes, classes) + list_calls(classes, lists[0::2], lists[1::2])
-        result += document_calls(*tokens, *sizes, lists, (plan.q_doc, plan.k_doc))
-        for side, maps in enumerate((plan.part_q_map, plan.part_k_map)):
-            result += map_calls(*tokens, *sizes, lists[4 * side + 2], lists[4 * side + 3], maps, side == 0)
-        return result
+        return list(plan_calls(plan))
     softcap = 5.0 if variant == "capped" else None
 
     def tensor(heads: int, length: int, columns: int) -> torch.Tensor:

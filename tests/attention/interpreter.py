@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask
-from tests.attention import cases, test_no_part
+from tests.attention import cases, self_checks, test_no_part
 from tests.attention.test_backends import compare
 from tests.mask_strategies import mask_pairs
 
@@ -375,6 +375,7 @@ CASES: dict[str, Callable[[], None]] = {
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,
+    **self_checks.CASES,
 }
 
 

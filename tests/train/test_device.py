@@ -15,6 +15,7 @@ from interlace.train.config import ConfigError
 from interlace.train.launch import launcher
 from interlace.train.launch.startup import Startup
 from tests import forkserver
+from tests.tiny import tiny_mllm
 from tests.train.test_build import _build, _config
 
 
@@ -126,3 +127,32 @@ def test_a_gpus_generator_goes_along_where_there_is_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     ck.set_rng_state(on_gpu)  # of a GPU, on a CPU
     assert len(put) == 1
+
+
+def test_kernels_are_compiled_for_what_this_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In heads of a rank of a lane; without gradients for a frozen tower; a compiler that fails ends no run."""
+    from interlace.layout import Layout, ParallelSpec
+    from interlace.run import parallelize
+
+    asked: list[dict[str, object]] = []
+
+    def warm_up(**options: object) -> int:
+        asked.append(options)
+        if options["q_heads"] == 4:
+            raise RuntimeError("ptxas\nfailed")
+        return 3
+
+    monkeypatch.setattr("interlace.attention.warm_up", warm_up)
+    mllm = tiny_mllm(hidden=32, heads=4, kv_heads=2)
+    mllm.freeze("audio")
+    specs = {"vision": ParallelSpec(), "audio": ParallelSpec(), "language_model": ParallelSpec(tp=2)}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs))
+    lines: list[str] = []
+    device.warm_up_attention(parallel, torch.device("cpu"), "bf16", lines.append)
+    assert asked == lines == []
+    device.warm_up_attention(parallel, torch.device("cuda"), "bf16", lines.append)
+    found = {(each["q_heads"], each["kv_heads"], each["head_dim"], each["backward"]) for each in asked}
+    assert found == {(4, 4, 8, True), (4, 4, 8, False), (2, 1, 8, True)}
+    assert {each["dtype"] for each in asked} == {torch.bfloat16}
+    reason = "attention kernels were not compiled ahead: ptxas failed"
+    assert lines == [f"vision: {reason}", f"audio: {reason}"]

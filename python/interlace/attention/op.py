@@ -29,7 +29,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from interlace.attention import _transforms, gluon
+from interlace.attention import _self_check, _transforms, gluon
 from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import BitfieldMask
@@ -187,6 +187,11 @@ def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
     return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
 
 
+def chosen(q: Tensor, v: Tensor | None = None) -> str:
+    """The backend that backend=None takes for tensors like `q` and `v` (default: as wide as q) and blocks of 128."""
+    return _choose("", q, q if v is None else v, 128).__name__.rpartition(".")[2]
+
+
 def _choose(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
@@ -227,7 +232,9 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
-    out, lse = _choose(backend, q, v, plan.block).forward(Attention(q, k, v, plan, scale, softcap))
+    job = Attention(q, k, v, plan, scale, softcap)
+    run = _self_check.checked(_choose(backend, q, v, plan.block), "forward", job, named=bool(backend))
+    out, lse = run.forward(job)
     return out.contiguous(), lse.contiguous()
 
 
@@ -240,8 +247,10 @@ def run_backward(
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
     run = _choose(backend, q, v, plan.block)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
-    backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
-    grads = backward(Attention(q, k, v, plan, scale, softcap), out, lse, dout, dlse, wide)
+    direction = "backward" if repeatable or not hasattr(run, "atomic_backward") else "atomic_backward"
+    job = Attention(q, k, v, plan, scale, softcap)
+    run = _self_check.checked(run, direction, job, named=bool(backend))
+    grads = getattr(run, direction)(job, out, lse, dout, dlse, wide)
     dq, dk, dv = (grad.contiguous() for grad in grads)
     return dq, dk, dv
 

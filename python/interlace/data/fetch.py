@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from interlace._cache import cache_folder
+
 PACKAGE = "tuxpaint-stamps-default"
 NEEDED_BYTES = 700 << 20  # the package, the unpacked tree and what is made of them
 log = logging.getLogger("interlace.data")
@@ -31,16 +33,6 @@ log = logging.getLogger("interlace.data")
 
 class FetchError(RuntimeError):
     """The package could not be had; the message says at which step and why, in one line."""
-
-
-def cache_folder(cache: str | Path | None = None) -> Path:
-    """``cache`` with ``~`` expanded, or, when there is none, the project's cache folder (neither is created)."""
-    if cache:
-        return Path(cache).expanduser()
-    if os.environ.get("INTERLACE_CACHE"):
-        return Path(os.environ["INTERLACE_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "interlace"
 
 
 def find_stamps(cache: str | Path | None = None) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,18 +75,39 @@ def row_bytes_of(mllm: Any, *, itemsize: int = 2) -> dict[str, float]:
     return {name: float(itemsize * widths[name]) for name in mllm.modules_order()}
 
 
+class Heads(NamedTuple):
+    """Attention of a module's layers: heads of queries, of keys and values, and the dimensions of one of each."""
+
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+
+
 def key_bytes_of(mllm: Any, *, itemsize: int = 2) -> dict[str, float]:
     """Module -> bytes of a row's keys and values in one layer, of all heads, as its config says. itemsize: as above."""
+    return {
+        name: float(itemsize * heads.keys * (heads.dim + heads.value_dim)) for name, heads in heads_of(mllm).items()
+    }
+
+
+def heads_of(mllm: Any) -> dict[str, Heads]:
+    """Module -> its heads, as its config says."""
+    widths = row_bytes_of(mllm, itemsize=1)
+    return {name: _heads(config, int(widths[name])) for name, config in configs_of(mllm).items()}
+
+
+def configs_of(mllm: Any) -> dict[str, Any]:
+    """Module -> the config of its layers, in the order of `modules_order`; None for one that has none."""
     configs = {name: getattr(encoder.module, "config", None) for name, encoder in mllm.encoders.items()}
     configs[LANGUAGE_MODEL] = mllm.language_model.config.get_text_config()
-    widths = row_bytes_of(mllm, itemsize=1)
-    return {name: itemsize * _key_width(configs[name], width) for name, width in widths.items()}
+    return {name: configs[name] for name in mllm.modules_order()}
 
 
-def _key_width(config: Any, width: float) -> float:
-    """Numbers in a row's keys and values. width: of a hidden state, as much as all heads have unless it is said."""
+def _heads(config: Any, width: int) -> Heads:
+    """width: of a hidden state, as much as all heads have unless it is said."""
     heads = next((n for key in HEADS if (n := getattr(config, key, None))), 1)
     if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values are made for all heads
-        return float(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-    each = getattr(config, "head_dim", None) or width / heads
-    return float(2 * each * (getattr(config, "num_key_value_heads", None) or heads))
+        return Heads(heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    each = getattr(config, "head_dim", None) or width // heads
+    return Heads(heads, getattr(config, "num_key_value_heads", None) or heads, each, each)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +80,46 @@ def compile_layers(parallel: Any, device: torch.device, *, source: str = "config
         for stage in stages.values():
             for layer in stage.layers:
                 layer.compile()
+
+
+def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: Callable[[str], object]) -> None:
+    """Compile the attention kernels of the modules of `parallel`, if `device` is a GPU. say: is given its progress.
+
+    It saves time and decides nothing: kernels that it could not compile are compiled when they are first launched.
+    """
+    if device.type != "cuda":
+        return
+    from interlace.attention import warm_up
+    from interlace.model.naming import LANGUAGE_MODEL
+    from interlace.model.switch import NAMES
+    from interlace.run.sample_sizes import configs_of, heads_of
+
+    model = parallel.mllm
+    heads, configs = heads_of(model), configs_of(model)
+    for name in dict.fromkeys(module for stages in parallel.stages.values() for module, _ in stages):
+        shape, tp = heads[name], parallel.layout.spec(name).tp
+        if getattr(configs[name], "_attn_implementation", None) not in NAMES:
+            continue
+        trained = name == LANGUAGE_MODEL or any(p.requires_grad for p in model.encoders[name].module.parameters())
+        try:
+            warm_up(
+                q_heads=max(1, shape.queries // tp),
+                kv_heads=max(1, shape.keys // tp),
+                head_dim=shape.dim,
+                value_dim=shape.value_dim,
+                dtype=AUTOCAST[precision] or torch.float32,
+                softcap=getattr(configs[name], "attn_logit_softcapping", None),
+                device=device,
+                backward=trained,
+                threads=torch.get_num_threads(),
+                progress=partial(_say_of, name, say),
+            )
+        except Exception as error:  # whatever a compiler may raise
+            say(f"{name}: attention kernels were not compiled ahead: {' '.join(str(error).split())[:200]}")
+
+
+def _say_of(name: str, say: Callable[[str], object], line: str) -> None:
+    say(f"{name}: {line}")
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:

@@ -156,6 +156,8 @@ def _train(
     initialize(parallel, seed=config.run.seed, stored=stored() if resume is None else None, weights=resume is None)
     if config.train.compile:
         devices.compile_layers(parallel, device, source=source)
+    say = launcher.note if rank == 0 else lambda line: None
+    devices.warm_up_attention(parallel, device, config.train.precision, say)
     train, held_out = datasets(config, model, tokenizer, source=source)
     check_data(f"{train.fingerprint()} {held_out.fingerprint()}", startup)
     if rank == 0:

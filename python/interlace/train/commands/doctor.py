@@ -134,7 +134,53 @@ def _attention() -> dict[str, Callable[[], Check]]:
 
         return check
 
-    return {f"attention: {name}": backend(name) for name in ("reference", "cpu", "triton", "gluon")}
+    every = {f"attention: {name}": backend(name) for name in ("reference", "cpu", "triton", "gluon")}
+    return every | {"attention: chosen": _chosen, "attention: self-checks": _self_checks}
+
+
+def _chosen() -> Check:
+    """What backend=None takes for the commonest shape, and why nothing faster."""
+    import torch
+
+    from interlace.attention._self_check import verdicts
+    from interlace.attention.op import chosen, why_not
+
+    shape = "bf16, head dimension 128"
+    if not torch.cuda.is_available():
+        return True, f"{chosen(torch.empty(1, 1, 1, 128, dtype=torch.bfloat16))} ({shape}); no GPU here"
+    device = torch.device("cuda", torch.cuda.current_device())
+    q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    name = chosen(q)
+    if name != "gluon":
+        faster = ("gluon", "triton")[: 1 if name == "triton" else 2]
+        return True, f"{name} ({shape}); " + "; ".join(f"{other} is off, {why_not(other, q)}" for other in faster)
+    if any((each.kernel, each.shape, each.passed) == ("Gluon forward", shape, False) for each in verdicts(device)):
+        return True, f"triton ({shape}); gluon is off, its forward differs from the reference on this card"
+    return True, f"gluon forward, triton backward ({shape}); gluon's forward is the faster one on Hopper"
+
+
+def _self_checks() -> Check:
+    """Cached verdicts about the kernels of this card, those of the rows above among them."""
+    import torch
+
+    from interlace.attention._self_check import verdicts
+
+    if os.environ.get("INTERLACE_SELF_CHECK") == "0":
+        return None, "off: INTERLACE_SELF_CHECK=0"
+    if not torch.cuda.is_available():
+        return None, "kernels are compared with the reference when a GPU first uses them; no GPU here"
+    found = verdicts(torch.device("cuda", torch.cuda.current_device()))
+    if not found:
+        return None, "no kernel was used yet with this card, driver and version"
+    wrong = [
+        f"{each.kernel} ({each.shape}) DIFFERS from the reference: {each.result} by {each.error:.1e}, allowed "
+        f"{each.allowed:.1e}"
+        for each in found
+        if not each.passed
+    ]
+    right = [f"{each.kernel} ({each.shape})" for each in found if each.passed]
+    parts = [*wrong, *([f"equal to the reference: {', '.join(right)}"] if right else [])]
+    return not wrong, "; ".join(parts)
 
 
 def _transports() -> dict[str, Callable[[], Check]]:

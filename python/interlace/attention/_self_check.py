@@ -1,0 +1,295 @@
+"""Self-check: before a process first uses a GPU kernel, its results are compared with the reference backend.
+
+One small case per kind of kernel (`Kind`): FULL, PARTIAL and empty blocks, split rows, padding, a length that is no
+multiple of a block, query heads that share a key head. The expected values are computed on the CPU in fp64, from a plan
+that is built there, so the GPU's planner is checked too. Verdicts are cached on disk per card, driver, versions and
+kernel sources; a kernel that failed is tried again by the next process.
+
+A kernel that differs raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. The
+case runs on the current stream and draws from a generator of its own. No check is made while a CUDA graph is captured:
+it would wait for the GPU. INTERLACE_SELF_CHECK=0 in the environment turns all checks off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from interlace._cache import cache_folder
+from interlace.attention import gluon, reference, triton
+from interlace.attention.backend import Attention
+from interlace.attention.plan import AttentionPlan
+from interlace.masks import BitfieldMask, word
+
+log = logging.getLogger("interlace.attention")
+
+DEVICES = {"cuda"}
+"""Types of devices whose kernels are checked. Tests add "cpu", for Triton's interpreter."""
+
+DIRECTIONS = {"forward": "forward", "backward": "backward", "atomic_backward": "backward with atomics"}
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+SOFTCAP = 2.0
+
+_settled: dict[tuple[Any, ...], ModuleType] = {}
+_lock = threading.RLock()
+
+
+class Kind(NamedTuple):
+    """What tells kernels apart. direction: the backend's function. mapped: the plan has bitmaps. tf32: of fp32."""
+
+    language: str  # "triton" or "gluon"
+    direction: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    block: int
+    capped: bool
+    mapped: bool
+    tf32: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.language.capitalize()} {DIRECTIONS[self.direction]}"
+
+    @property
+    def shape(self) -> str:
+        same = self.head_dim == self.value_dim
+        text = f"head dimension {self.head_dim}" if same else f"head dimensions {self.head_dim} and {self.value_dim}"
+        text = f"{'tf32' if self.tf32 else TYPES[self.dtype]}, {text}"
+        text += "" if self.block == 128 else f", blocks of {self.block}"
+        return text + (", softcap" if self.capped else "") + ("" if self.mapped else ", no bitmaps")
+
+    @property
+    def file(self) -> str:
+        return "-".join(str(part) for part in self).replace("torch.", "") + ".json"
+
+
+class Verdict(NamedTuple):
+    """passed: every error is allowed. result: the one that is nearest to its limit or beyond it, e.g. "dq"."""
+
+    kernel: str
+    shape: str
+    passed: bool
+    result: str
+    error: float
+    allowed: float
+
+
+def checked(backend: ModuleType, direction: str, job: Attention, *, named: bool) -> ModuleType:
+    """The backend to run `job` with: `backend` if its kernel is right. named: the caller asked for it by name."""
+    q, plan = job.q, job.plan
+    if q.device.type not in DEVICES:
+        return backend
+    key = (
+        backend.__name__, direction, named, q.device, q.dtype, q.shape[3], job.v.shape[3], plan.block,
+        job.softcap is None, plan.part_q_map.shape[0] > 0, q.dtype == torch.float32 and _tf32(),
+    )  # fmt: skip
+    found = _settled.get(key)
+    return found if found is not None else _settle(key, backend, direction, job, named)
+
+
+def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Attention, named: bool) -> ModuleType:
+    if backend not in (triton, gluon) or os.environ.get("INTERLACE_SELF_CHECK") == "0":
+        _settled[key] = backend
+        return backend
+    if _capturing(job.q.device):
+        return backend
+    with _lock:
+        if key in _settled:
+            return _settled[key]
+        kind = kind_of(backend, direction, job)
+        verdict = _verdict(backend, kind, job)
+        if not verdict.passed:
+            backend = _without(backend, kind, verdict, direction, job, named)
+        _settled[key] = backend
+        return backend
+
+
+def _tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
+    language = "gluon" if backend is gluon and direction == "forward" else "triton"  # Gluon has no backward
+    dims = (job.q.shape[3], job.v.shape[3])
+    mapped, tf32 = job.plan.part_q_map.shape[0] > 0, job.q.dtype == torch.float32 and _tf32()
+    return Kind(language, direction, job.q.dtype, *dims, job.plan.block, job.softcap is not None, mapped, tf32)
+
+
+def _without(
+    backend: ModuleType, kind: Kind, verdict: Verdict, direction: str, job: Attention, named: bool
+) -> ModuleType:
+    """The backend in place of one that is wrong. Raises RuntimeError if there is none that is right and as fast."""
+    other = '"triton" or "reference"' if kind.language == "gluon" else '"reference"'
+    problem = (
+        f"attention kernel {kind.kernel} is wrong on {card(job.q.device)} ({kind.shape}): {verdict.result} differs "
+        f"from the reference by {verdict.error:.1e}, allowed are {verdict.allowed:.1e}"
+    )
+    report = "run `bash bench/gpu.sh first` and report what it prints"
+    if kind.language == "gluon" and not named:
+        warnings.warn(f'{problem}. backend="triton" is used instead; {report}', RuntimeWarning, stacklevel=5)
+        return checked(triton, direction, job, named=False)
+    raise RuntimeError(f"{problem}. Use backend={other}, and {report}")
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
+    """Run the small case of `kind` with `backend` on the device of `job`, in the layout of its tensors."""
+    device = job.q.device
+    with torch.no_grad(), torch.device("cpu"), torch.autocast(device.type, enabled=False):
+        case, dout = _case(kind, job, torch.device("cpu"))
+        exact = case._replace(q=case.q.double(), k=case.k.double(), v=case.v.double())
+        ours, dout_there = _case(kind, job, device)
+        out, lse = reference.forward(exact)
+        if kind.direction == "forward":
+            results = zip(("out", "lse"), backend.forward(ours), (out, lse))
+        else:
+            out = out.to(kind.dtype)
+            wanted = reference.backward(exact, out, lse, dout.double(), None, False)
+            given = (out.to(device), lse.float().to(device), dout_there, None, False)
+            results = zip(("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given), wanted)
+        errors = [(name, _error(got, right), _allowed(name, kind)) for name, got, right in results]
+    name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
+    return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
+
+
+def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, Tensor]:
+    """The small case, and a gradient of its output; the same values on every device.
+
+    The strides are like those of `job`, so that the kernels compiled here are the ones that it launches: heads are a
+    part of as many as it has.
+    """
+    mask = _mask(kind.block)
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(heads: int, columns: int, like: Tensor) -> Tensor:
+        by_token = like.stride(2) > like.stride(1)
+        wide = max(heads, like.shape[1])
+        shape = (2, mask.length, wide, columns) if by_token else (2, wide, mask.length, columns)
+        made = torch.randn(shape, generator=generator).to(device, kind.dtype)
+        return (made.transpose(1, 2) if by_token else made)[:, :heads]
+
+    kv_heads = min(2, job.k.shape[1])
+    q = tensor(2 * kv_heads, kind.head_dim, job.q)
+    k, v = tensor(kv_heads, kind.head_dim, job.k), tensor(kv_heads, kind.value_dim, job.v)
+    dout = torch.randn((*q.shape[:3], kind.value_dim), generator=generator).to(device, kind.dtype)
+    plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=1)
+    if not kind.mapped:
+        plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
+    return Attention(q, k, v, plan, kind.head_dim**-0.5, SOFTCAP if kind.capped else None), dout
+
+
+def _mask(block: int) -> BitfieldMask:
+    """Two causal rows of two blocks and a third, with queries that see nothing; in the second a block is padding."""
+    length = 2 * block + block * 11 // 32  # 300 with blocks of 128
+    bits = torch.full((2, length), word(0, [0], causal=True))
+    bits[:, 2 * block + 2 : 2 * block + 4] = word(3, [5])
+    doc = torch.zeros(2, length, dtype=torch.int32)
+    doc[1, block : 2 * block] = -1
+    return BitfieldMask(bits, doc=doc)
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    """The largest error of a row, relative to its norm or, if that is below average, to the average one.
+
+    Infinite where `got` has NaN, or other infinities than `wanted`.
+    """
+    got, wanted = (x.detach().cpu().double() for x in (got, wanted))
+    if got.shape != wanted.shape or got.isnan().any() or not torch.equal(got.isinf(), wanted.isinf()):
+        return float("inf")
+    got, wanted = (x.masked_fill(x.isinf(), 0.0).flatten(0, 2).view(-1, x[0, 0, 0].numel()) for x in (got, wanted))
+    sizes = wanted.norm(dim=1)
+    return float(((got - wanted).norm(dim=1) / sizes.clamp_min(float(sizes.mean()))).max())
+
+
+def _allowed(name: str, kind: Kind) -> float:
+    """The limit of `_error`."""
+    if kind.tf32:  # hardware cuts off inputs, so the gradient of a query that sees one key is not quite 0
+        return 2e-3 if name == "lse" else 2**-4
+    if kind.dtype == torch.float32:
+        return 1e-5 if name == "lse" else 3e-5
+    return 2e-3 if name == "lse" else 2 * torch.finfo(kind.dtype).eps
+
+
+# ---------------------------------------------------------------------- verdicts on disk
+
+
+def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
+    """From the cache if the kernel was right there, else of a comparison now, which is cached."""
+    file = folder(job.q.device) / kind.file
+    found = _read(file)
+    if found is not None and found.passed:
+        return found
+    verdict = compare(backend, kind, job)
+    says = "equals" if verdict.passed else "DIFFERS FROM"
+    log.info("%s on %s, %s: %s the reference", kind.kernel, card(job.q.device), kind.shape, says)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next process a check
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as made:
+            json.dump(verdict._asdict(), made)
+        os.replace(name, file)
+    return verdict
+
+
+def _read(file: Path) -> Verdict | None:
+    try:
+        found = Verdict(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # missing, or damaged
+        return None
+    return found if isinstance(found.passed, bool) else None
+
+
+def verdicts(device: torch.device) -> list[Verdict]:
+    """The cached verdicts of this card under the present driver, versions and sources."""
+    files = sorted(folder(device).glob("*.json"))
+    return [verdict for file in files if (verdict := _read(file)) is not None]
+
+
+def folder(device: torch.device) -> Path:
+    """Where verdicts lie: a folder per card, driver, version of torch and Triton, and sources of the kernels."""
+    about = (card(device), _driver(), torch.__version__, torch.version.cuda, *_sources())
+    return cache_folder() / "self-checks" / hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+
+
+@cache
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:  # not on Linux, or hidden in a container
+        return ""
+
+
+@cache
+def _sources() -> tuple[str, ...]:
+    """Triton's version, and a hash of everything that results depend on."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(file for part in ("attention", "kernels") for file in (package / part).glob("*.py")):
+        digest.update(file.read_bytes())
+    return str(importlib.import_module("triton").__version__), digest.hexdigest()
