@@ -1,4 +1,4 @@
-"""Prepared launches: a pass whose arguments are bound once per plan and shapes, so that a call only fills in addresses.
+"""Prepared launches: a pass whose arguments are bound once per plan and shapes; later calls only fill in addresses.
 
 Making the arguments of a forward and backward takes Python hundreds of microseconds, and so does binding them in
 Triton: longer than a small attention takes on a GPU. Both depend on the plan and on shapes, strides and types alone.
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from .bitfield_launch import Call
 
-_plans: WeakKeyDictionary[Any, dict[Hashable, Prepared]] = WeakKeyDictionary()
+MOST_KINDS = 64  # of one plan: a scale that changes with every call must not fill the memory
+
+_plans: WeakKeyDictionary[Any, dict[Hashable, Prepared | None]] = WeakKeyDictionary()
 
 
 def launch(
@@ -24,16 +26,25 @@ def launch(
     """Runs a pass over `plan` and returns its results, which `calls` makes beside the launches.
 
     given: the tensors that the pass reads beside those of the plan. options: whatever else its launches depend on.
-    calls: makes the launches and the results, of tensors of these shapes; asked once for each kind.
+    calls: makes the launches and the results, of tensors of these shapes; asked twice for each kind.
     """
     known = _plans.setdefault(plan, {})
-    kind = (options, *[part for x in given for part in (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)])
+    same = [id(x) for x in given]
+    kind = (
+        options,
+        *[same.index(x) for x in same],  # which of them are one tensor
+        *[part for x in given for part in (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)],
+    )
     prepared = known.get(kind)
     if prepared is not None:
         return prepared(given)
     made, tensors = calls()
     kernels = [call.run() for call in made]
-    if all(kernel is not None for kernel in kernels):
+    if kind not in known:  # most plans of compiled code, and many others, are used once
+        if len(known) >= MOST_KINDS:
+            known.clear()
+        known[kind] = None
+    elif all(kernel is not None for kernel in kernels):
         known[kind] = Prepared(made, kernels, [*given, *tensors], len(given), plan.tensors())
     return tensors
 
@@ -66,7 +77,7 @@ class Prepared:
                     arguments[at] = 0  # room for partial results where no row is split
                 elif isinstance(tensor, Tensor):
                     if id(tensor) not in places:
-                        places[id(tensor)] = len(places)
+                        places[id(tensor)] = given + len(fresh)
                         fresh.append(tensor)
                     filled.append((at, places[id(tensor)], descriptor and _of(descriptor)))
                     arguments[at] = None

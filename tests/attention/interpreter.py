@@ -287,6 +287,28 @@ def without_maps() -> None:
             assert torch.equal(mapped, computed)
 
 
+def maps_of_compiled_plans() -> None:
+    """Plans made by the op have bitmaps if all blocks of the score matrix may have one, else none; both are right."""
+    from interlace.attention import _blocks
+    from interlace.attention._traced import traced_plan
+
+    mask = cases.masks()["multimodal"][0]
+    tokens = mask.tokens()(torch.Tensor.contiguous)
+    given = AttentionPlan.build(mask, block=16)
+    assert given.part_q_map.shape[0] == AttentionPlan.build(mask, block=16, device="cpu").part_q_map.shape[0] > 0
+    most = _blocks.MAPPED_BLOCKS
+    try:
+        for room, mapped in ((most, True), (1, False)):
+            _blocks.MAPPED_BLOCKS = room
+            plan = traced_plan(tokens, tokens, mask.sinks, 16)
+            assert (plan.part_q_map.shape[0] > 0) == (plan.part_k_map.shape[0] > 0) == mapped
+            q, k, v = cases.tensors(mask, None, 2, 1, 16, torch.float32)
+            out, wanted = (bitfield_attention(q, k, v, used, backend="triton") for used in (plan, given))
+            assert torch.equal(out, wanted)
+    finally:
+        _blocks.MAPPED_BLOCKS = most
+
+
 def every_length() -> None:
     """Lengths 1 to 48, a few of queries with every few of keys: only the last blocks are short."""
     for q_length in range(1, 49, 5):
@@ -372,6 +394,7 @@ CASES: dict[str, Callable[[], None]] = {
     "lists read the device once": one_synchronisation,
     "without maps": without_maps,
     "every length": every_length,
+    "maps of compiled plans": maps_of_compiled_plans,
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,

@@ -38,7 +38,7 @@ def main(backend: str) -> None:
 
     for module in (triton_backend, gluon):
         module.why_not = lambda q, v: None  # tensors of the CPU stand for those of a GPU: launches do nothing
-    _blocks.map_shape = lambda device, blocks, block: (blocks, block + 1, block // 32)  # bitmaps, as on a GPU
+    _blocks.reads_maps = lambda device, block: True  # bitmaps, as on a GPU
     plan = AttentionPlan.build(BitfieldMask.causal(2, LENGTH), cap=1)  # split rows: a GPU always has room for them
     q, k, v = (
         torch.zeros(2, LENGTH, heads, 64, dtype=torch.float16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)

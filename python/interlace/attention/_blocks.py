@@ -8,6 +8,7 @@ looked at token by token. The result is exact however weak the bounds are.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from interlace import _core
+from interlace._mask_values import readable
 from interlace.masks import Tokens, visible
 
 
@@ -63,30 +65,40 @@ def block_lists(
 
 
 MAPPED_BLOCKS = 65_536
-"""PARTIAL blocks up to which a plan has bitmaps: 258 MiB with blocks of 128, both directions together."""
+"""PARTIAL blocks of 128 tokens up to which a plan has bitmaps; 258 MiB, both directions together."""
 
 
-def map_shape(device: torch.device, blocks: int, block: int) -> tuple[int, int, int]:
-    """The shape of the bitmaps of `blocks` PARTIAL blocks, or that of none, [0, ...].
-
-    None for more than MAPPED_BLOCKS, for blocks that the kernels do not take, and where no kernel reads them: on a CPU,
-    unless Triton interprets.
-    """
+def reads_maps(device: torch.device, block: int) -> bool:
+    """Whether kernels for plans on `device` read bitmaps: on GPUs, on meta, and on a CPU where Triton interprets."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     read = device.type == "meta" or (_has_triton() and (device.type == "cuda" or interpreting))
-    wanted = read and blocks <= MAPPED_BLOCKS and block >= 16 and block & (block - 1) == 0
-    return (blocks, block + 1, max(1, block // 32)) if wanted else (0, 1, 1)
+    return read and block >= 16 and block & (block - 1) == 0
+
+
+def fits_maps(blocks: int, block: int) -> bool:
+    """Whether bitmaps of that many PARTIAL blocks may be made. Kernels count their words in int32."""
+    return blocks * math.prod(map_shape(1, block)) <= MAPPED_BLOCKS * math.prod(map_shape(1, 128))
+
+
+def map_shape(blocks: int, block: int) -> tuple[int, int, int]:
+    """The shape of the bitmaps of `blocks` PARTIAL blocks: a line of words per token, and the lines' union."""
+    return (blocks, block + 1, max(1, block // 32))
+
+
+NO_MAPS = (0, 1, 1)
+"""The shape of the bitmaps of a plan that has none."""
 
 
 def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: Tensor, of_queries: bool) -> Tensor:
-    """Bitmaps of the PARTIAL blocks of a list (ptr, idx): int32 [len(idx) or 0, block + 1, block / 32] (`map_shape`).
+    """Bitmaps of the PARTIAL blocks of a list (ptr, idx): int32 [len(idx), block + 1, block / 32], or NO_MAPS.
 
     Entry e is that of block idx[e]. of_queries: line i is query i of the block and bit j % 32 of word j // 32 key j;
     else lines are keys and bits queries. The last line is the union of the others. Entries beyond ptr[-1] hold
     anything. Never waits for a GPU.
     """
-    maps = idx.new_empty(map_shape(idx.device, idx.numel(), block))
-    if maps.numel() == 0 or idx.device.type == "meta":
+    wanted = reads_maps(idx.device, block) and fits_maps(idx.numel(), block)
+    maps = idx.new_empty(map_shape(idx.numel(), block) if wanted else NO_MAPS)
+    if maps.numel() == 0 or idx.device.type == "meta" or not readable(idx):
         return maps
     if idx.device.type == "cuda":
         from interlace.kernels.bitfield_launch import on_device

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from interlace.attention._blocks import map_shape
+from interlace.attention._blocks import NO_MAPS, fits_maps, map_shape, reads_maps
 from interlace.attention._transforms import row_by_row
 from interlace.attention.plan import MAPS, TENSOR_FIELDS, AttentionPlan
 from interlace.masks import BitfieldMask, Tokens, word
@@ -31,7 +32,11 @@ def traced_plan(q: Tokens, k: Tokens, sinks: int, block: int, gaps: Tensor | Non
     gaps: bool; where one is True, the op raises ValueError, since the tokens do not say what is to be seen.
     """
     fields = [*q, *k[: len(KEYS)]]
-    made = _plan(fields, sinks, block, q.bits.new_zeros(1, dtype=torch.bool) if gaps is None else gaps)
+    blocks = _room_of_blocks(q.bits, k.bits, block)
+    # An exported program is for all lengths, which a comparison would narrow.
+    fits = statically_known_true if torch.compiler.is_exporting() else bool
+    mapped = reads_maps(q.bits.device, block) and fits(fits_maps(blocks, block))
+    made = _plan(fields, sinks, block, mapped, q.bits.new_zeros(1, dtype=torch.bool) if gaps is None else gaps)
     given = dict(zip((*QUERIES, *KEYS), fields))
     return AttentionPlan(block, sinks, **{**given, **dict(zip((*LISTS, *DOCS), made))})
 
@@ -69,7 +74,7 @@ def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
 
 # It reads values, which a CUDA graph (mode="reduce-overhead") cannot.
 @torch.library.custom_op("interlace::attention_plan", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _plan(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Tensor]:
+def _plan(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
     if bool(gaps.any()):
         raise ValueError(
             "a compiled model's mask lets a query see keys with others between them that it does not see, which a plan "
@@ -81,14 +86,14 @@ def _plan(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Te
     queries = BitfieldMask(q_bits, doc=q_doc, span=q_span, pos=q_pos, window=q_window, sinks=sinks)
     keys = BitfieldMask(k_bits, doc=k_doc, span=k_span, pos=k_pos)
     made = AttentionPlan.build(queries, keys, block=block, heads=HEADS)
-    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, _rooms(q_bits, k_bits, block))]
+    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, _rooms(q_bits, k_bits, block, mapped))]
     return [*lists, *(getattr(made, name) for name in DOCS)]
 
 
 @_plan.register_fake
-def _plan_fake(fields: list[Tensor], sinks: int, block: int, gaps: Tensor) -> list[Tensor]:
+def _plan_fake(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
     q_bits, k_bits = fields[0], fields[len(QUERIES)]
-    shapes = [*_rooms(q_bits, k_bits, block), q_bits.shape, k_bits.shape]
+    shapes = [*_rooms(q_bits, k_bits, block, mapped), q_bits.shape, k_bits.shape]
     return [q_bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
@@ -98,17 +103,21 @@ def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
     return list(lists), list(dims)
 
 
-def _rooms(q_bits: Tensor, k_bits: Tensor, block: int) -> list[tuple[int, ...]]:
+def _rooms(q_bits: Tensor, k_bits: Tensor, block: int, mapped: bool) -> list[tuple[int, ...]]:
     """The shape of each list of LISTS, at most."""
     batch = q_bits.shape[0]
     rows, k_rows = (batch * -(-bits.shape[1] // block) for bits in (q_bits, k_bits))
-    blocks = _two(rows * (-(-k_bits.shape[1] // block)))
+    blocks = _room_of_blocks(q_bits, k_bits, block)
     more = _split_items(q_bits.device)
     items, k_items = _two(rows + more), _two(k_rows + more)
     lists = [*[rows + 1, blocks] * 2, *[k_rows + 1, blocks] * 2]
     slots, k_slots = (items, k_items) if more else (2, 2)  # two: no row is split
     lists += [*[items] * 4, rows + 1, slots, *[k_items] * 4, k_rows + 1, k_slots]
-    return [*((length,) for length in lists), *[map_shape(q_bits.device, blocks, block)] * len(MAPS)]
+    return [*((length,) for length in lists), *[map_shape(blocks, block) if mapped else NO_MAPS] * len(MAPS)]
+
+
+def _room_of_blocks(q_bits: Tensor, k_bits: Tensor, block: int) -> int:
+    return _two(q_bits.shape[0] * -(-q_bits.shape[1] // block) * -(-k_bits.shape[1] // block))
 
 
 def _split_items(device: torch.device) -> int:
@@ -127,7 +136,8 @@ def _filled(values: Tensor, room: tuple[int, ...]) -> Tensor:
     if values.dim() == 1:
         return torch.nn.functional.pad(values, (0, room[0] - values.numel()), value=-1)
     maps = values.new_empty(room)
-    maps[: values.shape[0]] = values[: room[0]]
+    if room != NO_MAPS:
+        maps[: values.shape[0]] = values
     return maps
 
 

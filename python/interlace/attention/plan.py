@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from interlace._mask_values import readable
-from interlace.attention._blocks import block_lists, block_maps, map_shape
+from interlace.attention._blocks import NO_MAPS, block_lists, block_maps
 from interlace.masks import BitfieldMask, Tokens
 
 
@@ -161,9 +161,10 @@ class AttentionPlan:
             k.bits, lists.k_doc, k.span, k.pos,
             *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, PARTIAL_COST, *sizes[:2]),
             *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, KEY_PARTIAL_COST, *sizes[2:]),
-            *[q.doc.new_empty(map_shape(q.doc.device, 0, block))] * 2,
+            *[q.doc.new_empty(NO_MAPS)] * 2,
         )  # fmt: skip
-        return plan.with_maps() if device is None else plan.to(device)
+        there = plan if device is None else plan.to(device)
+        return plan.with_maps() if there is plan else there
 
     def with_maps(self) -> AttentionPlan:
         """The same plan with bitmaps made anew, or without where `block_maps` makes none."""
@@ -241,7 +242,7 @@ class AttentionPlan:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionPlan:
         """The same plan on another device (itself when it is there already). Bitmaps are not moved but made there."""
-        if torch.device(device) == self.device:
+        if torch.empty(0, device=device).device == self.device:  # also "cuda", the current one
             return self
         return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
