@@ -319,4 +319,6 @@ def test_plans_are_cut_at_boundaries_in_one_graph():
 def test_the_op_keeps_torchs_rules():
     plan = AttentionPlan.build(BitfieldMask.causal(2, 9), block=4)
     fields = [*plan.queries(), *plan.keys()[:4]]
-    torch.library.opcheck(torch.ops.interlace.attention_plan.default, (fields, 0, 4, False, torch.zeros(1, dtype=torch.bool)))
+    torch.library.opcheck(
+        torch.ops.interlace.attention_plan.default, (fields, 0, 4, False, torch.zeros(1, dtype=torch.bool))
+    )
