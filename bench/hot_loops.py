@@ -120,7 +120,7 @@ def _figures(kernel: str, name: str, tile: dict[str, int], loop: dict[str, Any])
 
 
 def operand_bytes(shape: str) -> int:
-    """What one HGMMA reads from shared memory: B, and A unless it is in registers. 0 for HMMA."""
+    """Bytes that one HGMMA reads from shared memory: B, and A unless it is in registers. 0 for HMMA."""
     size, *where = shape.split()
     rows, columns, depth = (int(x) for x in size.split("x"))
     if not where:

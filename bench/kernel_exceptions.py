@@ -50,7 +50,7 @@ def head_dims(c: Configuration) -> str:
 
 
 def problems(report: Report, version: str) -> dict[Problem, float]:
-    """What is wrong with the kernels of a report under one version of Triton, with the figure of each."""
+    """Problems of the kernels of a report under one version of Triton: {problem: figure}."""
     found = {}
     for configuration, kernels in report.items():
         for name, used in kernels.items():
@@ -106,7 +106,7 @@ def exceptions(path: Path = TABLE) -> dict[Problem, Accepted]:
 
 
 def changes(report: Report, version: str, accepted: dict[Problem, Accepted] | None = None) -> list[str]:
-    """How the problems of a report under one version of Triton differ from the accepted ones, in words."""
+    """Differences between the problems of a report and the accepted ones, under one version of Triton, in words."""
     accepted = exceptions() if accepted is None else accepted
     compiled = {_kernel(c, name) for c, kernels in report.items() for name in kernels}
     expected = {

@@ -47,7 +47,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The kernel's, and which of its variants that are told apart."""
+        """Name of the kernel and of its variant: fused, of keys, of values."""
         if not self.arguments.get("OF_VALUES", True):
             return self.kernel.__name__ + " of keys"
         if not self.arguments.get("OF_KEYS", True):

@@ -217,6 +217,31 @@ def list_kernel(
         part_at += tl.sum(part, 1)
 
 
+@triton.jit
+def sees(
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos, mine, length, others, other_length, sinks,
+    OF_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """[mine, others]: whether queries `mine` see keys `others`, or (not OF_QUERIES) keys `mine` are seen by `others`.
+
+    Tokens from `length` and `other_length` on neither see nor are seen.
+    """
+    if OF_QUERIES:
+        attends, docs, spans, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, mine, length)
+        stream, k_docs, k_spans, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, others, other_length, sinks)
+        return allowed(
+            attends[:, None], docs[:, None], spans[:, None], last[:, None], before[:, None],
+            stream[None, :], k_docs[None, :], k_spans[None, :], pos[None, :], window_pos[None, :],
+        )  # fmt: skip
+    else:
+        attends, docs, spans, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, others, other_length)
+        stream, k_docs, k_spans, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, mine, length, sinks)
+        return allowed(
+            attends[None, :], docs[None, :], spans[None, :], last[None, :], before[None, :],
+            stream[:, None], k_docs[:, None], k_spans[:, None], pos[:, None], window_pos[:, None],
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["q_length", "k_length", "blocks", "sinks"])
 def documents_kernel(
     result, full_ptr, part_ptr, part_idx, q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -259,28 +284,10 @@ def documents_kernel(
         end = tl.minimum(at + BLOCK, other_length)
         while (at < end) & (waiting == 1):
             others = at + tl.arange(0, STEP)
-            if OF_QUERIES:
-                attends, docs, spans, last, before = query_terms(
-                    q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, token, q_length
-                )
-                stream, k_docs, k_spans, pos, window_pos = key_terms(
-                    k_bits + km, k_doc + km, k_span + km, k_pos + km, others, end, sinks
-                )
-                see = allowed(
-                    attends[:, None], docs[:, None], spans[:, None], last[:, None], before[:, None],
-                    stream[None, :], k_docs[None, :], k_spans[None, :], pos[None, :], window_pos[None, :],
-                )  # fmt: skip
-            else:
-                attends, docs, spans, last, before = query_terms(
-                    q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, others, end
-                )
-                stream, k_docs, k_spans, pos, window_pos = key_terms(
-                    k_bits + km, k_doc + km, k_span + km, k_pos + km, token, k_length, sinks
-                )
-                see = allowed(
-                    attends[None, :], docs[None, :], spans[None, :], last[None, :], before[None, :],
-                    stream[:, None], k_docs[:, None], k_spans[:, None], pos[:, None], window_pos[:, None],
-                )  # fmt: skip
+            see = sees(
+                q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+                k_bits + km, k_doc + km, k_span + km, k_pos + km, token, length, others, end, sinks, OF_QUERIES,
+            )  # fmt: skip
             left = left & (tl.max(see.to(tl.int32), 1) == 0)
             waiting = tl.max(left.to(tl.int32), 0)
             at += STEP
@@ -309,30 +316,18 @@ def map_kernel(
     qm = batch * q_length
     km = batch * k_length
     to = maps + entry.to(tl.int64) * ((BLOCK + 1) * WORDS)
+    if OF_QUERIES:
+        length = q_length
+        other_length = k_length
+    else:
+        length = k_length
+        other_length = q_length
     for word in range(WORDS):
         others = other + word * BITS + bit
-        if OF_QUERIES:
-            attends, docs, spans, last, before = query_terms(
-                q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, mine, q_length
-            )
-            stream, k_docs, k_spans, pos, window_pos = key_terms(
-                k_bits + km, k_doc + km, k_span + km, k_pos + km, others, k_length, sinks
-            )
-            see = allowed(
-                attends[:, None], docs[:, None], spans[:, None], last[:, None], before[:, None],
-                stream[None, :], k_docs[None, :], k_spans[None, :], pos[None, :], window_pos[None, :],
-            )  # fmt: skip
-        else:
-            attends, docs, spans, last, before = query_terms(
-                q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, others, q_length
-            )
-            stream, k_docs, k_spans, pos, window_pos = key_terms(
-                k_bits + km, k_doc + km, k_span + km, k_pos + km, mine, k_length, sinks
-            )
-            see = allowed(
-                attends[None, :], docs[None, :], spans[None, :], last[None, :], before[None, :],
-                stream[:, None], k_docs[:, None], k_spans[:, None], pos[:, None], window_pos[:, None],
-            )  # fmt: skip
+        see = sees(
+            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+            k_bits + km, k_doc + km, k_span + km, k_pos + km, mine, length, others, other_length, sinks, OF_QUERIES,
+        )  # fmt: skip
         line = tl.reduce(tl.where(see, 1 << bit[None, :], 0), 1, _or)
         tl.store(to + local * WORDS + word, line)
         tl.store(to + BLOCK * WORDS + word, tl.reduce(line, 0, _or))

@@ -121,7 +121,7 @@ def has_fused(architecture: int, block_d: int, block_v: int, *, float32: bool) -
 
 
 def keys_apart(architecture: int, block_d: int, block_v: int, *, float32: bool) -> bool:
-    """Whether dK and dV are computed by a launch each.
+    """True if dK and dV take separate launches.
 
     On Hopper from head dimension 192 on: the accumulators of both leave registers for 64 keys only, which two
     warpgroups then compute twice. One of them alone has room for 128.

@@ -1,4 +1,4 @@
-"""What AttentionPlan.build is made of: the classes of a mask's blocks as lists, and bitmaps of its PARTIAL blocks.
+"""Block lists and bitmaps of a mask, for AttentionPlan: classes of all blocks, and the pairs of PARTIAL ones.
 
 On CUDA devices in Triton (kernels/bitfield_plan.py), elsewhere in C++ (csrc/attention_cpu/block_lists.cpp): bounds per
 block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks, and only the rest are
