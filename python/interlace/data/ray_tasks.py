@@ -44,7 +44,7 @@ ASK_AGAIN = 40  # times that an answer may be lost on the way: nodes come and go
 BACK = 120.0  # and seconds that it may be so: a keeper that starts again imports torch, perhaps from a slow disk
 PAUSE = 0.25  # seconds before an answer is asked for again
 REACH = 5.0  # seconds in which the cluster's address has to answer
-BEGIN = 60.0  # seconds that the keeper may take to start
+BEGIN = 300.0  # seconds that the keeper may take to start: it imports torch, at Ray's low priority for workers
 RESTART = 10.0  # seconds that Ray may take to start a lost one again (one import of torch): then a rank makes the next
 log = logging.getLogger("interlace.data")
 
