@@ -145,8 +145,8 @@ class Cluster:
             return self.local.add_node(num_cpus=cpus, object_store_memory=MEMORY, **more)
 
     def _settings(self) -> Any:
-        """Environment of a node that starts meanwhile: it writes into the folder and reports to nobody. It does not kill
-        workers because others fill the memory of this machine. Its workers have the priority of any process: with Ray's
+        """Environment of a node that starts meanwhile: it writes into the folder and reports to nobody. It kills no
+        worker because others fill the memory of this machine. Its workers have the priority of any process: with Ray's
         own, niceness 15, one takes over a minute to start where others use every core."""
         given = {
             "TMPDIR": self.folder,
