@@ -118,6 +118,11 @@ class Transport(ABC):
             found = self.__dict__["_paths"] = Paths(self.rank)
         return found
 
+    @paths.setter
+    def paths(self, found: Paths) -> None:
+        """Lets several transports note their paths in one place."""
+        self.__dict__["_paths"] = found
+
     @classmethod
     @abstractmethod
     def capabilities(cls) -> Capabilities:
