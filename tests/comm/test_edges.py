@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,27 +71,32 @@ def test_sends_return_at_once_when_the_slots_are_full(pool: Any) -> None:
 
 
 def let_go(rank: int) -> list[bool]:
-    """Rank 0 holds a message until it was taken, and no longer, though the step goes on."""
+    """Rank 0 sends two messages; whether it still holds them before and after rank 1 has taken them."""
     here = channel()
     if rank == 1:
-        here.receive(0, tag(0))
-        here.send(torch.ones(1), 0, tag(0, grad=True))
         dist.barrier()
-        here.receive(0, tag(1))
+        for number in range(2):
+            here.receive(0, tag(number))
+        here.receive(0, tag(2))
         here.finish()
         return []
-    here.send(torch.ones(1), 1, tag(0))
-    held = [bool(here._sends)]
-    here.receive(1, tag(0, grad=True))
-    held.append(bool(here._sends))
-    here.send(torch.ones(1), 1, tag(1))
+    arrays = [np.ones(3, np.float32) for _ in range(2)]
+    alive = [weakref.ref(array) for array in arrays]
+    for number in range(2):
+        here.send(torch.from_numpy(arrays.pop(0)), 1, tag(number))
+    before = [one() is not None for one in alive]
     dist.barrier()
+    until = time.monotonic() + 60
+    while not all(sent.is_taken() for sent in here._sends) and time.monotonic() < until:
+        time.sleep(1e-3)
+    here.send(torch.ones(()), 1, tag(2))
+    after = [one() is not None for one in alive]
     here.finish()
-    return [*held, bool(here._sends)]
+    return before + after
 
 
-def test_what_was_taken_is_held_no_longer(pool: Any) -> None:
-    assert pool.returned(2, let_go)[0] == [True, False, False]
+def test_what_was_taken_is_let_go_at_the_next_send(pool: Any) -> None:
+    assert pool.returned(2, let_go)[0] == [True, True, False, False]
 
 
 # ---------------------------------------------------------------------- lost peers

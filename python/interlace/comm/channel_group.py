@@ -225,7 +225,7 @@ class GroupChannel:
         kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())
         works: list[tuple[Work, Tensor]] = []
         while self._sends and self._sends[0].is_taken():
-            self._end(self._sends.popleft())
+            self.recorder.end(self._sends.popleft().token)  # not waited for, which a GPU would do too
         self._sends.append(_Send(peer, tag, works, token))
         for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind, rows), self._headers), (tensor, edge)):
             if part.numel():
@@ -459,7 +459,8 @@ class GroupChannel:
     def _hang_up(self, waited: Sequence[int], why: str, reason: str) -> None:
         """Say that this rank gives up, and close all connections, so that nobody goes on waiting for it."""
         self._roll.gave_up(why, waited)
-        for end in (*self._lanes.values(), *self._edges.values()):
+        ends: list[Transport | Edge] = [*self._lanes.values(), *self._edges.values()]
+        for end in ends:
             end._give_up(CommError(f"rank {self.rank} gave up: {reason}", waited, why))
         for ranks, group in [(range(self.world), self._host), *self._groups.items()]:
             peer = next((rank for rank in ranks if rank != self.rank), self.rank)

@@ -96,7 +96,7 @@ class _Delivery:
         self._ticket = ticket
 
     def is_completed(self) -> bool:
-        return self._ticket.done()
+        return self._ticket.done() and self._ticket.error is None
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self._ticket.wait()  # which the transport bounds

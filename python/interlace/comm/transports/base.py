@@ -88,7 +88,12 @@ class Capabilities:
 
 
 class Ticket(Protocol):
-    """A batch under way. Tensors of the batch must be left alone until `wait` has returned."""
+    """A batch under way. Tensors of the batch must be left alone until `wait` has returned.
+
+    error: what `wait` raises, once it is `done`.
+    """
+
+    error: CommError | None
 
     def wait(self) -> None:
         """CPU: returns when the batch is complete, both ways. CUDA: makes the current stream wait for it.
