@@ -1,8 +1,8 @@
 """The pipeline of the Gluon forward on a model of its barriers, with the stages and phases that the kernel computes.
 
 Producer, consumers, and the copies and products under way take steps in random order. The model fails if a buffer is
-overwritten while a product may still read it, if a product reads anything but its tile, or if nobody can go on. The kernel
-itself runs in test_gluon_forward.py, in fewer orders.
+overwritten while a product may still read it, if a product reads anything but its tile, or if nobody can go on. The
+kernel itself runs in test_gluon_forward.py, in fewer orders.
 """
 
 from __future__ import annotations
