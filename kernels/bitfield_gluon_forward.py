@@ -98,22 +98,37 @@ def turn_phase(n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(descriptor, buffers, full, empty, n, batch, head, token, STAGES: gl.constexpr):
-    stage = stage_of(n, STAGES)
-    mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
-    mbarrier.expect(full.index(stage), descriptor.block_type.nbytes)
-    tma_load(descriptor, [batch, head, token, 0], full.index(stage), buffers.index(stage))
+def _load(descriptor, rest, to, to_rest, barrier, at, batch, head, token, BLOCK_D: gl.constexpr, REST: gl.constexpr):
+    """Both parts of a tile to place `at` of their buffers, of which `barrier` hears."""
+    if REST:
+        mbarrier.expect(barrier, descriptor.block_type.nbytes + rest.block_type.nbytes)
+        tma_load(rest, [batch, head, token, BLOCK_D], barrier, to_rest.index(at))
+    else:
+        mbarrier.expect(barrier, descriptor.block_type.nbytes)
+    tma_load(descriptor, [batch, head, token, 0], barrier, to.index(at))
 
 
 @gluon.jit
-def _clean(v_smem, stage, k_doc, keys, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """Zeros in the rows of keys that take no part. Shared memory has the tile in atoms of 8 rows and 64 columns."""
-    PANELS: gl.constexpr = BLOCK_D // 64
+def _fetch(
+    descriptor, rest, buffers, rest_buffers, full, empty, n, batch, head, token,
+    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = stage_of(n, STAGES)
+    mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
+    _load(descriptor, rest, buffers, rest_buffers, full.index(stage), stage, batch, head, token, BLOCK_D, REST)
+
+
+@gluon.jit
+def _clean(v_smem, stage, k_doc, keys, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Zeros in the rows of keys that take no part. Shared memory has the tile in atoms of 8 rows and 64 columns or,
+    where it is narrower, all of them."""
+    WIDTH: gl.constexpr = 64 if COLUMNS > 64 else COLUMNS
+    PANELS: gl.constexpr = COLUMNS // WIDTH
     ATOMS: gl.constexpr = BLOCK // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     atoms = reinterpret(
-        v_smem, [STAGES * PANELS * ATOMS, 8, 64],
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        v_smem, [STAGES * PANELS * ATOMS, 8, WIDTH],
+        gl.NVMMASharedLayout(swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2),
     )  # fmt: skip
     for i in range(PANELS * ATOMS):
         rows = (i % ATOMS) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
@@ -124,16 +139,17 @@ def _clean(v_smem, stage, k_doc, keys, BLOCK_D: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _fetch_clean(
-    v_desc, v_smem, v_full, v_empty, v_landed, n, cleaned, batch, head, token, k_doc, k_length,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    v_desc, rest, v_smem, rest_smem, v_full, v_empty, v_landed, n, cleaned, batch, head, token, k_doc, k_length,
+    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `_fetch`, of V with zeros where keys take no part; `cleaned` tiles before it were fetched so."""
     stage = stage_of(n, STAGES)
     mbarrier.wait(v_empty.index(stage), empty_phase(n, STAGES))
-    mbarrier.expect(v_landed, v_desc.block_type.nbytes)
-    tma_load(v_desc, [batch, head, token, 0], v_landed, v_smem.index(stage))
+    _load(v_desc, rest, v_smem, rest_smem, v_landed, stage, batch, head, token, BLOCK_D, REST)
     mbarrier.wait(v_landed, cleaned & 1)
     _clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)
+    if REST:
+        _clean(rest_smem, stage, k_doc + token, k_length - token, REST, STAGES)
     fence_async_shared()
     mbarrier.arrive(v_full.index(stage), count=1)
 
@@ -157,13 +173,13 @@ def _absent(k_doc, token, k_length, partial):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
+    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, q_smem, k_smem, v_smem, q_more, k_more, v_more,
+    q_full, k_full, k_empty, v_full, v_empty, v_landed,
     full_list, full_count, part_list, part_count, batch, head, kv_head, first, k_doc, k_length,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    tma_load(q_desc, [batch, head, first, 0], q_full, q_smem.index(0))
-    tma_load(q_desc, [batch, head, first + HALF, 0], q_full, q_smem.index(1))
+    for half in gl.static_range(2):
+        _load(q_desc, q_rest, q_smem, q_more, q_full, half, batch, head, first + half * HALF, BLOCK_D, REST)
     cleaned = 0
     before = 0
     tiles = full_count + part_count
@@ -172,16 +188,21 @@ def _produce(
         after = _token(full_list, full_count, part_list, n + 1, tiles)
         absent = _absent(k_doc, before, k_length, n > full_count)
         if n < tiles:
-            _fetch(k_desc, k_smem, k_full, k_empty, n, batch, kv_head, token, STAGES)
+            _fetch(
+                k_desc, k_rest, k_smem, k_more, k_full, k_empty, n, batch, kv_head, token, BLOCK_D, REST, STAGES
+            )  # fmt: skip
         if n > 0:
             if absent:
                 _fetch_clean(
-                    v_desc, v_smem, v_full, v_empty, v_landed, n - 1, cleaned, batch, kv_head, before,
-                    k_doc, k_length, BLOCK_D, STAGES,
+                    v_desc, v_rest, v_smem, v_more, v_full, v_empty, v_landed, n - 1, cleaned, batch, kv_head, before,
+                    k_doc, k_length, BLOCK_D, REST, STAGES,
                 )  # fmt: skip
                 cleaned += 1
             else:
-                _fetch(v_desc, v_smem, v_full, v_empty, n - 1, batch, kv_head, before, STAGES)
+                _fetch(
+                    v_desc, v_rest, v_smem, v_more, v_full, v_empty, n - 1, batch, kv_head, before,
+                    BLOCK_D, REST, STAGES,
+                )  # fmt: skip
         before = token
         token = after
 
@@ -247,22 +268,34 @@ def _seen(words, queries, keys, first_key, MAPPED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(n, q_tile, k_smem, k_full, turn, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _scores(
+    n, memory, barriers, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Begins S of tile n."""
+    q_smem, k_smem, _, q_more, k_more, _ = memory
+    k_full, _, _, _, turn = barriers
     stage = stage_of(n, STAGES)
     mbarrier.wait(turn.index(CONSUMER), turn_phase(n, CONSUMER))
     mbarrier.wait(k_full.index(stage), full_phase(n, STAGES))
-    nothing = gl.full([HALF, BLOCK], 0.0, gl.float32, products(BLOCK))
+    s = gl.full([HALF, BLOCK], 0.0, gl.float32, products(BLOCK))
+    q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
     k_tile = k_smem.index(stage).reshape([BLOCK, BLOCK_D])
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    if REST:
+        q_tile = q_more.index(CONSUMER).reshape([HALF, REST])
+        k_tile = k_more.index(stage).reshape([BLOCK, REST])
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
-def _values(acc, decay, p, n, v_smem, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _values(acc, decay, p, n, v_smem, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """Begins O = O * decay + P V of tile n, whose V is there."""
-    p16 = unpacked(p, v_smem.dtype, gl.DotOperandLayout(0, products(BLOCK_D), 2))
-    v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, BLOCK_D])
-    return warpgroup_mma(p16, v_tile, acc * decay[:, None], is_async=True)
+    layout: gl.constexpr = products(COLUMNS)
+    p16 = unpacked(p, v_smem.dtype, gl.DotOperandLayout(0, layout, 2))
+    v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, COLUMNS])
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, layout))[:, None]
+    return warpgroup_mma(p16, v_tile, acc, is_async=True)
 
 
 @gluon.jit
@@ -291,36 +324,70 @@ def _softmax(
 
 
 @gluon.jit
+def _complete(acc, more, p, REST: gl.constexpr):
+    """Waits for all products; P is an operand until then."""
+    if REST:
+        acc, more, p = warpgroup_mma_wait(0, deps=[acc, more, p])
+    else:
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    return acc, more, p
+
+
+@gluon.jit
+def _write(
+    acc, safe, out, slot_out, slot, first, out_at, q_length, local, COLUMN: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    """Columns of O from COLUMN on: [64, columns]."""
+    o_layout: gl.constexpr = products(acc.shape[1])
+    row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    acc = acc / gl.convert_layout(safe, row)[:, None]
+    local = gl.convert_layout(local, row)
+    columns = COLUMN + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, o_layout))
+    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
+    tile = local[:, None] * HEAD_DIM + columns[None, :]
+    if slot < 0:
+        written = written & (first + local[:, None] < q_length)
+        gl.store(out + (out_at + first) * HEAD_DIM + tile, acc.to(out.dtype.element_ty), mask=written)
+    else:
+        gl.store(slot_out + out_at * HEAD_DIM + tile, acc, mask=written)
+
+
+@gluon.jit
 def _step(
-    acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-    words, queries, keys, first_key, scale, softcap,
-    CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    acc, more, m, total, p, decay, n, memory, barriers, words, queries, keys, first_key, scale, softcap,
+    CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of tile n, O of tile n - 1: p and decay are that tile's, and what is returned are those of n."""
+    _, _, v_smem, _, _, v_more = memory
+    _, k_empty, v_full, v_empty, turn = barriers
     bits = 0
     if MASKED:
         bits = _seen(words, queries, keys, first_key, MAPPED)
-    s = _scores(n, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
+    s = _scores(n, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
     acc = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, STAGES)
-    s = warpgroup_mma_wait(1, deps=[s])
+    if REST:
+        more = _values(more, decay, p, n - 1, v_more, REST, STAGES)
+        s = warpgroup_mma_wait(2, deps=[s])
+    else:
+        s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
     mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)
     p_new, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, MASKED, SOFTCAP)
     mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc, more, p = _complete(acc, more, p, REST)
     mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)
-    return acc, m, total, packed(p_new, v_smem.dtype), decay
+    return acc, more, m, total, packed(p_new, v_smem.dtype), decay
 
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+    q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
     full_list, full_count, part_list, part_count, maps,
     out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
-    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """out_at: (b * heads + head) * q_length for a row's result, (slot * heads + head) * 128 for a partial one."""
@@ -335,11 +402,16 @@ def _consume(
     m = gl.full([HALF], float("-inf"), gl.float32, row)
     total = gl.full([HALF], 0.0, gl.float32, row)
     acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, o_layout)
-    q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
+    if REST:
+        more = gl.full([HALF, REST], 0.0, gl.float32, products(REST))
+    else:
+        more = 0.0
+    memory = (q_smem, k_smem, v_smem, q_more, k_more, v_more)
+    barriers = (k_full, k_empty, v_full, v_empty, turn)
     mbarrier.wait(q_full, 0)
     tiles = full_count + part_count
     if tiles > 0:
-        s = _scores(0, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
+        s = _scores(0, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
         mbarrier.arrive(k_empty.index(0), count=1)
@@ -350,10 +422,9 @@ def _consume(
         p = packed(p, v_smem.dtype)
         mbarrier.wait(v_full.index(0), 0)
         for n in range(1, full_count):
-            acc, m, total, p, decay = _step(
-                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                words, queries, keys, 0, scale, softcap,
-                CONSUMER, BLOCK_D, STAGES, False, MAPPED, SOFTCAP,
+            acc, more, m, total, p, decay = _step(
+                acc, more, m, total, p, decay, n, memory, barriers, words, queries, keys, 0, scale, softcap,
+                CONSUMER, BLOCK_D, REST, STAGES, False, MAPPED, SOFTCAP,
             )  # fmt: skip
         for n in range(gl.maximum(full_count, 1), tiles):
             i = n - full_count
@@ -361,38 +432,36 @@ def _consume(
                 first_key = 0
             else:
                 first_key = gl.load(part_list + i) * BLOCK
-            acc, m, total, p, decay = _step(
-                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+            acc, more, m, total, p, decay = _step(
+                acc, more, m, total, p, decay, n, memory, barriers,
                 words + i * ((BLOCK + 1) * WORDS), queries, keys, first_key, scale, softcap,
-                CONSUMER, BLOCK_D, STAGES, True, MAPPED, SOFTCAP,
+                CONSUMER, BLOCK_D, REST, STAGES, True, MAPPED, SOFTCAP,
             )  # fmt: skip
         acc = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, STAGES)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        if REST:
+            more = _values(more, decay, p, tiles - 1, v_more, REST, STAGES)
+        acc, more, p = _complete(acc, more, p, REST)
 
     safe = gl.where(total == 0.0, 1.0, total)
     lse2 = gl.where(total == 0.0, float("-inf"), m + gl.log2(safe))
-    acc = acc / safe[:, None]
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=row)
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
-    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
-    tile = local[:, None] * HEAD_DIM + columns[None, :]
     if slot < 0:
         gl.store(lse + out_at + first + local, lse2 * LN2, mask=first + local < q_length)
-        written = written & (first + local[:, None] < q_length)
-        gl.store(out + (out_at + first) * HEAD_DIM + tile, acc.to(out.dtype.element_ty), mask=written)
     else:
         gl.store(slot_lse + out_at + local, lse2)
-        gl.store(slot_out + out_at * HEAD_DIM + tile, acc, mask=written)
+    _write(acc, safe, out, slot_out, slot, first, out_at, q_length, local, 0, HEAD_DIM)
+    if REST:
+        _write(more, safe, out, slot_out, slot, first, out_at, q_length, local, BLOCK_D, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def gluon_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, slot_out, slot_lse,
+    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out, lse, slot_out, slot_lse,
     full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -428,6 +497,13 @@ def gluon_forward_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    if REST:
+        q_more = gl.allocate_shared_memory(q_rest.dtype, [2] + q_rest.block_type.shape, q_rest.layout)
+        k_more = gl.allocate_shared_memory(k_rest.dtype, [STAGES] + k_rest.block_type.shape, k_rest.layout)
+        v_more = gl.allocate_shared_memory(v_rest.dtype, [STAGES] + v_rest.block_type.shape, v_rest.layout)
+    else:
+        q_rest, k_rest, v_rest = q_desc, k_desc, v_desc
+        q_more, k_more, v_more = q_smem, k_smem, v_smem
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -435,7 +511,7 @@ def gluon_forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_full, count=2)
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
     for stage in gl.static_range(STAGES):
@@ -450,25 +526,26 @@ def gluon_forward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+                q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
+                gl.constexpr(0), HEAD_DIM, BLOCK_D, REST, STAGES, MAPPED, SOFTCAP,
             )),
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+                q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
+                gl.constexpr(1), HEAD_DIM, BLOCK_D, REST, STAGES, MAPPED, SOFTCAP,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
+                q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, q_smem, k_smem, v_smem, q_more, k_more, v_more,
+                q_full, k_full, k_empty, v_full, v_empty, v_landed,
                 full_list, full_count, part_list, part_count, batch, head, head // group, first,
-                k_doc + km, k_length, BLOCK_D, STAGES,
+                k_doc + km, k_length, BLOCK_D, REST, STAGES,
             )),
         ],
         [4, 1],

@@ -74,7 +74,7 @@ class Pipeline:
             **{f"{x}_full": [Barrier(1) for _ in range(self.stages)] for x in "kv"},
             **{f"{x}_empty": [Barrier(self.empty_count) for _ in range(self.stages)] for x in "kv"},
         }
-        self.q_full = Barrier(1)
+        self.q_full = Barrier(2)
         self.v_landed = Barrier(1)
         self.turn = [Barrier(1) for _ in range(CONSUMERS)]
         self.buffers: dict[str, list[object]] = {x: [None] * self.stages for x in "kv"}
@@ -95,9 +95,9 @@ class Pipeline:
         self.buffers[x][stage] = (n, clean)
 
     def produce(self, start: Callable[[Iterator[Step]], None]) -> Iterator[Step]:
-        """`_produce`, `_fetch` and `_fetch_clean`."""
-        self.q_full.arrive(copies=2)
+        """`_produce`, `_fetch` and `_fetch_clean`; a copy stands for both parts of a tile."""
         for _ in range(2):
+            self.q_full.arrive(copies=1)
             start(self.copy_q())
         cleaned = 0
         for n in range(self.tiles + 1):
