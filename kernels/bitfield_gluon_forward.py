@@ -2,8 +2,12 @@
 
 Same plan, same arithmetic and same slots as `bitfield_forward`; one program per (work item, query head), blocks of
 128. The scheme is FlashAttention-3's (arXiv 2407.08608, sections 3.1 and 3.2): warp specialisation, overlap inside a
-warpgroup, and the two consumers by turns. It compiles for sm_90 without spills (bench.kernel_report), and the tests run
-this source on a model of its memory, barriers and asynchronous operations (tests/kernels/gluon_interpreter.py).
+warpgroup, and the two consumers by turns. It compiles for sm_90, without spills where plans have bitmaps
+(bench.kernel_report), and the tests run this source on a model of Hopper's memory, barriers and asynchronous operations
+(tests/kernels/gluon_interpreter.py).
+
+Head dimensions. A tile has 64 or 128 columns (BLOCK_D); 80 and 96 are 64 and, in a tile of their own, 16 or 32 (REST),
+as boxes of TMA have 2^n. Then S is two products into one accumulator, and O two accumulators.
 
 Overlap inside a warpgroup. S = Q K^T of tile n and then O += P V of tile n - 1 are started together; the softmax of
 tile n begins when S is complete, and runs beside O. P and the factor by which O decays are carried to the next tile,
@@ -14,7 +18,7 @@ n // STAGES (`stage_of`, `full_phase`, `empty_phase`, `turn_phase`). The produce
 n, then V of tile n - 1.
 
     barrier    count          producer, 1 warp                     consumer c = 0, 1 (rows c * 64 of the block)
-    q_full     1 + bytes      expect(both halves), 2 loads         wait(0), once, even if there is no tile
+    q_full     2 + bytes      expect and load each half            wait(0), once, even if there is no tile
     turn[c]    1                                                   wait before S of tile n; consumer 1 - c arrives
                                                                    when its S is complete: of n - 1 if c = 0, of n if 1
     k_full[s]  1 + bytes      expect(K), load                      wait(round & 1), then start S of tile n
@@ -30,9 +34,9 @@ n, then V of tile n - 1.
 - No actor can be two phases ahead, which a parity could not tell apart: the producer needs both consumers' arrivals of
   round r before it fills round r + 1, a consumer needs that fill before it can arrive for round r + 1, and neither
   consumer can start S twice between two of the other's.
-- A wgmma is complete (at most 1 group outstanding for S, 0 for O: groups complete in order) before the arrival that
-  hands its operand back. All four warps of the consumer have to be past that wait: Triton puts a barrier of the
-  partition before an arrival, which one thread makes.
+- A wgmma is complete before the arrival that hands its operand back (groups complete in order: O may be outstanding
+  after the wait for S, nothing after that for O). All four warps of the consumer have to be past that wait: Triton puts
+  a barrier of the partition before an arrival, which one thread makes.
 - V of tile n is waited for before O of tile n - 1 is, so there are at least two stages. That wait also ends the basic
   block of the softmax: ptxas would otherwise wait for O first and compute exp2 after it (the gate counts these).
 - K, V and Q are written by TMA and read by wgmma only, both of the asynchronous proxy, so no proxy fence stands between
@@ -59,10 +63,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, line_bits, map_words, query_terms, where_bits
-from .gluon_compat import reinterpret, tma_load
+from .bitfield_gluon_producer import BLOCK, HALF, full_phase, produce, stage_of
 
-BLOCK = gl.constexpr(128)
-HALF = gl.constexpr(64)  # rows of one consumer: one wgmma
 WORD = gl.constexpr(32)  # bits of one
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
@@ -75,136 +77,9 @@ def products(columns):
 
 
 @gluon.jit
-def stage_of(n, STAGES: gl.constexpr):
-    return n % STAGES
-
-
-@gluon.jit
-def full_phase(n, STAGES: gl.constexpr):
-    """The parity that a consumer of tile n waits for."""
-    return (n // STAGES) & 1
-
-
-@gluon.jit
-def empty_phase(n, STAGES: gl.constexpr):
-    """The parity that the producer of tile n waits for."""
-    return ((n // STAGES) & 1) ^ 1
-
-
-@gluon.jit
 def turn_phase(n, CONSUMER: gl.constexpr):
     """The parity that a consumer waits for before S of tile n."""
     return (n & 1) ^ (1 - CONSUMER)
-
-
-@gluon.jit
-def _load(descriptor, rest, to, to_rest, barrier, at, batch, head, token, BLOCK_D: gl.constexpr, REST: gl.constexpr):
-    """Both parts of a tile to place `at` of their buffers, of which `barrier` hears."""
-    if REST:
-        mbarrier.expect(barrier, descriptor.block_type.nbytes + rest.block_type.nbytes)
-        tma_load(rest, [batch, head, token, BLOCK_D], barrier, to_rest.index(at))
-    else:
-        mbarrier.expect(barrier, descriptor.block_type.nbytes)
-    tma_load(descriptor, [batch, head, token, 0], barrier, to.index(at))
-
-
-@gluon.jit
-def _fetch(
-    descriptor, rest, buffers, rest_buffers, full, empty, n, batch, head, token,
-    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    stage = stage_of(n, STAGES)
-    mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
-    _load(descriptor, rest, buffers, rest_buffers, full.index(stage), stage, batch, head, token, BLOCK_D, REST)
-
-
-@gluon.jit
-def _clean(v_smem, stage, k_doc, keys, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Zeros in the rows of keys that take no part. Shared memory has the tile in atoms of 8 rows and 64 columns or,
-    where it is narrower, all of them."""
-    WIDTH: gl.constexpr = 64 if COLUMNS > 64 else COLUMNS
-    PANELS: gl.constexpr = COLUMNS // WIDTH
-    ATOMS: gl.constexpr = BLOCK // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    atoms = reinterpret(
-        v_smem, [STAGES * PANELS * ATOMS, 8, WIDTH],
-        gl.NVMMASharedLayout(swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2),
-    )  # fmt: skip
-    for i in range(PANELS * ATOMS):
-        rows = (i % ATOMS) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        part = gl.load(k_doc + rows, mask=rows < keys, other=-1) >= 0
-        atom = atoms.index(stage * (PANELS * ATOMS) + i)
-        atom.store(gl.where(part[:, None], atom.load(layout), 0.0))
-
-
-@gluon.jit
-def _fetch_clean(
-    v_desc, rest, v_smem, rest_smem, v_full, v_empty, v_landed, n, cleaned, batch, head, token, k_doc, k_length,
-    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As `_fetch`, of V with zeros where keys take no part; `cleaned` tiles before it were fetched so."""
-    stage = stage_of(n, STAGES)
-    mbarrier.wait(v_empty.index(stage), empty_phase(n, STAGES))
-    _load(v_desc, rest, v_smem, rest_smem, v_landed, stage, batch, head, token, BLOCK_D, REST)
-    mbarrier.wait(v_landed, cleaned & 1)
-    _clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)
-    if REST:
-        _clean(rest_smem, stage, k_doc + token, k_length - token, REST, STAGES)
-    fence_async_shared()
-    mbarrier.arrive(v_full.index(stage), count=1)
-
-
-@gluon.jit
-def _token(full_list, full_count, part_list, n, tiles):
-    """The first token of tile n, 0 beyond the last one."""
-    if n < full_count:
-        block = full_list + n
-    else:
-        block = part_list + (n - full_count)
-    return gl.load(block, mask=n < tiles, other=0) * BLOCK
-
-
-@gluon.jit
-def _absent(k_doc, token, k_length, partial):
-    """Whether a key of a PARTIAL tile takes no part."""
-    keys = token + gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    return gl.min(gl.load(k_doc + keys, mask=(keys < k_length) & partial, other=0), 0) < 0
-
-
-@gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, q_smem, k_smem, v_smem, q_more, k_more, v_more,
-    q_full, k_full, k_empty, v_full, v_empty, v_landed,
-    full_list, full_count, part_list, part_count, batch, head, kv_head, first, k_doc, k_length,
-    BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    for half in gl.static_range(2):
-        _load(q_desc, q_rest, q_smem, q_more, q_full, half, batch, head, first + half * HALF, BLOCK_D, REST)
-    cleaned = 0
-    before = 0
-    tiles = full_count + part_count
-    token = _token(full_list, full_count, part_list, 0, tiles)
-    for n in range(tiles + 1):
-        after = _token(full_list, full_count, part_list, n + 1, tiles)
-        absent = _absent(k_doc, before, k_length, n > full_count)
-        if n < tiles:
-            _fetch(
-                k_desc, k_rest, k_smem, k_more, k_full, k_empty, n, batch, kv_head, token, BLOCK_D, REST, STAGES
-            )  # fmt: skip
-        if n > 0:
-            if absent:
-                _fetch_clean(
-                    v_desc, v_rest, v_smem, v_more, v_full, v_empty, v_landed, n - 1, cleaned, batch, kv_head, before,
-                    k_doc, k_length, BLOCK_D, REST, STAGES,
-                )  # fmt: skip
-                cleaned += 1
-            else:
-                _fetch(
-                    v_desc, v_rest, v_smem, v_more, v_full, v_empty, n - 1, batch, kv_head, before,
-                    BLOCK_D, REST, STAGES,
-                )  # fmt: skip
-        before = token
-        token = after
 
 
 @gluon.jit
@@ -465,7 +340,8 @@ def gluon_forward_kernel(
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q [B, Hq, Tq, D] in boxes of 64 rows, k and v [B, Hkv, Tk, D] in boxes of 128, padded to BLOCK_D.
+    """Descriptors: q [B, Hq, Tq, D] in boxes of 64 rows, k and v [B, Hkv, Tk, D] in boxes of 128, of BLOCK_D columns
+    and (rest, None if REST is 0) of REST columns, which begin at BLOCK_D.
 
     Launched with 4 warps, which are consumer 0; consumer 1 and the producer are the workers.
     """
@@ -541,7 +417,7 @@ def gluon_forward_kernel(
                 q_length, k_length, sinks, scale, softcap,
                 gl.constexpr(1), HEAD_DIM, BLOCK_D, REST, STAGES, MAPPED, SOFTCAP,
             )),
-            (_produce, (
+            (produce, (
                 q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, q_smem, k_smem, v_smem, q_more, k_more, v_more,
                 q_full, k_full, k_empty, v_full, v_empty, v_landed,
                 full_list, full_count, part_list, part_count, batch, head, head // group, first,

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import merge_kernel
-from .bitfield_gluon_forward import BLOCK, CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS, gluon_forward_kernel
+from .bitfield_gluon_forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gluon_forward_kernel
+from .bitfield_gluon_producer import BLOCK, HALF
 from .bitfield_launch import Call, aggregate_call, block_count, query_lists, size_arguments, slot_count, token_arguments
 
 STAGES = {64: 4, 80: 4, 96: 3, 128: 2}  # K and V tiles in flight, by padded head dimension: at most 160 KiB beside Q

@@ -15,6 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from interlace.attention import AttentionPlan, reference
 from interlace.attention.backend import Attention
 from interlace.kernels import bitfield_gluon_forward as kernel
+from interlace.kernels import bitfield_gluon_producer as producer
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.masks import BitfieldMask, visible, word
 from tests.attention import cases
@@ -106,7 +107,7 @@ def test_random_masks(masks, cap, mapped, seed):
 
 def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
     """A function of the kernel with some of its text replaced."""
-    source = inspect.getsource(getattr(kernel, name).fn)
+    source = inspect.getsource(getattr(kernel, name, getattr(producer, name, None)).fn)
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
