@@ -82,33 +82,46 @@ def turn_phase(n, CONSUMER: gl.constexpr):
     return (n & 1) ^ (1 - CONSUMER)
 
 
+@triton.constexpr_function
+def packs(columns, mapped):
+    """Whether loops carry P `packed`. In fp32 it is rounded beside the next S, but takes 32 registers more, which
+    wider O or the predicate do not leave."""
+    return columns > 80 or not mapped
+
+
 @gluon.jit
-def packed(x, DTYPE: gl.constexpr):
-    """fp32 [rows, columns] rounded to DTYPE, as int32 [rows, columns / 2]: 16-bit values that a loop carries are packed
-    anew in every iteration, an instruction for each pair."""
-    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
-    if DTYPE == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
+def packed(x, DTYPE: gl.constexpr, PACKED: gl.constexpr):
+    """fp32 [rows, columns] or, if PACKED, rounded to DTYPE, as int32 [rows, columns / 2]: 16-bit values that a loop
+    carries are packed anew in every iteration, an instruction for each pair."""
+    if not PACKED:
+        return x
     else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
+        even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+        if DTYPE == gl.bfloat16:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+            )
 
 
 @gluon.jit
-def unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def unpacked(x, DTYPE: gl.constexpr, PACKED: gl.constexpr, LAYOUT: gl.constexpr):
     """What `packed` made, in DTYPE and LAYOUT."""
-    if DTYPE == gl.bfloat16:
-        even, odd = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
+    if not PACKED:
+        return gl.convert_layout(x.to(DTYPE), LAYOUT)
     else:
-        even, odd = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
-    return gl.convert_layout(gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]]), LAYOUT)
+        if DTYPE == gl.bfloat16:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+            )
+        else:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+            )
+        return gl.convert_layout(gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]]), LAYOUT)
 
 
 @gluon.jit
@@ -164,13 +177,13 @@ def _scores(
 
 
 @gluon.jit
-def _values(acc, decay, p, n, v_smem, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Begins O = O * decay + P V of tile n, whose V is there."""
+def _values(acc, decay, p, n, v_smem, COLUMNS: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+    """Begins O = O * decay + P V of tile n, whose V is there: (O, the operand P, which stays until O is complete)."""
     layout: gl.constexpr = products(COLUMNS)
-    p16 = unpacked(p, v_smem.dtype, gl.DotOperandLayout(0, layout, 2))
+    p16 = unpacked(p, v_smem.dtype, PACKED, gl.DotOperandLayout(0, layout, 2))
     v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, COLUMNS])
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, layout))[:, None]
-    return warpgroup_mma(p16, v_tile, acc, is_async=True)
+    return warpgroup_mma(p16, v_tile, acc, is_async=True), p16
 
 
 @gluon.jit
@@ -199,13 +212,13 @@ def _softmax(
 
 
 @gluon.jit
-def _complete(acc, more, p, REST: gl.constexpr):
-    """Waits for all products; P is an operand until then."""
+def _complete(acc, more, operand, REST: gl.constexpr):
+    """Waits for all products."""
     if REST:
-        acc, more, p = warpgroup_mma_wait(0, deps=[acc, more, p])
+        acc, more, operand = warpgroup_mma_wait(0, deps=[acc, more, operand])
     else:
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    return acc, more, p
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    return acc, more
 
 
 @gluon.jit
@@ -234,15 +247,16 @@ def _step(
     MASKED: gl.constexpr, MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of tile n, O of tile n - 1: p and decay are that tile's, and what is returned are those of n."""
+    PACKED: gl.constexpr = packs(BLOCK_D + REST, MAPPED)
     _, _, v_smem, _, _, v_more = memory
     _, k_empty, v_full, v_empty, turn = barriers
     bits = 0
     if MASKED:
         bits = _seen(words, queries, keys, first_key, MAPPED)
     s = _scores(n, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
-    acc = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, STAGES)
+    acc, operand = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, PACKED, STAGES)
     if REST:
-        more = _values(more, decay, p, n - 1, v_more, REST, STAGES)
+        more, operand = _values(more, decay, p, n - 1, v_more, REST, PACKED, STAGES)
         s = warpgroup_mma_wait(2, deps=[s])
     else:
         s = warpgroup_mma_wait(1, deps=[s])
@@ -250,9 +264,9 @@ def _step(
     mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)
     p_new, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, MASKED, SOFTCAP)
     mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))
-    acc, more, p = _complete(acc, more, p, REST)
+    acc, more = _complete(acc, more, operand, REST)
     mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)
-    return acc, more, m, total, packed(p_new, v_smem.dtype), decay
+    return acc, more, m, total, packed(p_new, v_smem.dtype, PACKED), decay
 
 
 @gluon.jit
@@ -270,6 +284,7 @@ def _consume(
     row: gl.constexpr = gl.SliceLayout(1, o_layout)
     masked_row: gl.constexpr = gl.SliceLayout(1, products(BLOCK if MAPPED else WORD))
     WORDS: gl.constexpr = map_words(BLOCK)
+    PACKED: gl.constexpr = packs(BLOCK_D + REST, MAPPED)
     mine = CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row)
     words = maps + mine * WORDS
     queries = query_terms(q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, first + mine, q_length)
@@ -294,7 +309,7 @@ def _consume(
         if full_count == 0:
             bits = _seen(words, queries, keys, gl.load(part_list) * BLOCK, MAPPED)
         p, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, True, SOFTCAP)
-        p = packed(p, v_smem.dtype)
+        p = packed(p, v_smem.dtype, PACKED)
         mbarrier.wait(v_full.index(0), 0)
         for n in range(1, full_count):
             acc, more, m, total, p, decay = _step(
@@ -312,10 +327,10 @@ def _consume(
                 words + i * ((BLOCK + 1) * WORDS), queries, keys, first_key, scale, softcap,
                 CONSUMER, BLOCK_D, REST, STAGES, True, MAPPED, SOFTCAP,
             )  # fmt: skip
-        acc = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, STAGES)
+        acc, operand = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, PACKED, STAGES)
         if REST:
-            more = _values(more, decay, p, tiles - 1, v_more, REST, STAGES)
-        acc, more, p = _complete(acc, more, p, REST)
+            more, operand = _values(more, decay, p, tiles - 1, v_more, REST, PACKED, STAGES)
+        acc, more = _complete(acc, more, operand, REST)
 
     safe = gl.where(total == 0.0, 1.0, total)
     lse2 = gl.where(total == 0.0, float("-inf"), m + gl.log2(safe))

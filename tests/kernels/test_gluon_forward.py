@@ -117,7 +117,7 @@ def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
 GIVE_K = "mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)"
 GIVE_V = "mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)"
 WAIT_FOR_S = "s = warpgroup_mma_wait(2, deps=[s])"
-WAIT_FOR_O = "acc, more, p = _complete(acc, more, p, REST)"
+WAIT_FOR_O = "acc, more = _complete(acc, more, operand, REST)"
 WAIT_FOR_V = "mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))"
 CLEAN = "_clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)"
 CLEAN_REST = "_clean(rest_smem, stage, k_doc + token, k_length - token, REST, STAGES)"
@@ -127,7 +127,7 @@ MISTAKES = {
     "V handed back early": edited("_step", (GIVE_V, "0"), (WAIT_FOR_O, f"{GIVE_V}; {WAIT_FOR_O}")),
     "K never handed back": edited("_step", (GIVE_K, "0")),
     "S not waited for": edited("_step", (WAIT_FOR_S, WAIT_FOR_S.replace("2", "3"))),
-    "O not waited for": edited("_complete", ("(0, deps=[acc, more, p])", "(1, deps=[acc, more, p])")),
+    "O not waited for": edited("_complete", ("(0, deps=[acc, more,", "(1, deps=[acc, more,")),
     "V not waited for": edited("_step", (WAIT_FOR_V, "0")),
     "V cleaned before it is there": edited("_fetch_clean", (LANDED, "0")),
     "V not cleaned": edited("_fetch_clean", (CLEAN, "0")),
