@@ -31,7 +31,12 @@ from bench.triton_versions import ROOT, VERSIONS, environment
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
-PADDED_HEAD_DIMS = (16, 72, 80, 96)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128
+PADDED_HEAD_DIMS = (
+    16,
+    72,
+    80,
+    96,
+)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128, in Gluon to 80 and 96
 VALUE_DIMS = {192: 128, 96: 64}  # of v beside q and k: DeepSeek-V2 and V3, MiniCPM3
 GLUON_HEAD_DIM = 128
 MAIN = [(64, 0), (128, 0), (192, 128), (256, 0)]  # head dimensions that come first, without softcap
@@ -136,7 +141,8 @@ def table(reports: dict[str, Report]) -> str:
             "",
             "1. multiply-adds issued over those of the tile, at padded head dimensions (limit 1.05)",
             "2. shared memory operands of the worst HGMMA in bytes per clock (limit 128), in brackets of all",
-            "3. wait: groups of copies still in flight after it; Gluon: of HGMMA (at least 1)",
+            "3. wait: groups of copies still in flight after it; Gluon: of HGMMA, and 0 unless nine tenths of exp2 are",
+            "   issued while HGMMA are in flight (at least 1)",
             "4. instructions of a warp per iteration",
             "5. instructions of all warps per 128 x 128 pairs, in brackets before (FULL: not above; PARTIAL: at most",
             "   1.6 times FULL)",
