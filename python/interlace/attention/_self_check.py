@@ -47,7 +47,7 @@ DEVICES = {"cuda"}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "atomic_backward": "backward with atomics"}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SOFTCAP = 2.0
-LONGEST = 60.0  # seconds until a kernel counts as hung; its case takes milliseconds, beside work that is queued before it
+LONGEST = 60.0  # seconds until a kernel counts as hung: its case takes milliseconds
 
 _settled: dict[tuple[Any, ...], ModuleType] = {}
 _lock = threading.RLock()
@@ -181,7 +181,10 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
 
 
 def _await(kind: Kind, device: torch.device) -> None:
-    """Raises RuntimeError for a kernel that hangs. A GPU cannot be used after one, so nothing replaces it."""
+    """Raises RuntimeError for a kernel that hangs. A GPU cannot be used after one, so nothing replaces it.
+
+    Work queued earlier is no part of the wait: making the case's plan has waited for it.
+    """
     done, deadline = _device.done(device), time.monotonic() + LONGEST
     while not done():
         if time.monotonic() > deadline:
