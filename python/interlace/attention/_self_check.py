@@ -6,9 +6,10 @@ multiple of a block, query heads that share a key head. The expected values are 
 that is built there, so the GPU's planner is checked too. Verdicts are cached on disk per card, driver, versions and
 kernel sources; a kernel that failed is tried again by the next process.
 
-A kernel that differs, or does not finish within a minute, raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. The
-case runs on the current stream and draws from a generator of its own. No check is made while a CUDA graph is captured:
-it would wait for the GPU. INTERLACE_SELF_CHECK=0 in the environment turns all checks off.
+A kernel that differs raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. A
+kernel that does not finish within a minute raises RuntimeError. The case runs on the current stream and draws from a
+generator of its own. No check is made while a CUDA graph is captured: it would wait for the GPU. INTERLACE_SELF_CHECK=0
+in the environment turns all checks off.
 """
 
 from __future__ import annotations
