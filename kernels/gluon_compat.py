@@ -7,9 +7,23 @@ barrier of `mbarrier.expect` changed its name, so it is passed by position.
 from __future__ import annotations
 
 import triton
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 TMA_HAS_ASYNC_LOAD = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
 tma_load = tma.async_load if TMA_HAS_ASYNC_LOAD.value else tma.async_copy_global_to_shared
 """tma_load(descriptor, coordinates, barrier, destination)"""
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """x, a buffer of shared memory, as another type, shape and layout of the same bytes (before 3.9: private)."""
+        return x.reinterpret(dtype, shape, layout)
+else:
+
+    @gluon.jit
+    def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        return x._reinterpret(dtype, shape, layout)
