@@ -113,43 +113,45 @@ def _row_layout():
 @gluon.jit
 def _fetch_queries(
     q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-    index, count, first, batch, kv_head, heads, group, padded, STAGES: gl.constexpr,
+    index, count, n, batch, head, row_at, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of index[:count] for the query heads of a group, of which the first is tile `first`."""
-    for i in range(group * count):
-        head = kv_head * group + i // count
-        token = gl.load(index + i % count) * BLOCK
-        row_at = (batch * heads * group + head) * padded + token
-        for part in gl.static_range(BLOCK // HALF):
-            n = first + i * (BLOCK // HALF) + part
-            stage = stage_of(n, STAGES)
-            mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
-            mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes)
-            tma_load(q_desc, [batch, head, token + part * HALF, 0], full.index(stage), q_smem.index(stage))
-            tma_load(lse2_desc, [row_at + part * HALF], full.index(stage), lse2_smem.index(stage))
-            tma_load(do_desc, [batch, head, token + part * HALF, 0], full.index(stage), do_smem.index(stage))
-            tma_load(delta_desc, [row_at + part * HALF], full.index(stage), delta_smem.index(stage))
+    """The tiles of index[:count] for one query head, of which the first is tile n. row_at: of its first row."""
+    for i in range(count * (BLOCK // HALF)):
+        token = gl.load(index + i // (BLOCK // HALF)) * BLOCK + i % (BLOCK // HALF) * HALF
+        stage = stage_of(n + i, STAGES)
+        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))
+        mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes)
+        tma_load(q_desc, [batch, head, token, 0], full.index(stage), q_smem.index(stage))
+        tma_load(lse2_desc, [row_at + token], full.index(stage), lse2_smem.index(stage))
+        tma_load(do_desc, [batch, head, token, 0], full.index(stage), do_smem.index(stage))
+        tma_load(delta_desc, [row_at + token], full.index(stage), delta_smem.index(stage))
 
 
 @gluon.jit
 def _produce_queries(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
     q_smem, k_smem, v_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-    full_list, full_count, part_list, part_count, batch, kv_head, heads, group, first, padded, STAGES: gl.constexpr,
+    full_list, full_count, part_list, part_count, batch, kv_head, group, head, plane, first, padded,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """FULL tiles of all heads of the group, then PARTIAL ones. padded: rows of the LSE and of delta per head."""
+    """FULL tiles of all heads of the group, then PARTIAL ones. head: the first query head; plane: its place among all
+    heads of all batch rows, each with `padded` rows of the LSE and of delta."""
     mbarrier.expect(resident, 4 * k_desc.block_type.nbytes)
     for part in gl.static_range(BLOCK // HALF):
         tma_load(k_desc, [batch, kv_head, first + part * HALF, 0], resident, k_smem.index(part))
         tma_load(v_desc, [batch, kv_head, first + part * HALF, 0], resident, v_smem.index(part))
-    _fetch_queries(
-        q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-        full_list, full_count, 0, batch, kv_head, heads, group, padded, STAGES,
-    )  # fmt: skip
-    _fetch_queries(
-        q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-        part_list, part_count, group * full_count * (BLOCK // HALF), batch, kv_head, heads, group, padded, STAGES,
-    )  # fmt: skip
+    for member in range(group):
+        _fetch_queries(
+            q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+            full_list, full_count, member * full_count * (BLOCK // HALF),
+            batch, head + member, (plane + member) * padded, STAGES,
+        )  # fmt: skip
+    for member in range(group):
+        _fetch_queries(
+            q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+            part_list, part_count, (group * full_count + member * part_count) * (BLOCK // HALF),
+            batch, head + member, (plane + member) * padded, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -195,10 +197,10 @@ def _key_gradients(
 @gluon.jit
 def _consume_queries(
     k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-    full_tiles, part_tiles, part_count, maps, k_doc, first, k_length, dk, dv, slot_dk, slot_dv, slot, to, scale,
+    full_tiles, part_tiles, group, maps, k_doc, first, k_length, dk, dv, slot_dk, slot_dv, slot, to, scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """full_tiles, part_tiles: of all heads of the group, in the producer's order. to: the block's first row in dk and
+    """full_tiles: of all query heads of the group. part_tiles: of one of them. to: the block's first row in dk and
     dv, or in slot_dk and slot_dv."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -217,12 +219,14 @@ def _consume_queries(
             acc_k, acc_v, n, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
             words, maps, 0, scale, BLOCK_D, STAGES, False,
         )  # fmt: skip
-    for i in range(part_tiles):
-        entry = ((i // TILES) % part_count) * ((BLOCK + 1) * WORDS)
-        acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, full_tiles + i, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-            words + entry, maps + (entry + BLOCK * WORDS), (i % TILES) * HALF, scale, BLOCK_D, STAGES, True,
-        )  # fmt: skip
+    for member in range(group):
+        for i in range(part_tiles):
+            entry = (i // TILES) * ((BLOCK + 1) * WORDS)
+            acc_k, acc_v = _key_gradients(
+                acc_k, acc_v, full_tiles + member * part_tiles + i,
+                k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+                words + entry, maps + (entry + BLOCK * WORDS), (i % TILES) * HALF, scale, BLOCK_D, STAGES, True,
+            )  # fmt: skip
     acc_k = acc_k * scale
 
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, d_layout))
@@ -271,8 +275,6 @@ def gluon_key_gradient_kernel(
     part_list = part_idx + part_from
     part_count = gl.maximum(stop - full_blocks, 0) - gl.maximum(start - full_blocks, 0)
     maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
-    full_tiles = group * full_count * (BLOCK // HALF)
-    part_tiles = group * part_count * (BLOCK // HALF)
     if slot < 0:
         to = (batch.to(gl.int64) * heads + kv_head) * k_length + first
     else:
@@ -298,18 +300,21 @@ def gluon_key_gradient_kernel(
         [
             (_consume_queries, (
                 k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                full_tiles, part_tiles, part_count, maps, k_doc + batch.to(gl.int64) * k_length, first, k_length,
+                group * full_count * (BLOCK // HALF), part_count * (BLOCK // HALF), group, maps,
+                k_doc + batch.to(gl.int64) * k_length, first, k_length,
                 dk, dv, slot_dk, slot_dv, slot, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES,
             )),
             (_consume_queries, (
                 k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                full_tiles, part_tiles, part_count, maps, k_doc + batch.to(gl.int64) * k_length, first, k_length,
+                group * full_count * (BLOCK // HALF), part_count * (BLOCK // HALF), group, maps,
+                k_doc + batch.to(gl.int64) * k_length, first, k_length,
                 dk, dv, slot_dk, slot_dv, slot, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES,
             )),
             (_produce_queries, (
                 q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
                 q_smem, k_smem, v_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                full_list, full_count, part_list, part_count, batch, kv_head, heads, group, first, padded, STAGES,
+                full_list, full_count, part_list, part_count, batch, kv_head, group, kv_head * group,
+                (batch * heads + kv_head) * group, first, padded, STAGES,
             )),
         ],
         [4, 1],

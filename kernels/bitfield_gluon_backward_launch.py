@@ -16,7 +16,7 @@ from .bitfield_gluon_launch import _descriptor
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 
 # By padded head dimension: stages of Q and dO (64 queries) beside K and V; keys of a tile, and stages of K and V.
-KEY_STAGES = {64: 4, 128: 3}
+KEY_STAGES = {64: 4, 128: 4}
 QUERY_TILES = {64: (64, 4), 128: (64, 4)}
 
 
