@@ -148,9 +148,7 @@ def test_the_emulation_finds_mistakes(mistake, tmp_path, monkeypatch):
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, mutant)
     spec.loader.exec_module(mutant)
-    monkeypatch.setattr(
-        bitfield_gluon_backward_launch, "gluon_key_gradient_kernel", mutant.gluon_key_gradient_kernel
-    )
+    monkeypatch.setattr(bitfield_gluon_backward_launch, "gluon_key_gradient_kernel", mutant.gluon_key_gradient_kernel)
 
     def fails(seed: int) -> bool:
         try:
