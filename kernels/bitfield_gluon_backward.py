@@ -72,8 +72,8 @@ def _clean(
 ):  # fmt: skip
     """Bit i of todo: rows PIECE * i and following. source: words of a bitmap if MAPPED, else documents of the rows.
 
-    A tile is taken as [pieces, PIECE rows, 32 words]: in panels of 64 columns a row is 128 bytes. Swizzling moves values
-    within these 128 bytes only, so it does not matter here.
+    A tile is taken as [pieces, PIECE rows, 32 words]: in panels of 64 columns a row is 128 bytes. Swizzling moves
+    values within these 128 bytes only, so it does not matter here.
     """
     PIECES: gl.constexpr = ROWS // PIECE
     PANELS: gl.constexpr = BLOCK_D // PANEL

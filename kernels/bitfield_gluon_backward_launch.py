@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import sum_kernel
 from .bitfield_gluon_backward import gluon_key_gradient_kernel, gluon_query_gradient_kernel
-from .bitfield_gluon_forward import BLOCK, CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS
+from .bitfield_gluon_forward import CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS
 from .bitfield_gluon_launch import _descriptor
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 

@@ -105,7 +105,7 @@ class Plain:
 
 @dataclass
 class Tile:
-    """A tile of 16 bits, or several, in panels: [..., panels, rows, PANEL]. What products and TMA see is [rows, columns].
+    """A tile of 16 bits, or several, in panels: [..., panels, rows, PANEL]. Products and TMA see [rows, columns].
 
     first, rows: the slice that is meant. transposed: rows and columns change places.
     """

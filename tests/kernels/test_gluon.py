@@ -20,7 +20,6 @@ from interlace.kernels import bitfield_gluon_backward, bitfield_gluon_backward_l
 from interlace.masks import BitfieldMask
 from tests.attention import cases, test_backends, test_no_part
 from tests.kernels.gluon_emulation import emulated
-from tests.kernels.turns import Broken
 from tests.mask_strategies import mask_pairs
 from tests.sampling import given_by_tier
 
@@ -121,16 +120,18 @@ def test_the_rest_is_tritons(reason, monkeypatch):
 WAIT_FULL = "    mbarrier.wait(full.index(stage), full_phase(n, STAGES))\n"
 ARRIVE = "    mbarrier.arrive(empty.index(stage), count=1)\n"
 LAST_WAIT = "    dv, dk, _p16, _ds16 = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds16])\n"
+WAIT_EMPTY = "        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))\n"
+TWO, WAIT_PRODUCT = "init(empty.index(stage), count=2)", "warpgroup_mma_wait(1, deps=[dp])"
 MISTAKES = {
     "a consumer reads before the bytes have come": (WAIT_FULL, ""),
     "a consumer waits for the wrong phase": (WAIT_FULL, WAIT_FULL.replace("full_phase", "empty_phase")),
     "a buffer goes back while products read it": (LAST_WAIT + ARRIVE, ARRIVE + LAST_WAIT),
-    "a buffer goes back when one consumer has read it": ("init(empty.index(stage), count=2)", "init(empty.index(stage), count=1)"),
+    "a buffer goes back when one consumer has read it": (TWO, TWO.replace("2", "1")),
     "a buffer never goes back": (ARRIVE, ""),
-    "the producer does not wait": ("        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))\n", ""),
+    "the producer does not wait": (WAIT_EMPTY, ""),
     "the producer waits for the wrong phase": ("empty_phase(n + i", "full_phase(n + i"),
     "some bytes are not expected": ("+ 2 * lse2_desc.block_type.nbytes", "+ lse2_desc.block_type.nbytes"),
-    "a product is read while in flight": ("dp = warpgroup_mma_wait(1, deps=[dp])", "dp = warpgroup_mma_wait(2, deps=[dp])"),
+    "a product is read while in flight": (WAIT_PRODUCT, WAIT_PRODUCT.replace("1", "2")),
     "resident tiles are not waited for": ("    mbarrier.wait(resident, 0)\n", ""),
     "rows that nobody sees are not cleaned": ("        _clean_streamed(q_smem", "        0 and _clean_streamed(q_smem"),
 }  # fmt: skip

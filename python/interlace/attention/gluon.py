@@ -1,6 +1,6 @@
 """The Gluon backend, for Hopper: kernels with TMA, a producer warp and two consumer warpgroups
-(`interlace.kernels.bitfield_gluon_forward` and `bitfield_gluon_backward`). Same plan as the Triton backend, same results
-up to rounding.
+(`interlace.kernels.bitfield_gluon_forward`, `bitfield_gluon_backward`). Same plan and, up to rounding, same results as
+the Triton backend.
 
 Its forward is chosen on Hopper for what it takes: on an H200 it was 1.3 to 1.5 times as fast as Triton's
 (docs/on-a-gpu.md). Its backward has not run on a GPU yet: it runs for who names this backend.
