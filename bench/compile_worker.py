@@ -100,7 +100,7 @@ def answer(configuration: Configuration) -> dict[str, dict[str, Any]]:
     report: dict[str, dict[str, Any]] = {}
     for call in calls(configuration):
         name = call.name
-        attends = "SOFTCAP" in call.arguments
+        attends = "scale" in call.arguments
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
         if name in ("documents_kernel", "map_kernel"):

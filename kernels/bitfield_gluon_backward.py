@@ -157,12 +157,12 @@ def _produce_queries(
 @gluon.jit
 def _key_gradients(
     dk, dv, n, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-    words, union, column, scale, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    words, union, scale, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(dk, dv, ds16) after tile n of queries: dk in flight, with its operand ds16; dk not yet times scale.
 
-    words: pointers to the keys' lines in the bitmap of a MASKED tile, whose queries are bits `column` and following;
-    union: to its last line.
+    Of a MASKED tile, words: pointers to the words of its queries in the keys' lines of the bitmap; union: to those in
+    the last line.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -174,7 +174,7 @@ def _key_gradients(
     nothing = gl.full([HALF, HALF], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     if MASKED:
-        _clean_streamed(q_smem.index(stage), do_smem.index(stage), union + column // 32, HALF, BLOCK_D)
+        _clean_streamed(q_smem.index(stage), do_smem.index(stage), union, HALF, BLOCK_D)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [keys, queries]
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -182,7 +182,7 @@ def _key_gradients(
     lse2 = lse2_smem.index(stage).load(query)
     p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])
     if MASKED:
-        p = where_seen(p, 0.0, words, column, gl.arange(0, HALF, layout=query)[None, :], HALF)
+        p = where_seen(p, 0.0, words, 0, gl.arange(0, HALF, layout=query)[None, :], HALF)
     p16 = gl.convert_layout(p.to(q_smem.dtype), operand)
     dv = warpgroup_mma(p16, do_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -217,15 +217,15 @@ def _consume_queries(
     for n in range(full_tiles):
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, n, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-            words, maps, 0, scale, BLOCK_D, STAGES, False,
+            words, maps, scale, BLOCK_D, STAGES, False,
         )  # fmt: skip
     for member in range(group):
         for i in range(part_tiles):
-            entry = (i // TILES) * ((BLOCK + 1) * WORDS)
+            at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
             acc_k, acc_v = _key_gradients(
                 acc_k, acc_v, full_tiles + member * part_tiles + i,
                 k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-                words + entry, maps + (entry + BLOCK * WORDS), (i % TILES) * HALF, scale, BLOCK_D, STAGES, True,
+                words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, STAGES, True,
             )  # fmt: skip
     acc_k = acc_k * scale
 
@@ -362,12 +362,12 @@ def _produce_keys(
 
 @gluon.jit
 def _query_gradient(
-    dq, n, q_tile, do_tile, k_smem, v_smem, full, empty, lse2, delta, words, union, column, scale,
+    dq, n, q_tile, do_tile, k_smem, v_smem, full, empty, lse2, delta, words, union, scale,
     BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(dq, ds16) after tile n of keys: dq in flight, with its operand ds16, and not yet times scale.
 
-    words, union, column as in `_key_gradients`, of queries.
+    words, union as in `_key_gradients`, of queries.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -377,7 +377,7 @@ def _query_gradient(
     nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     if MASKED:
-        _clean_streamed(k_smem.index(stage), v_smem.index(stage), union + column // 32, KEYS, BLOCK_D)
+        _clean_streamed(k_smem.index(stage), v_smem.index(stage), union, KEYS, BLOCK_D)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -385,7 +385,7 @@ def _query_gradient(
     p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])
     if MASKED:
         keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-        p = where_seen(p, 0.0, words, column, keys[None, :], KEYS)
+        p = where_seen(p, 0.0, words, 0, keys[None, :], KEYS)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = p * (dp - delta[:, None])
     ds16 = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, d_layout, 2))
@@ -419,13 +419,13 @@ def _consume_keys(
     for n in range(full_tiles):
         acc = _query_gradient(
             acc, n, q_tile, do_tile, k_smem, v_smem, full, empty, row_lse2, row_delta,
-            words, maps, 0, scale, BLOCK_D, KEYS, STAGES, False,
+            words, maps, scale, BLOCK_D, KEYS, STAGES, False,
         )  # fmt: skip
     for i in range(part_tiles):
-        entry = (i // TILES) * ((BLOCK + 1) * WORDS)
+        at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
         acc = _query_gradient(
             acc, full_tiles + i, q_tile, do_tile, k_smem, v_smem, full, empty, row_lse2, row_delta,
-            words + entry, maps + (entry + BLOCK * WORDS), (i % TILES) * KEYS, scale, BLOCK_D, KEYS, STAGES, True,
+            words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, KEYS, STAGES, True,
         )  # fmt: skip
     acc = acc * scale
 
