@@ -46,31 +46,33 @@ PIECE = gl.constexpr(16)  # rows that a warpgroup cleans at a time, with one acc
 
 
 @gluon.jit
-def _clean_resident(one, other, docs, length, BLOCK_D: gl.constexpr):
+def _clean_resident(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
     """Zeros over rows of padding of a consumer's half of both tensors that stay; docs: of its `length` rows."""
-    rows = gl.arange(0, HALF, layout=_row_layout())
+    rows = gl.arange(0, HALF, layout=gl.BlockedLayout([HALF // 32], [32], [4], [0]))  # all of them in each warp
     taking = gl.load(docs + rows, mask=rows < length, other=0)  # beyond the end TMA writes zeros
     todo = gl.where(gl.min(taking, 0) < 0, (1 << HALF // PIECE) - 1, 0)
     if todo != 0:
-        _clean(one, other, todo, docs, length, HALF, BLOCK_D, False)
+        _clean(tiles, one, other, todo, docs, length, 4, HALF, BLOCK_D, False)
 
 
 @gluon.jit
-def _clean_streamed(one, other, union, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
+def _clean_streamed(tiles, one, other, union, COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
     """Zeros over the rows of both tiles of a stage that nobody sees; union: words of the bitmap's last line."""
     todo = 0
     for i in gl.static_range(ROWS // 32):
         blind = ~gl.load(union + i)
         todo |= gl.where((blind & 0xFFFF) != 0, 1 << 2 * i, 0) | gl.where((blind >> 16) != 0, 2 << 2 * i, 0)
     if todo != 0:
-        _clean(one, other, todo, union, ROWS, ROWS, BLOCK_D, True)
+        _clean(tiles, one, other, todo, union, ROWS, COUNT, ROWS, BLOCK_D, True)
 
 
 @gluon.jit
 def _clean(
-    one, other, todo, source, length, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, MAPPED: gl.constexpr
+    tiles, one, other, todo, source, length,
+    COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
-    """Bit i of todo: rows PIECE * i and following. source: words of a bitmap if MAPPED, else documents of the rows.
+    """Zeros over rows of two of COUNT tiles. Bit i of todo: rows PIECE * i and following. source: words of a bitmap if
+    MAPPED, else documents of the rows.
 
     A tile is taken as [pieces, PIECE rows, 32 words]: in panels of 64 columns a row is 128 bytes. Swizzling moves
     values within these 128 bytes only, so it does not matter here.
@@ -78,8 +80,7 @@ def _clean(
     PIECES: gl.constexpr = ROWS // PIECE
     PANELS: gl.constexpr = BLOCK_D // PANEL
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ones = reinterpret(one, gl.int32, [PANELS * PIECES, PIECE, 32], plain)
-    others = reinterpret(other, gl.int32, [PANELS * PIECES, PIECE, 32], plain)
+    pieces = reinterpret(tiles, gl.int32, [COUNT * PANELS * PIECES, PIECE, 32], plain)
     i = todo * 0
     while todo != 0:  # of a length that depends on data, or compilers would unroll it into the hot loop
         if (todo & 1) != 0:
@@ -89,8 +90,8 @@ def _clean(
             else:
                 inside = gl.load(source + rows, mask=rows < length, other=0) >= 0
             for panel in gl.static_range(PANELS):
-                _clean_piece(ones.index(panel * PIECES + i), inside)
-                _clean_piece(others.index(panel * PIECES + i), inside)
+                _clean_piece(pieces.index((one * PANELS + panel) * PIECES + i), inside)
+                _clean_piece(pieces.index((other * PANELS + panel) * PIECES + i), inside)
         todo = todo >> 1
         i += 1
     fence_async_shared()
@@ -107,56 +108,101 @@ def _row_layout():
     return gl.SliceLayout(1, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
+# ---------------------------------------------------------------------- work items
+
+
+@gluon.jit
+def _work(
+    row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
+    head, heads, length, blocks, TILES: gl.constexpr,
+):  # fmt: skip
+    """Of a work item and a head: batch row, first token of its block, index and number of tiles (TILES per block) of
+    FULL and of PARTIAL blocks, these blocks' bitmaps, and where the first row goes: in the result or, as -1 - row, in
+    the slots."""
+    batch = row // blocks
+    first = (row % blocks) * BLOCK
+    start = gl.load(work_start + item)
+    stop = gl.load(work_stop + item)
+    slot = gl.load(work_slot + item)
+    full_from = gl.load(full_ptr + row)
+    full = gl.load(full_ptr + row + 1) - full_from
+    part_from = gl.load(part_ptr + row) + gl.maximum(start - full, 0)
+    full_count = gl.minimum(stop, full) - gl.minimum(start, full)
+    part_count = gl.maximum(stop - full, 0) - gl.maximum(start - full, 0)
+    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
+    if slot < 0:
+        to = (batch * heads + head) * length + first
+    else:
+        to = -1 - (slot * heads + head) * BLOCK
+    full_list = full_idx + full_from + gl.minimum(start, full)
+    return batch, first, full_list, full_count * TILES, part_idx + part_from, part_count * TILES, maps, to
+
+
+@gluon.jit
+def _write(
+    gradient, result, slots, to, rows, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """A consumer's half of a block. to: as `_work` has it. rows: how many the result has from there on."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    inside = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
+    tile = local[:, None] * HEAD_DIM + columns[None, :]
+    if to >= 0:
+        at = result + to.to(gl.int64) * HEAD_DIM
+        gl.store(at + tile, gradient.to(result.dtype.element_ty), mask=inside & (local[:, None] < rows))
+    else:
+        gl.store(slots + (-1 - to).to(gl.int64) * HEAD_DIM + tile, gradient, mask=inside)
+
+
 # ---------------------------------------------------------------------- dK and dV
 
 
 @gluon.jit
 def _fetch_queries(
-    q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-    index, count, n, batch, head, row_at, STAGES: gl.constexpr,
+    q_desc, do_desc, lse2_desc, delta_desc, streamed, lse2_smem, delta_smem, full, empty,
+    index, tiles, n, batch, head, row_at, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of index[:count] for one query head, of which the first is tile n. row_at: of its first row."""
-    for i in range(count * (BLOCK // HALF)):
+    """That many tiles of one query head, of the blocks at index, the first of them tile n. row_at: its first row."""
+    for i in range(tiles):
         token = gl.load(index + i // (BLOCK // HALF)) * BLOCK + i % (BLOCK // HALF) * HALF
         stage = stage_of(n + i, STAGES)
         mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))
         mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes + 2 * lse2_desc.block_type.nbytes)
-        tma_load(q_desc, [batch, head, token, 0], full.index(stage), q_smem.index(stage))
+        tma_load(q_desc, [batch, head, token, 0], full.index(stage), streamed.index(stage))
         tma_load(lse2_desc, [row_at + token], full.index(stage), lse2_smem.index(stage))
-        tma_load(do_desc, [batch, head, token, 0], full.index(stage), do_smem.index(stage))
+        tma_load(do_desc, [batch, head, token, 0], full.index(stage), streamed.index(STAGES + stage))
         tma_load(delta_desc, [row_at + token], full.index(stage), delta_smem.index(stage))
 
 
 @gluon.jit
 def _produce_queries(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-    q_smem, k_smem, v_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-    full_list, full_count, part_list, part_count, batch, kv_head, group, head, plane, first, padded,
+    held, streamed, lse2_smem, delta_smem, resident, full, empty,
+    full_list, full_tiles, part_list, part_tiles, batch, kv_head, group, head, plane, first, padded,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """FULL tiles of all heads of the group, then PARTIAL ones. head: the first query head; plane: its place among all
     heads of all batch rows, each with `padded` rows of the LSE and of delta."""
     mbarrier.expect(resident, 4 * k_desc.block_type.nbytes)
     for part in gl.static_range(BLOCK // HALF):
-        tma_load(k_desc, [batch, kv_head, first + part * HALF, 0], resident, k_smem.index(part))
-        tma_load(v_desc, [batch, kv_head, first + part * HALF, 0], resident, v_smem.index(part))
+        tma_load(k_desc, [batch, kv_head, first + part * HALF, 0], resident, held.index(part))
+        tma_load(v_desc, [batch, kv_head, first + part * HALF, 0], resident, held.index(2 + part))
     for member in range(group):
         _fetch_queries(
-            q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-            full_list, full_count, member * full_count * (BLOCK // HALF),
-            batch, head + member, (plane + member) * padded, STAGES,
+            q_desc, do_desc, lse2_desc, delta_desc, streamed, lse2_smem, delta_smem, full, empty,
+            full_list, full_tiles, member * full_tiles, batch, head + member, (plane + member) * padded, STAGES,
         )  # fmt: skip
     for member in range(group):
         _fetch_queries(
-            q_desc, do_desc, lse2_desc, delta_desc, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
-            part_list, part_count, (group * full_count + member * part_count) * (BLOCK // HALF),
-            batch, head + member, (plane + member) * padded, STAGES,
+            q_desc, do_desc, lse2_desc, delta_desc, streamed, lse2_smem, delta_smem, full, empty,
+            part_list, part_tiles, group * full_tiles + member * part_tiles, batch, head + member, (plane + member) * padded, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def _key_gradients(
-    dk, dv, n, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+    dk, dv, n, k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
     words, union, scale, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(dk, dv, ds16) after tile n of queries: dk in flight, with its operand ds16; dk not yet times scale.
@@ -169,12 +215,12 @@ def _key_gradients(
     query: gl.constexpr = gl.SliceLayout(0, s_layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     stage = stage_of(n, STAGES)
-    q_tile = q_smem.index(stage).reshape([HALF, BLOCK_D])
-    do_tile = do_smem.index(stage).reshape([HALF, BLOCK_D])
+    q_tile = streamed.index(stage).reshape([HALF, BLOCK_D])
+    do_tile = streamed.index(STAGES + stage).reshape([HALF, BLOCK_D])
     nothing = gl.full([HALF, HALF], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     if MASKED:
-        _clean_streamed(q_smem.index(stage), do_smem.index(stage), union, HALF, BLOCK_D)
+        _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, HALF, BLOCK_D)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [keys, queries]
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -183,11 +229,11 @@ def _key_gradients(
     p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])
     if MASKED:
         p = where_seen(p, 0.0, words, 0, gl.arange(0, HALF, layout=query)[None, :], HALF)
-    p16 = gl.convert_layout(p.to(q_smem.dtype), operand)
+    p16 = gl.convert_layout(p.to(streamed.dtype), operand)
     dv = warpgroup_mma(p16, do_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = delta_smem.index(stage).load(query)
-    ds16 = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), operand)
+    ds16 = gl.convert_layout((p * (dp - delta[None, :])).to(streamed.dtype), operand)
     dk = warpgroup_mma(ds16, q_tile, dk, is_async=True)
     dv, dk, _p16, _ds16 = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds16])
     mbarrier.arrive(empty.index(stage), count=1)
@@ -196,50 +242,38 @@ def _key_gradients(
 
 @gluon.jit
 def _consume_queries(
-    k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-    full_tiles, part_tiles, group, maps, k_doc, first, k_length, dk, dv, slot_dk, slot_dv, slot, to, scale,
+    held, streamed, lse2_smem, delta_smem, resident, full, empty,
+    full_tiles, part_tiles, group, maps, docs, rows, dk, dv, slot_dk, slot_dv, to, scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """full_tiles: of all query heads of the group. part_tiles: of one of them. to: the block's first row in dk and
-    dv, or in slot_dk and slot_dv."""
+    """full_tiles, part_tiles: of one query head of the group. docs: of the block, which has `rows` keys; to: as `_work`
+    has it."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WORDS: gl.constexpr = map_words(BLOCK)
     TILES: gl.constexpr = BLOCK // HALF
     words = maps + (CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))) * WORDS
-    k_tile = k_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
-    v_tile = v_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
+    k_tile = held.index(CONSUMER).reshape([HALF, BLOCK_D])
+    v_tile = held.index(2 + CONSUMER).reshape([HALF, BLOCK_D])
     acc_k = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     acc_v = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     mbarrier.wait(resident, 0)
-    half = first + CONSUMER * HALF
-    _clean_resident(k_smem.index(CONSUMER), v_smem.index(CONSUMER), k_doc + half, k_length - half, BLOCK_D)
-    for n in range(full_tiles):
+    _clean_resident(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
+    for n in range(group * full_tiles):
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, n, k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+            acc_k, acc_v, n, k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
             words, maps, scale, BLOCK_D, STAGES, False,
         )  # fmt: skip
     for member in range(group):
         for i in range(part_tiles):
             at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
             acc_k, acc_v = _key_gradients(
-                acc_k, acc_v, full_tiles + member * part_tiles + i,
-                k_tile, v_tile, q_smem, do_smem, lse2_smem, delta_smem, full, empty,
+                acc_k, acc_v, group * full_tiles + member * part_tiles + i,
+                k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
                 words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, STAGES, True,
             )  # fmt: skip
-    acc_k = acc_k * scale
-
-    local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, d_layout))
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, d_layout))
-    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
-    at = to * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
-    if slot < 0:
-        written = written & (first + local[:, None] < k_length)
-        gl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=written)
-        gl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=written)
-    else:
-        gl.store(slot_dk + at, acc_k, mask=written)
-        gl.store(slot_dv + at, acc_v, mask=written)
+    _write(acc_k * scale, dk, slot_dk, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
+    _write(acc_v, dv, slot_dv, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "padded", "k_length", "k_blocks"])
@@ -261,29 +295,14 @@ def gluon_key_gradient_kernel(
     row = gl.load(work_row + item)
     if row < 0:  # the list is padded to its capacity
         return
-    batch = row // k_blocks
-    first = (row % k_blocks) * BLOCK
-    start = gl.load(work_start + item)
-    stop = gl.load(work_stop + item)
-    slot = gl.load(work_slot + item)
-    full_from = gl.load(full_ptr + row)
-    part_from = gl.load(part_ptr + row)
-    full_blocks = gl.load(full_ptr + row + 1) - full_from
-    full_list = full_idx + full_from + gl.minimum(start, full_blocks)
-    full_count = gl.minimum(stop, full_blocks) - gl.minimum(start, full_blocks)
-    part_from += gl.maximum(start - full_blocks, 0)
-    part_list = part_idx + part_from
-    part_count = gl.maximum(stop - full_blocks, 0) - gl.maximum(start - full_blocks, 0)
-    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
-    if slot < 0:
-        to = (batch.to(gl.int64) * heads + kv_head) * k_length + first
-    else:
-        to = (slot.to(gl.int64) * heads + kv_head) * BLOCK
+    batch, first, full_list, full_tiles, part_list, part_tiles, maps, to = _work(
+        row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
+        kv_head, heads, k_length, k_blocks, BLOCK // HALF,
+    )  # fmt: skip
+    docs = k_doc + batch * k_length + first
 
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    do_smem = gl.allocate_shared_memory(do_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout)
+    held = gl.allocate_shared_memory(k_desc.dtype, [4] + k_desc.block_type.shape, k_desc.layout)
+    streamed = gl.allocate_shared_memory(q_desc.dtype, [2 * STAGES] + q_desc.block_type.shape, q_desc.layout)
     lse2_smem = gl.allocate_shared_memory(lse2_desc.dtype, [STAGES] + lse2_desc.block_type.shape, lse2_desc.layout)
     delta_smem = gl.allocate_shared_memory(delta_desc.dtype, [STAGES] + delta_desc.block_type.shape, delta_desc.layout)
     resident = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -299,21 +318,19 @@ def gluon_key_gradient_kernel(
     gl.warp_specialize(
         [
             (_consume_queries, (
-                k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                group * full_count * (BLOCK // HALF), part_count * (BLOCK // HALF), group, maps,
-                k_doc + batch.to(gl.int64) * k_length, first, k_length,
-                dk, dv, slot_dk, slot_dv, slot, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES,
+                held, streamed, lse2_smem, delta_smem, resident, full, empty,
+                full_tiles, part_tiles, group, maps,
+                docs, k_length - first, dk, dv, slot_dk, slot_dv, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES,
             )),
             (_consume_queries, (
-                k_smem, v_smem, q_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                group * full_count * (BLOCK // HALF), part_count * (BLOCK // HALF), group, maps,
-                k_doc + batch.to(gl.int64) * k_length, first, k_length,
-                dk, dv, slot_dk, slot_dv, slot, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES,
+                held, streamed, lse2_smem, delta_smem, resident, full, empty,
+                full_tiles, part_tiles, group, maps,
+                docs, k_length - first, dk, dv, slot_dk, slot_dv, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES,
             )),
             (_produce_queries, (
                 q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                q_smem, k_smem, v_smem, do_smem, lse2_smem, delta_smem, resident, full, empty,
-                full_list, full_count, part_list, part_count, batch, kv_head, group, kv_head * group,
+                held, streamed, lse2_smem, delta_smem, resident, full, empty,
+                full_list, full_tiles, part_list, part_tiles, batch, kv_head, group, kv_head * group,
                 (batch * heads + kv_head) * group, first, padded, STAGES,
             )),
         ],
@@ -327,42 +344,40 @@ def gluon_key_gradient_kernel(
 
 @gluon.jit
 def _fetch_keys(
-    k_desc, v_desc, k_smem, v_smem, full, empty, index, count, first, batch, head,
+    k_desc, v_desc, streamed, full, empty, index, tiles, n, batch, head,
     KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of index[:count], of which the first is tile `first`."""
-    for i in range(count):
-        token = gl.load(index + i) * BLOCK
-        for part in gl.static_range(BLOCK // KEYS):
-            n = first + i * (BLOCK // KEYS) + part
-            stage = stage_of(n, STAGES)
-            at = token + part * KEYS
-            mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
-            mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
-            tma_load(k_desc, [batch, head, at, 0], full.index(stage), k_smem.index(stage))
-            tma_load(v_desc, [batch, head, at, 0], full.index(stage), v_smem.index(stage))
+    """That many tiles, of the blocks at index, the first of them tile n."""
+    for i in range(tiles):
+        token = gl.load(index + i // (BLOCK // KEYS)) * BLOCK + i % (BLOCK // KEYS) * KEYS
+        stage = stage_of(n + i, STAGES)
+        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))
+        mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
+        tma_load(k_desc, [batch, head, token, 0], full.index(stage), streamed.index(stage))
+        tma_load(v_desc, [batch, head, token, 0], full.index(stage), streamed.index(STAGES + stage))
 
 
 @gluon.jit
 def _produce_keys(
-    q_desc, k_desc, v_desc, do_desc, q_smem, k_smem, v_smem, do_smem, resident, full, empty,
-    full_list, full_count, part_list, part_count, batch, head, kv_head, first,
+    q_desc, k_desc, v_desc, do_desc, held, streamed, resident, full, empty,
+    full_list, full_tiles, part_list, part_tiles, batch, head, kv_head, first,
     KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(resident, 4 * q_desc.block_type.nbytes)
     for part in gl.static_range(BLOCK // HALF):
-        tma_load(q_desc, [batch, head, first + part * HALF, 0], resident, q_smem.index(part))
-        tma_load(do_desc, [batch, head, first + part * HALF, 0], resident, do_smem.index(part))
-    _fetch_keys(k_desc, v_desc, k_smem, v_smem, full, empty, full_list, full_count, 0, batch, kv_head, KEYS, STAGES)
+        tma_load(q_desc, [batch, head, first + part * HALF, 0], resident, held.index(part))
+        tma_load(do_desc, [batch, head, first + part * HALF, 0], resident, held.index(2 + part))
     _fetch_keys(
-        k_desc, v_desc, k_smem, v_smem, full, empty, part_list, part_count, full_count * (BLOCK // KEYS),
-        batch, kv_head, KEYS, STAGES,
-    )  # fmt: skip
+        k_desc, v_desc, streamed, full, empty, full_list, full_tiles, 0, batch, kv_head, KEYS, STAGES
+    )
+    _fetch_keys(
+        k_desc, v_desc, streamed, full, empty, part_list, part_tiles, full_tiles, batch, kv_head, KEYS, STAGES
+    )
 
 
 @gluon.jit
 def _query_gradient(
-    dq, n, q_tile, do_tile, k_smem, v_smem, full, empty, lse2, delta, words, union, scale,
+    dq, n, q_tile, do_tile, streamed, full, empty, lse2, delta, words, union, scale,
     BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(dq, ds16) after tile n of keys: dq in flight, with its operand ds16, and not yet times scale.
@@ -372,12 +387,12 @@ def _query_gradient(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     stage = stage_of(n, STAGES)
-    k_tile = k_smem.index(stage).reshape([KEYS, BLOCK_D])
-    v_tile = v_smem.index(stage).reshape([KEYS, BLOCK_D])
+    k_tile = streamed.index(stage).reshape([KEYS, BLOCK_D])
+    v_tile = streamed.index(STAGES + stage).reshape([KEYS, BLOCK_D])
     nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     if MASKED:
-        _clean_streamed(k_smem.index(stage), v_smem.index(stage), union, KEYS, BLOCK_D)
+        _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, KEYS, BLOCK_D)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -388,7 +403,7 @@ def _query_gradient(
         p = where_seen(p, 0.0, words, 0, keys[None, :], KEYS)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = p * (dp - delta[:, None])
-    ds16 = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, d_layout, 2))
+    ds16 = gl.convert_layout(ds.to(streamed.dtype), gl.DotOperandLayout(0, d_layout, 2))
     dq = warpgroup_mma(ds16, k_tile, dq, is_async=True)
     dq, _ds16 = warpgroup_mma_wait(0, deps=[dq, ds16])
     mbarrier.arrive(empty.index(stage), count=1)
@@ -397,46 +412,36 @@ def _query_gradient(
 
 @gluon.jit
 def _consume_keys(
-    q_smem, do_smem, k_smem, v_smem, resident, full, empty, full_tiles, part_tiles, maps, q_doc, first, q_length,
-    lse2, delta, dq, slot_dq, slot, to, scale,
+    held, streamed, resident, full, empty, full_tiles, part_tiles, maps, docs, rows,
+    lse2, delta, dq, slot_dq, to, scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """lse2, delta: pointers to those of the block's first row. to: this row in dq, or in slot_dq."""
+    """docs, lse2, delta: of the block, which has `rows` queries; to: as `_work` has it."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WORDS: gl.constexpr = map_words(BLOCK)
     TILES: gl.constexpr = BLOCK // KEYS
-    rows = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))
-    words = maps + rows * WORDS
-    row_lse2 = gl.load(lse2 + rows)
-    row_delta = gl.load(delta + rows)
-    q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
-    do_tile = do_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
+    local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))
+    words = maps + local * WORDS
+    row_lse2 = gl.load(lse2 + local)
+    row_delta = gl.load(delta + local)
+    q_tile = held.index(CONSUMER).reshape([HALF, BLOCK_D])
+    do_tile = held.index(2 + CONSUMER).reshape([HALF, BLOCK_D])
     acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     mbarrier.wait(resident, 0)
-    half = first + CONSUMER * HALF
-    _clean_resident(q_smem.index(CONSUMER), do_smem.index(CONSUMER), q_doc + half, q_length - half, BLOCK_D)
+    _clean_resident(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
     for n in range(full_tiles):
         acc = _query_gradient(
-            acc, n, q_tile, do_tile, k_smem, v_smem, full, empty, row_lse2, row_delta,
+            acc, n, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
             words, maps, scale, BLOCK_D, KEYS, STAGES, False,
         )  # fmt: skip
     for i in range(part_tiles):
         at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
         acc = _query_gradient(
-            acc, full_tiles + i, q_tile, do_tile, k_smem, v_smem, full, empty, row_lse2, row_delta,
+            acc, full_tiles + i, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
             words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, KEYS, STAGES, True,
         )  # fmt: skip
-    acc = acc * scale
-
-    local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, d_layout))
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, d_layout))
-    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
-    at = to * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
-    if slot < 0:
-        gl.store(dq + at, acc.to(dq.dtype.element_ty), mask=written & (first + local[:, None] < q_length))
-    else:
-        gl.store(slot_dq + at, acc, mask=written)
+    _write(acc * scale, dq, slot_dq, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "padded", "q_length", "q_blocks"])
@@ -455,31 +460,15 @@ def gluon_query_gradient_kernel(
     row = gl.load(work_row + item)
     if row < 0:  # the list is padded to its capacity
         return
-    batch = row // q_blocks
-    first = (row % q_blocks) * BLOCK
-    start = gl.load(work_start + item)
-    stop = gl.load(work_stop + item)
-    slot = gl.load(work_slot + item)
-    full_from = gl.load(full_ptr + row)
-    part_from = gl.load(part_ptr + row)
-    full_blocks = gl.load(full_ptr + row + 1) - full_from
-    full_list = full_idx + full_from + gl.minimum(start, full_blocks)
-    full_count = gl.minimum(stop, full_blocks) - gl.minimum(start, full_blocks)
-    part_from += gl.maximum(start - full_blocks, 0)
-    part_list = part_idx + part_from
-    part_count = gl.maximum(stop - full_blocks, 0) - gl.maximum(start - full_blocks, 0)
-    maps = part_map + part_from * ((BLOCK + 1) * map_words(BLOCK))
-    plane = batch.to(gl.int64) * heads + head
-    rows_at = plane * padded + first
-    if slot < 0:
-        to = plane * q_length + first
-    else:
-        to = (slot.to(gl.int64) * heads + head) * BLOCK
+    batch, first, full_list, full_tiles, part_list, part_tiles, maps, to = _work(
+        row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
+        head, heads, q_length, q_blocks, BLOCK // KEYS,
+    )  # fmt: skip
+    rows_at = (batch * heads + head) * padded + first
+    docs = q_doc + batch * q_length + first
 
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
-    do_smem = gl.allocate_shared_memory(do_desc.dtype, [2] + do_desc.block_type.shape, do_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    held = gl.allocate_shared_memory(q_desc.dtype, [4] + q_desc.block_type.shape, q_desc.layout)
+    streamed = gl.allocate_shared_memory(k_desc.dtype, [2 * STAGES] + k_desc.block_type.shape, k_desc.layout)
     resident = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -493,20 +482,18 @@ def gluon_query_gradient_kernel(
     gl.warp_specialize(
         [
             (_consume_keys, (
-                q_smem, do_smem, k_smem, v_smem, resident, full, empty,
-                full_count * (BLOCK // KEYS), part_count * (BLOCK // KEYS), maps,
-                q_doc + batch.to(gl.int64) * q_length, first, q_length, lse2 + rows_at, delta + rows_at,
-                dq, slot_dq, slot, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, KEYS, STAGES,
+                held, streamed, resident, full, empty,
+                full_tiles, part_tiles, maps,
+                docs, q_length - first, lse2 + rows_at, delta + rows_at, dq, slot_dq, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, KEYS, STAGES,
             )),
             (_consume_keys, (
-                q_smem, do_smem, k_smem, v_smem, resident, full, empty,
-                full_count * (BLOCK // KEYS), part_count * (BLOCK // KEYS), maps,
-                q_doc + batch.to(gl.int64) * q_length, first, q_length, lse2 + rows_at, delta + rows_at,
-                dq, slot_dq, slot, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, KEYS, STAGES,
+                held, streamed, resident, full, empty,
+                full_tiles, part_tiles, maps,
+                docs, q_length - first, lse2 + rows_at, delta + rows_at, dq, slot_dq, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, KEYS, STAGES,
             )),
             (_produce_keys, (
-                q_desc, k_desc, v_desc, do_desc, q_smem, k_smem, v_smem, do_smem, resident, full, empty,
-                full_list, full_count, part_list, part_count, batch, head, head // group, first, KEYS, STAGES,
+                q_desc, k_desc, v_desc, do_desc, held, streamed, resident, full, empty,
+                full_list, full_tiles, part_list, part_tiles, batch, head, head // group, first, KEYS, STAGES,
             )),
         ],
         [4, 1],
