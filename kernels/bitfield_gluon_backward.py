@@ -219,9 +219,9 @@ def _key_gradients(
     do_tile = streamed.index(STAGES + stage).reshape([HALF, BLOCK_D])
     nothing = gl.full([HALF, HALF], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [keys, queries]
     if MASKED:
         _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, HALF, BLOCK_D)
-    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [keys, queries]
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
 
@@ -391,9 +391,9 @@ def _query_gradient(
     v_tile = streamed.index(STAGES + stage).reshape([KEYS, BLOCK_D])
     nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if MASKED:
         _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, KEYS, BLOCK_D)
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
 
