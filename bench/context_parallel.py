@@ -11,7 +11,7 @@ Every method gives every rank the same number of tokens (Cornstarch's own gives 
                 2025-03 (8 ranks, 50 draws), beside the ratios of the times printed there
     ablation    Cornstarch 2025-11's two steps, {zigzag, LPT} x {rows whole, long rows in subblocks}: the makespan of
                 one launch on the multiprocessors of each rank, modelled by list scheduling in units of a FULL block.
-                A PARTIAL block is taken to cost 1.3 of it; launching and merging are taken to cost nothing
+                A PARTIAL block costs PARTIAL_COST of it; launching and merging are taken to cost nothing
     ranks       the same four and the other methods measured: each rank's attention, forward and backward, alone on
                 this device, one after the other (on a CPU subblocks are never made: one core does not profit)
     processes   context_parallel_attention on two processes of one CPU thread: each rank's attention, and the whole

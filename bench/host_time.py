@@ -4,7 +4,8 @@
 
 The driver is a stub (`bench.warm_cache.Driver`): kernels are compiled for sm_90, launches do nothing. Tensors lie on
 the CPU. Medians of the calling thread's processor time, of calls of `bitfield_attention` with a plan and, for the
-backward, torch.autograd.grad. "first kind" makes and binds all arguments, as every call did before.
+backward, torch.autograd.grad. "first kind" makes and binds all arguments, as every call did before. "empty" is the
+floor: an autograd function that allocates the same results and does nothing else.
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ def median(run: Callable[[], None], repeats: int) -> float:
     return round(statistics.median(times) / 1e3, 1)
 
 
+class Empty(torch.autograd.Function):
+    """As many tensors and numbers in and out as the op has."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, scale, softcap, deterministic, backend):  # type: ignore[no-untyped-def]
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), *(None,) * 5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=300)
@@ -61,6 +77,12 @@ def main() -> None:
     def both() -> None:
         torch.autograd.grad(bitfield_attention(q, k, v, plan, backend="triton"), (q, k, v), dout)
 
+    def empty() -> None:
+        Empty.apply(q, k, v, plan, 1.0, None, True, "triton")
+
+    def empty_both() -> None:
+        torch.autograd.grad(Empty.apply(q, k, v, plan, 1.0, None, True, "triton")[0], (q, k, v), dout)
+
     def anew(run: Callable[[], None]) -> None:
         prepared._plans.clear()
         run()
@@ -68,6 +90,8 @@ def main() -> None:
     found = {
         "forward": median(forward, options.repeats),
         "forward and backward": median(both, options.repeats),
+        "empty forward": median(empty, options.repeats),
+        "empty forward and backward": median(empty_both, options.repeats),
         "forward, first kind": median(lambda: anew(forward), options.repeats),
         "forward and backward, first kind": median(lambda: anew(both), options.repeats),
     }

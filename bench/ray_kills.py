@@ -145,9 +145,9 @@ class Cluster:
             return self.local.add_node(num_cpus=cpus, object_store_memory=MEMORY, **more)
 
     def _settings(self) -> Any:
-        """What a node that starts meanwhile reads: it writes into the folder, reports to nobody, kills no worker because
-        others fill the memory of this machine, and gives workers the priority of any process: at Ray's own, niceness 15,
-        one takes over a minute to start where others use every core."""
+        """Environment of a node that starts meanwhile: it writes into the folder and reports to nobody. It kills no
+        worker because others fill the memory of this machine. Its workers have the priority of any process: with Ray's
+        own, niceness 15, one takes over a minute to start where others use every core."""
         given = {
             "TMPDIR": self.folder,
             "USAGE_STATS_ENABLED": "0",

@@ -6,6 +6,9 @@ IPC, CuPy) names CUDA where it is used.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import torch
 
 KIND = "cuda"
@@ -33,3 +36,19 @@ def indexed(device: torch.device) -> torch.device:
     if on_gpu(device) and device.index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device
+
+
+def memory(device: torch.device) -> int:
+    """Bytes that a device has."""
+    if on_gpu(device):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def done(device: torch.device) -> Callable[[], bool]:
+    """Tells whether a device has done what it was asked until now."""
+    if device.type == "cpu":
+        return lambda: True
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event.query  # type: ignore[no-any-return]

@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from interlace.comm import CommError
+from interlace.comm.edges import TransportEdge
+from interlace.comm.paths import Paths
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
@@ -219,6 +221,23 @@ def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
             for peer in peers_of(rank, world):
                 assert torch.equal(arrived[rank][peer][:size], wanted[peer])
     assert device.waits > 0
+
+
+def test_messages_of_a_pipeline_edge_are_sent_ahead(ranks):
+    """The sender is done with all of them before the receiver asks for the first; they fill the slots many times."""
+    device, transports, _ = ranks(2)
+    edges = [TransportEdge(transport, Paths(0)) for transport in transports]
+    messages = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 50 * SLOT_BYTES + 3, SLOT_BYTES, 7)]
+    sent = [edges[0].send(message, 1) for message in messages]
+    arrived = [torch.zeros_like(message) for message in messages]
+    for tensor in arrived:
+        edges[1].receive(tensor, 0).wait()
+    for work in sent:
+        work.wait()
+        assert work.is_completed()
+    device.drain()  # what the stream that receives waits for on a GPU
+    assert all(torch.equal(*pair) for pair in zip(messages, arrived, strict=True))
+    assert [transport.paths for transport in transports] == [{"pipeline edge": {"cuda_ipc copy engines"}}] * 2
 
 
 @pytest.mark.parametrize("skips_waits", [False, True])

@@ -136,7 +136,7 @@ def even(batch: list[Sample]) -> list[Media]:
 
 
 def test_the_thread_loads_what_is_wanted_and_others_are_loaded_once_when_asked_for():
-    dataset = Pictures(12)
+    dataset = Pictures(18)  # of the next epoch nothing is loaded: one batch is taken, one is kept, one waits for room
     with Loader(dataset, 6, shuffle=False, prefetch=1, wanted=even) as loader:
         batch = next(loader)
         assert [item.loaded for s in batch for item in s.media["vision"]] == [True, False] * 3

@@ -55,6 +55,8 @@ def parity(rank: int, world: int, cases: list[tuple]) -> int:
             float(g.double().pow(2).sum()) for n, g in gradients.items() if g is not None and n not in tied_names
         )
         assert parallel.clip_grad_norm_(1e9) == pytest.approx(total**0.5, rel=1e-5), where
+        assert parallel.channel is not None
+        assert parallel.channel.paths.get("pipeline edge", set()) <= {os.environ.get("INTERLACE_TRANSPORT", "gloo")}
     return compared
 
 
@@ -63,6 +65,45 @@ def test_gloo_ranks_equal_one_process(world):
     for kind, value in run_ranks(world, parity, world, REPRESENTATIVE):
         assert kind == "returned", value
         assert value > 0
+
+
+def over_shared_memory(rank: int, world: int, cases: list[tuple]) -> int:
+    os.environ["INTERLACE_TRANSPORT"] = "shm"
+    return parity(rank, world, cases)
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, [0, 3, 4]), *(pytest.param(n, [*range(8)], marks=pytest.mark.slow) for n in (2, 3))]
+)
+def test_edges_over_shared_memory_equal_one_process(world, cases):
+    for kind, value in run_ranks(world, over_shared_memory, world, [REPRESENTATIVE[case] for case in cases]):
+        assert kind == "returned", value
+        assert value > 0
+
+
+def orders(rank: int, transport: str) -> set[str]:
+    """Two stages under schedules that send and receive in different orders; returns the paths of the edges."""
+    os.environ["INTERLACE_TRANSPORT"] = transport
+    taken: set[str] = set()
+    for schedule in ("1f1b", "gpipe", "zb_h1", "zb_h2"):
+        mllm = tiny_mllm(layers=2, encoders=("vision",))
+        microbatches = random_microbatches(mllm, "no_image", count=4)
+        loss, gradients = oracle(mllm, microbatches)
+        mllm.zero_grad()
+        layout = make_layout(mllm, "replicated", 2)
+        parallel = parallelize(mllm, layout, schedule=schedule, transport="distributed", timeout=30)
+        assert parallel.channel is not None
+        for _ in range(2):
+            assert abs(parallel.step(microbatches).loss - loss) <= 1e-5 * abs(loss), schedule
+            for name, parameter in parallel.named_parameters():
+                assert_same_gradient(f"{schedule} {name}", parameter.grad, gradients[name])
+            parallel.zero_grad()
+        taken |= parallel.channel.paths["pipeline edge"]
+    return taken
+
+
+def test_two_stages_over_shared_memory_in_any_order():
+    assert run_ranks(2, orders, "shm") == [("returned", {"shm"})] * 2
 
 
 def deferral(rank: int, world: int, methods: list[str]) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.channel import Channel
+from interlace.comm.edges import TransportEdge
 from tests.forkserver import context
 from tests.trials import share_trials
 
@@ -53,6 +54,9 @@ def shorten(channel: Channel, seconds: float) -> None:
     For tests of ranks that are lost: what comes before, starting and a first step, takes a busy machine long.
     """
     channel.timeout = seconds
+    for edge in getattr(channel, "_edges", {}).values():
+        if isinstance(edge, TransportEdge):
+            edge.transport.timeout = seconds
     for group in list(dist.distributed_c10d._world.pg_map):  # gloo ends a group when its operations have run out
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

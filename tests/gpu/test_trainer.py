@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.comm.transports.choose import capabilities
 from tests.distributed.workers import run_ranks
 from tests.gpu import dense
 from tests.gpu.dense import DEVICE, ON_GPU
@@ -158,6 +160,38 @@ def test_processes_with_a_gpu_each_equal_one_process() -> None:
     assert DEVICE is not None
     for kind, value in run_ranks(2, over_processes, DEVICE.type, timeout=300):
         assert kind == "returned" and value > 0, value
+
+
+def on_one_device(rank: int, kind: str) -> set[str]:
+    """One rank of a pipeline of two on one device; returns the paths of its edges."""
+    if kind == "cpu":
+        os.environ["INTERLACE_TRANSPORT"] = "shm"  # a GPU that two ranks share chooses by itself
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+    torch.backends.cudnn.allow_tf32 = False
+    taken: set[str] = set()
+    for placement, stages, schedule in (("parallel", 1, "1f1b"), ("colocated", 2, "1f1b"), ("colocated", 2, "zb_h1")):
+        mllm = tiny_mllm(layers=2, encoders=("vision",))
+        microbatches = random_microbatches(mllm, "no_image", count=4)
+        loss, gradients = oracle(microbatches, layers=2, encoders=("vision",))
+        specs = {name: ParallelSpec(pp=stages) for name in mllm.modules_order()}
+        layout = Layout.from_specs(mllm, specs, placement=placement, ranks=2)
+        parallel = parallelize(mllm.to(device), layout, schedule=schedule, transport="distributed", timeout=120.0)
+        for _ in range(2):
+            agrees(parallel, microbatches, loss, gradients)
+            parallel.zero_grad()
+        assert parallel.channel is not None
+        taken |= parallel.channel.paths["pipeline edge"]
+        parallel.channel.exchange(rank, "the end of a pipeline")
+        parallel.channel.close()
+    return taken
+
+
+def test_two_stages_on_one_device_equal_one_process() -> None:
+    assert DEVICE is not None
+    if ON_GPU and (why := capabilities()["cuda_ipc"].missing):
+        pytest.skip(why)
+    path = {"cuda": "cuda_ipc copy engines", "cpu": "shm"}.get(DEVICE.type, "gloo")
+    assert run_ranks(2, on_one_device, DEVICE.type, timeout=300) == [("returned", {path})] * 2
 
 
 # ---------------------------------------------------------------------- whole runs

@@ -29,6 +29,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from interlace._device import on_gpu
 from interlace.attention import _self_check, _transforms, gluon
 from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
@@ -193,6 +194,19 @@ def chosen(q: Tensor, v: Tensor | None = None, *, forward: bool = True) -> str:
 
 
 def _choose(backend: str, q: Tensor, v: Tensor, block: int, *, forward: bool) -> ModuleType:
+    kind = (backend, q.device, q.dtype, q.shape[3], v.shape[3], block, forward)
+    module = _chosen.get(kind)
+    if module is None:
+        module = _choose_anew(backend, q, v, block, forward)
+        if on_gpu(q.device):  # a driver is asked for its capability, which takes longer than all else here
+            _chosen[kind] = module
+    return module
+
+
+_chosen: dict[tuple[object, ...], ModuleType] = {}
+
+
+def _choose_anew(backend: str, q: Tensor, v: Tensor, block: int, forward: bool) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"

@@ -134,7 +134,7 @@ class Channel(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the transports of `connect`."""
+        """Ends the transports of lanes and edges."""
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Prepare sums and gathers over each of ``groups``. Collective: every rank passes the same."""

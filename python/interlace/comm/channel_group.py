@@ -10,14 +10,14 @@ On GPUs tensors go over NCCL, and what the program has to read (headers, small n
 from a GPU would wait for all that the GPU still has to do. Each directed edge has a communicator of its own, so that
 what one neighbour is late with holds up nothing that goes to another. NCCL makes a communicator when it is first used,
 and both sides wait for each other there, which no schedule allows for: so it is used once as soon as it is made, edge
-after edge in one order on all ranks. This has not run on several GPUs yet.
+after edge in one order on all ranks. Between ranks on one GPU, which NCCL refuses, payloads go over a transport (see
+`interlace.comm.edges`), and nothing is summed. None of this has run on several GPUs, or with several ranks on one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,19 +31,20 @@ from torch import Tensor
 
 from interlace import _device
 from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
-from interlace.comm.lost import RollCall, first_line, is_slow, reason_of
+from interlace.comm.edges import Edge, GroupEdge, TransportEdge, Work
+from interlace.comm.lost import RollCall, first_line, is_slow, named, reason_of
 from interlace.comm.paths import Paths
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
 from interlace.comm.star import HEADER, Star, header
 from interlace.comm.transports.base import CommError, Transport
-from interlace.comm.transports.choose import connect
+from interlace.comm.transports.choose import connect, edge_transports, introduction_of, sharing
 
 MAGIC = 0x1A7E71ACE  # begins the header of a tensor
 MAX_DIMS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 EDGES = {"cuda": "nccl"}
-"""Kind of device -> backend of a directed edge, where the default group's does not carry tensors of that kind."""
+"""Kind of device -> backend of a directed edge, where that of the default group, gloo, does not carry its tensors."""
 SUMS = {"cuda": "cpu:gloo,cuda:nccl"}
 """The same of a group that sums tensors on that device and gathers numbers on the host."""
 PATHS = {"cuda": "NCCL on SMs"}
@@ -58,11 +59,11 @@ class _Send(NamedTuple):
 
     peer: int
     tag: Tag
-    works: list[tuple[dist.Work, Tensor]]
+    works: list[tuple[Work, Tensor]]
     token: int  # of the recorder
 
     def is_taken(self) -> bool:
-        """Whether NCCL says that its payload has gone; then its header was read."""
+        """Whether its payload is known to have gone, which gloo never says; then its header was read."""
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
@@ -106,7 +107,10 @@ class GroupChannel:
         # Whether it has come, from whom, what. Not torch's own Work: with NCCL that holds all that it brought.
         self._arrivals: list[tuple[Callable[[], bool], tuple[int, ...], str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._edges: dict[tuple[int, int], Edge] = {}
+        self._prepared: set[tuple[int, int]] = set()  # edges of all ranks
+        self._headers = GroupEdge(self._host, self.paths)
+        self._introductions: list[dict[str, Any]] = []  # of all ranks
         self._reductions = Reductions()
         self._sent = Sent()
         self._early: dict[tuple[int, Tag], Part] = {}
@@ -117,26 +121,54 @@ class GroupChannel:
         self._digest = digest
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        wanted = {tuple(group) for group in groups if len(group) > 1}
+        for ranks in sorted(wanted) if self._apart else ():
+            if shared := sharing(self._introduced(), ranks):
+                raise ValueError(
+                    f"{named(shared)} share a GPU, between which NCCL sums nothing: give each rank a GPU of its own, "
+                    "or take a layout without replicas, shards or weights that several stages share"
+                )
         # Of all ranks too, for what is gathered: this group has the channel's timeout, and a wait that runs out closes
         # its connections alone.
-        for ranks in sorted({tuple(group) for group in (*groups, range(self.world)) if len(group) > 1}):
+        for ranks in sorted(wanted | ({tuple(range(self.world))} if self.world > 1 else set())):
             if ranks not in self._groups:
                 group = self._groups[ranks] = self._group(ranks, SUMS)
-                if self._apart and self.rank in ranks:
+                if self._apart and self.rank in ranks and not sharing(self._introduced(), ranks):
                     with self._meeting(ranks):
                         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
-        for edge in sorted(set(edges)) if self._apart else ():
-            if edge not in self._edges:
-                group = self._edges[edge] = self._group(edge, EDGES)
-                if self.rank in edge:
-                    source, to = edge
-                    with self._meeting(edge):
-                        one = torch.zeros(1, device=self.device)
-                        work = dist.isend(one, to, group) if self.rank == source else dist.irecv(one, source, group)
-                        assert work is not None
-                        work.wait()
+        new = sorted(set(edges) - self._prepared)
+        if not new:
+            return
+        self._prepared.update(new)
+        transports = edge_transports(self._introduced(), new, EDGES.get(self.device.type, "gloo"))
+        # All groups first: making one takes every rank, and using it only its own.
+        apart = [edge for edge in new if self._apart or transports[edge]]
+        groups = {edge: self._group(edge, SUMS if transports[edge] else EDGES) for edge in apart}
+        for edge in new:
+            if self.rank in edge and transports[edge]:  # `connect` chooses between transports as for any other group
+                transport = connect(groups[edge], device=self.device, timeout=self.timeout)
+                self._edges[edge] = TransportEdge(transport, self.paths)
+            elif self.rank in edge:
+                self._edges[edge] = self._group_edge(edge, groups.get(edge))
+
+    def _group_edge(self, edge: tuple[int, int], group: dist.ProcessGroup | None) -> GroupEdge:
+        """An edge over torch.distributed; a communicator of its own is used once."""
+        made = GroupEdge(group, self.paths, PATHS.get(self.device.type, "gloo"))
+        if self._apart:
+            source, to = edge
+            with self._meeting(edge):
+                one = torch.zeros(1, device=self.device)
+                (made.send(one, to) if self.rank == source else made.receive(one, source)).wait()
+        return made
+
+    def _introduced(self) -> list[dict[str, Any]]:
+        """What every rank says of its device, host and transports. Collective at first."""
+        if not self._introductions:
+            mine = introduction_of(self.device)
+            self._introductions = self._star.exchange(mine, "choosing how pipeline edges travel", self.timeout)
+        return self._introductions
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         new = list(dict.fromkeys(map(tuple, lanes)))
@@ -159,6 +191,8 @@ class GroupChannel:
     def close(self) -> None:
         while self._lanes:
             self._lanes.popitem()[1].close()
+        while self._edges:
+            self._edges.popitem()[1].close()
 
     def _group(self, ranks: tuple[int, ...], backends: Mapping[str, str]) -> dist.ProcessGroup:
         """A group of these ranks, which all ranks make; the default one's backend where `backends` names none."""
@@ -186,23 +220,20 @@ class GroupChannel:
             raise CommError(f"rank {self.rank}: {tag} is {tensor.dtype}, which does not travel")
         if tensor.device != self.device:
             raise CommError(f"rank {self.rank}: {tag} is on {tensor.device}, but this channel is for {self.device}")
-        group = self._edge(self.rank, peer, f"SEND {tag}")
+        edge = self._edge(self.rank, peer, f"SEND {tag}")
         what = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
         kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())
-        works: list[tuple[dist.Work, Tensor]] = []
-        while self._apart and self._sends and self._sends[0].is_taken():
-            self.recorder.end(self._sends.popleft().token)
+        works: list[tuple[Work, Tensor]] = []
+        while self._sends and self._sends[0].is_taken():
+            self.recorder.end(self._sends.popleft().token)  # not waited for, which a GPU would do too
         self._sends.append(_Send(peer, tag, works, token))
-        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind, rows), self._host), (tensor, group)):
+        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind, rows), self._headers), (tensor, edge)):
             if part.numel():
                 try:
-                    work = dist.isend(part, peer, group=over)
+                    works.append((over.send(part, peer), part))
                 except RuntimeError as error:
                     raise self._lost_peer(peer, f"SEND {tag}", error) from error
-                assert work is not None
-                works.append((work, part))
         self._sent.note(peer, tag, tensor)
-        self.paths.note("pipeline edge", PATHS.get(tensor.device.type, "gloo"))
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         return self.receive_part(peer, tag).tensor
@@ -221,9 +252,9 @@ class GroupChannel:
 
     def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
         """What comes next from ``peer``: ``tag``, or one of the others."""
-        group = self._edge(peer, self.rank, f"RECV {tag}")
+        edge = self._edge(peer, self.rank, f"RECV {tag}")
         head = header(_HOST)
-        self._receive_into(head, peer, tag, self._host)
+        self._receive_into(head, peer, tag, self._headers)
         magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape, rows = head.tolist()
         if magic != MAGIC:
             raise CommError(f"rank {self.rank}: no header from rank {peer} where {tag} was due")
@@ -236,42 +267,40 @@ class GroupChannel:
         if found not in others:
             check_tag(self.rank, peer, tag, found)
         kind, size = DTYPES[dtype], torch.Size(shape)
-        if math.prod(shape) * kind.itemsize > _memory(self.device):
+        if math.prod(shape) * kind.itemsize > _device.memory(self.device):
             raise CommError(
                 f"rank {self.rank}: {found} from rank {peer} would have shape {shape}, more than fits on {self.device}"
             )
         self._sent.check(self.rank, peer, found, size, kind)
         payload = torch.empty(shape, dtype=kind, device=self.device)
         if payload.numel():
-            self._receive_into(payload, peer, found, group)
+            self._receive_into(payload, peer, found, edge)
         return found, Part(payload, rows)
 
     def _let_go(self, peer: int, tag: Tag) -> None:
         """Hold no longer what went to `peer` as `tag`: it was taken, for its gradient is back. Gloo says it of no send
-        before it is waited for; NCCL does (see `send`)."""
+        before it is waited for; NCCL and transports do (see `send`)."""
         for place, sent in enumerate(self._sends):
             if (sent.peer, sent.tag) == (peer, tag):
                 self._end(sent)
                 del self._sends[place]
                 return
 
-    def _edge(self, source: int, to: int, what: str) -> dist.ProcessGroup | None:
-        """The group that carries tensors from one rank to another; None: the default one."""
-        if not self._apart:
-            return None
-        if (source, to) not in self._edges:
+    def _edge(self, source: int, to: int, what: str) -> Edge:
+        if (source, to) in self._edges:
+            return self._edges[source, to]
+        if self._apart:
             raise CommError(f"rank {self.rank}, {what}: no edge from rank {source} to {to}: pass it to add_edges first")
-        return self._edges[source, to]
+        return GroupEdge(None, self.paths, "gloo")
 
-    def _receive_into(self, tensor: Tensor, peer: int, tag: Tag, group: dist.ProcessGroup | None) -> None:
+    def _receive_into(self, tensor: Tensor, peer: int, tag: Tag, edge: Edge) -> None:
         try:
-            work = dist.irecv(tensor, peer, group=group)
-            assert work is not None
+            work = edge.receive(tensor, peer)
             if tensor.device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout))
             else:  # only the GPU waits: with a timeout the program would, which does so when the step is over
                 work.wait()
-                self._arrivals.append((_done(self.device), (peer,), f"RECV {tag}"))
+                self._arrivals.append((_device.done(self.device), (peer,), f"RECV {tag}"))
         except RuntimeError as error:
             raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
@@ -321,7 +350,7 @@ class GroupChannel:
             try:
                 if self._apart and kind == "gather":  # only the GPU waits, as in `_receive_into`
                     work.wait()
-                    self._arrivals.append((_done(self.device), tuple(ranks), what))
+                    self._arrivals.append((_device.done(self.device), tuple(ranks), what))
                 else:
                     work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
@@ -410,7 +439,7 @@ class GroupChannel:
             self._wait(work, (sent.peer,), f"SEND {sent.tag}")
         self.recorder.end(sent.token)
 
-    def _wait(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
+    def _wait(self, work: Work, ranks: Sequence[int], what: str) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -430,8 +459,9 @@ class GroupChannel:
     def _hang_up(self, waited: Sequence[int], why: str, reason: str) -> None:
         """Say that this rank gives up, and close all connections, so that nobody goes on waiting for it."""
         self._roll.gave_up(why, waited)
-        for lane in self._lanes.values():
-            lane._give_up(CommError(f"rank {self.rank} gave up: {reason}", waited, why))
+        ends: list[Transport | Edge] = [*self._lanes.values(), *self._edges.values()]
+        for end in ends:
+            end._give_up(CommError(f"rank {self.rank} gave up: {reason}", waited, why))
         for ranks, group in [(range(self.world), self._host), *self._groups.items()]:
             peer = next((rank for rank in ranks if rank != self.rank), self.rank)
             if self.rank in ranks and peer != self.rank:
@@ -445,19 +475,10 @@ class GroupChannel:
         return self._lost_some([peer], what, error)
 
     def _lost_some(self, ranks: Sequence[int], what: str, error: RuntimeError) -> CommError:
-        why = reason_of(error, self.timeout)
+        why = error.why if isinstance(error, CommError) else reason_of(error, self.timeout)
         self._hang_up(ranks, why, f"{what}: {why}")
         lost, culprits = self._roll.trace(why, ranks, self.timeout)
         return CommError(f"rank {self.rank}, {what}: {lost}", culprits, why)
-
-
-def _done(device: torch.device) -> Callable[[], bool]:
-    """Tells whether the device has done what it was asked until now."""
-    if device.type == "cpu":
-        return lambda: True
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return event.query  # type: ignore[no-any-return]
 
 
 def _reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -472,13 +493,6 @@ def _all_gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.W
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     work: dist.Work | None = gather(whole, mine, group=group, async_op=True)
     return work
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes that a device has."""
-    if _device.on_gpu(device):
-        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 assert 10 + MAX_DIMS == HEADER

@@ -43,7 +43,7 @@ class Handle:
     """An operation under way. `wait` may be called more than once."""
 
     def __init__(self, tickets: Sequence[Ticket], deliver: tuple[Tensor, Tensor] | None = None) -> None:
-        self._tickets = list(tickets)
+        self._tickets = tickets
         self._deliver = deliver  # (to, from): what is left to do for an output that is not contiguous
 
     def is_completed(self) -> bool:
@@ -53,7 +53,7 @@ class Handle:
         """Returns when the output may be used (on CUDA: in the current stream). Raises CommError."""
         for ticket in self._tickets:
             ticket.wait()
-        self._tickets = []
+        self._tickets = ()
         if self._deliver is not None:
             to, source = self._deliver
             self._deliver = None
@@ -147,11 +147,12 @@ def all_to_all_single(
 
 def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
     transport, size, flat, source = call.transport, input.numel(), _flat(output), _flat(input)
-    rank = transport.rank
+    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
     if output.data_ptr() + rank * input.nbytes != input.data_ptr():
-        flat.narrow(0, rank * size, size).copy_(source)
-    pieces = {peer: flat.narrow(0, peer * size, size) for peer in peers_of(rank, transport.world)}
-    return [gather_pieces(transport, source, pieces, call.name, call.arguments)]
+        flat[rank * size : (rank + 1) * size].copy_(source)
+    outgoing = [Copy(peer, source) for peer in peers]
+    incoming = [Copy(peer, flat[peer * size : (peer + 1) * size]) for peer in peers]  # cheaper than narrow
+    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
 
 
 def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:

@@ -88,7 +88,12 @@ class Capabilities:
 
 
 class Ticket(Protocol):
-    """A batch under way. Tensors of the batch must be left alone until `wait` has returned."""
+    """A batch under way. Tensors of the batch must be left alone until `wait` has returned.
+
+    error: what `wait` raises, once it is `done`.
+    """
+
+    error: CommError | None
 
     def wait(self) -> None:
         """CPU: returns when the batch is complete, both ways. CUDA: makes the current stream wait for it.
@@ -117,6 +122,11 @@ class Transport(ABC):
         if found is None:
             found = self.__dict__["_paths"] = Paths(self.rank)
         return found
+
+    @paths.setter
+    def paths(self, found: Paths) -> None:
+        """Lets several transports note their paths in one place."""
+        self.__dict__["_paths"] = found
 
     @classmethod
     @abstractmethod

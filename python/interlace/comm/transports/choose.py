@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def connect(
     device = _device.indexed(torch.device(device))
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
-    wanted = _wanted(transport)
+    introduction = introduction_of(device, transport)
+    wanted = introduction["wanted"]
     alone = process_group is None and not (dist.is_available() and dist.is_initialized())
     group = None if alone else resolved(process_group)
     if timeout is None:
@@ -73,9 +75,9 @@ def connect(
         return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
 
     rendezvous = Rendezvous(group, device, timeout)
-    said = rendezvous.exchange(_introduction(wanted, device), "choosing a transport")
-    wanted = _agreed(said)
-    reasons = _reasons(said)
+    said = rendezvous.exchange(introduction, "choosing a transport")
+    wanted = _agreed(said, rendezvous.called)
+    reasons = _reasons(said, rendezvous.called)
     candidates = [name for name, why in reasons.items() if not why]
     if wanted != "auto":
         if reasons[wanted]:
@@ -133,21 +135,52 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
     return DEFAULT_TIMEOUT
 
 
-def _wanted(argument: str) -> str:
-    return os.environ.get("INTERLACE_TRANSPORT", "auto") if argument == "auto" else argument
-
-
-def _introduction(wanted: str, device: torch.device) -> dict[str, Any]:
+def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, Any]:
+    """What a rank tells the others, from which all of them come to the same choice. Holds what JSON can."""
     return {
-        "wanted": wanted,
+        "wanted": os.environ.get("INTERLACE_TRANSPORT", "auto") if transport == "auto" else transport,
         "device": device.type,
         "host": _host(),
+        "card": _card(device),
         "can": {
             name: [found.device, found.one_host, found.missing]
             for name, found in capabilities().items()
             if name != "local"
         },
     }
+
+
+def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], own: str) -> dict[Any, str]:
+    """Edge -> the transport that `connect` is to make for it; "" where the group of torch.distributed carries it.
+
+    That is where it can, unless another one is named. said: every rank's introduction. own: the name of such a group's
+    backend. Raises ValueError, on all ranks alike, for an edge that the named transport, or none, can carry.
+    """
+    wanted, found = _agreed(said, range(len(said))), {}
+    for edge in edges:
+        reasons = _reasons([said[rank] for rank in edge], edge)
+        shared = sharing(said, edge)
+        found[edge] = "" if wanted in ("auto", own) and not shared else wanted
+        what = f"the pipeline edge from rank {edge[0]} to rank {edge[1]}"
+        if wanted != "auto" and found[edge] and reasons[wanted]:
+            raise ValueError(f"transport {wanted!r} cannot carry {what}: {reasons[wanted]}")
+        if found[edge] and all(reasons.values()):
+            why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f"no transport can carry {what}: {why}")
+    return found
+
+
+def sharing(said: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
+    """Those of some ranks that are on one GPU, if there are any. said: every rank's introduction."""
+    cards: dict[str, list[int]] = {}
+    for rank in ranks:
+        cards.setdefault(said[rank]["card"], []).append(rank)
+    return next((found for card, found in cards.items() if card and len(found) > 1), [])
+
+
+def _card(device: torch.device) -> str:
+    """Of a GPU: equal for ranks that share it."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and _device.count() else ""
 
 
 def _host() -> str:
@@ -160,11 +193,11 @@ def _host() -> str:
     return " ".join(parts)
 
 
-def _agreed(said: list[dict[str, Any]]) -> str:
-    """The name that all ranks want. Raises ValueError that says who wants what."""
+def _agreed(said: Sequence[dict[str, Any]], called: Sequence[int]) -> str:
+    """The name that all ranks want. Raises ValueError that says who wants what. called: their numbers in the job."""
     for key, what in (("wanted", "transports"), ("device", "devices")):
         values: dict[str, list[int]] = {}
-        for rank, introduction in enumerate(said):
+        for rank, introduction in zip(called, said, strict=True):
             values.setdefault(introduction[key], []).append(rank)
         if len(values) > 1:
             each = ", ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
@@ -179,19 +212,21 @@ def _known(name: str) -> str:
     return name
 
 
-def _reasons(said: list[dict[str, Any]]) -> dict[str, str]:
-    """Name -> why the ranks cannot use it together ("" if they can), best first."""
+def _reasons(said: Sequence[dict[str, Any]], called: Sequence[int]) -> dict[str, str]:
+    """Name -> why the ranks cannot use it together ("" if they can), best first. called: their numbers in the job."""
     device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
     reasons = {}
     for name, *_ in PREFERENCE:
         moves, one_host, _ = said[0]["can"][name]
-        missing = {rank: introduction["can"][name][2] for rank, introduction in enumerate(said)}
+        missing = {rank: introduction["can"][name][2] for rank, introduction in zip(called, said, strict=True)}
         missing = {rank: why for rank, why in missing.items() if why}
         reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
         if moves != device:
             reason = f"{_OTHER_DEVICE} {moves} tensors"
         elif not reason and one_host and len(hosts) > 1:
             reason = f"the ranks are on {len(hosts)} hosts or in as many containers"
+        elif not reason and name == "nccl" and (shared := sharing(said, range(len(said)))):
+            reason = f"{named([called[rank] for rank in shared])} share a GPU, which NCCL refuses"
         reasons[name] = reason
     return reasons
 

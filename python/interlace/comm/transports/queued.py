@@ -111,7 +111,7 @@ class QueueTransport(Transport):
         self.failed: CommError | None = None
         self._closed = False
         self._progress = _LastProgress()
-        self._newest: _QueuedTicket | None = None
+        self._newest: weakref.ref[_QueuedTicket] | None = None  # which holds its tensors
         self._here = threading.Lock()  # held while a batch runs on the thread that asked for it
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
         self._stream = torch.Stream(device) if _device.on_gpu(device) else None
@@ -176,7 +176,8 @@ class QueueTransport(Transport):
         if self.trace is not None:
             self.trace.mark("issue", label)
         ready = torch.accelerator.current_stream(self.device).record_event() if self._stream is not None else None
-        if at_once and self.runs_here and (self._newest is None or self._newest.done()):
+        newest = None if self._newest is None else self._newest()
+        if at_once and self.runs_here and (newest is None or newest.done()):
             return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
         ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
         ticket.keep = (outgoing, incoming, then)
@@ -187,7 +188,7 @@ class QueueTransport(Transport):
             with torch.inference_mode(inference), torch.no_grad():
                 ticket.event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
 
-        self._newest = ticket
+        self._newest = weakref.ref(ticket)
         self._queue.put((run, ticket))
         return ticket
 

@@ -173,13 +173,16 @@ class ShmTransport(QueueTransport):
     def _run(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
     ) -> None:
-        exchange = self._open_exchange(what)
+        exchange = self._exchange or self._open_exchange(what)
         before = None if self.before is no_step else partial(self.before, self.rank)
         if before is not None:
             before("post")
         began, moves = time.monotonic(), exchange.moves
+        sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in outgoing])
+        expected = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in incoming])
+        text, world = arguments.text, self.world
         status = exchange.run(
-            sequence, self._headers(outgoing, what, arguments), self._headers(incoming, what, arguments),
+            sequence, headers_of(world, what, text, sizes), headers_of(world, what, text, expected),
             [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in outgoing],
             [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in incoming],
             before, LOOK,
@@ -194,10 +197,6 @@ class ShmTransport(QueueTransport):
 
     def path_taken(self) -> str:
         return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
-
-    def _headers(self, copies: Sequence[Copy], what: str, arguments: Arguments) -> list[bytes]:
-        sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in copies])
-        return headers_of(self.world, what, arguments.text, sizes)
 
     def _finish(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, CommError, Copy, Ticket, Transport
 
 
 class SilentTransport(Transport):
@@ -61,6 +61,8 @@ class SilentTransport(Transport):
 
 
 class _Done:
+    error: CommError | None = None
+
     def wait(self) -> None:
         """There is nothing to wait for."""
 
