@@ -53,6 +53,7 @@ class Loop(NamedTuple):
     spills: int  # local loads and stores
     alu: int  # instructions at half the rate of the others
     mufu: int  # exp2 and the like
+    beside: int  # of these, issued while HGMMA are in flight
     shared: int  # bytes that its lanes load from and store to shared memory, without those of HGMMA
     copied: int  # bytes that its lanes copy from global to shared memory
 
@@ -180,9 +181,25 @@ def _loop(body: list[Instruction]) -> Loop:
         spills=sum(i.operation in ("LDL", "STL") for i in body),
         alu=sum(i.operation in ALU for i in body),
         mufu=sum(i.operation == "MUFU" for i in body),
+        beside=_beside_products(body),
         shared=sum(WARP * _lane_bytes(i) for i in body if i.operation in ("LDS", "STS", "LDSM", "STSM")),
         copied=sum(WARP * _lane_bytes(i) for i in body if i.operation == "LDGSTS"),
     )
+
+
+def _beside_products(body: list[Instruction]) -> int:
+    """MUFU of an iteration that follows another one, issued while a group of HGMMA is in flight."""
+    groups = 0
+    for _ in range(2):
+        found = 0
+        for instruction in body:
+            if instruction.operation == "HGMMA" and "gsb0" in instruction.operands:
+                groups += 1
+            elif instruction.name.startswith("WARPGROUP.DEPBAR"):
+                groups = min(groups, int(instruction.operands.split(",")[1], 16))
+            elif instruction.operation == "MUFU" and groups:
+                found += 1
+    return found
 
 
 def _shapes(body: list[Instruction]) -> Iterator[str]:

@@ -94,20 +94,31 @@ def where_seen(values, other, words, first, column, COLUMNS: tl.constexpr):
     Threads hold columns 2t, 2t + 1, 2t + 8, 2t + 9, ... of a product, t their lane. Shifting by column % 8 first makes
     what is left to test a constant bit of a word that all these columns share: two instructions per pair.
     """
+    return where_bits(values, other, line_bits(words, first, column, COLUMNS), column)
+
+
+@triton.jit
+def line_bits(words, first, column, COLUMNS: tl.constexpr):
+    """int32 [rows, COLUMNS]: bit column & 24 says whether the row sees the column; see where_seen."""
     word = tl.load(words + first // 32)
     if COLUMNS < 32:
         word = word >> (first % 32)
     word = word[:, None]
     for i in tl.static_range(1, COLUMNS // 32):
         word = tl.where(column < 32 * i, word, tl.load(words + first // 32 + i)[:, None])
-    word = word >> (column & 7)
+    return word >> (column & 7)
+
+
+@triton.jit
+def where_bits(values, other, bits, column):
+    """As where_seen, of what line_bits read."""
     bit = 1 << (column & 24)
     if INTERPRETED:
-        return tl.where((word & bit) != 0, values, other)
+        return tl.where((bits & bit) != 0, values, other)
     else:  # in PTX, since LLVM packs the conditions of a tile into words that it takes apart again
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
-            "=f,f,r,r,f", [values, word, bit, other], dtype=tl.float32, is_pure=True, pack=1,
+            "=f,f,r,r,f", [values, bits, bit, other], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
 
 

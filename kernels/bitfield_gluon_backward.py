@@ -84,7 +84,7 @@ def _clean(
     i = todo * 0
     while todo != 0:  # of a length that depends on data, or compilers would unroll it into the hot loop
         if (todo & 1) != 0:
-            rows = i * PIECE + gl.arange(0, PIECE, layout=_row_layout())
+            rows = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _piece_layout()))
             if MAPPED:
                 inside = ((gl.load(source + rows // 32) >> (rows % 32)) & 1) != 0
             else:
@@ -99,13 +99,13 @@ def _clean(
 
 @gluon.jit
 def _clean_piece(piece, inside):
-    words = piece.load(_row_layout().parent)
+    words = piece.load(_piece_layout())
     piece.store(gl.where(inside[:, None], words, 0))
 
 
 @gluon.constexpr_function
-def _row_layout():
-    return gl.SliceLayout(1, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+def _piece_layout():
+    return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
 
 
 # ---------------------------------------------------------------------- work items

@@ -1,37 +1,54 @@
 """Bitfield attention, forward, for Hopper in Gluon: TMA loads, a producer warp and two consumer warpgroups.
 
-It compiles for sm_90 without spills (tests/kernels), the model test of its pipeline passes, and on an H200 it equals
-the Triton forward on every mask of `bench.attention_masks`. Same plan, same arithmetic and same slots as
-`bitfield_forward`; one program per (work item, query head), blocks of 128. Scheme of warp specialisation after
-FlashAttention-3 (arXiv 2407.08608, section 3.1), without its overlap inside a warpgroup: the two consumers overlap each
-other's softmax and products.
+Same plan, same arithmetic and same slots as `bitfield_forward`; one program per (work item, query head), blocks of
+128. The scheme is FlashAttention-3's (arXiv 2407.08608, sections 3.1 and 3.2): warp specialisation, overlap inside a
+warpgroup, and the two consumers by turns. It compiles for sm_90 without spills (bench.kernel_report), and the tests run
+this source on a model of its memory, barriers and asynchronous operations (tests/kernels/gluon_interpreter.py).
 
-Who waits on what. Tile n is the n-th block of the item's list, FULL blocks first; its stage is n % STAGES and its round
-n // STAGES (`stage_of`, `full_phase`, `empty_phase`; tests/kernels/test_pipeline.py drives the same functions).
+Overlap inside a warpgroup. S = Q K^T of tile n and then O += P V of tile n - 1 are started together; the softmax of
+tile n begins when S is complete, and runs beside O. P and the factor by which O decays are carried to the next tile,
+from FULL tiles to PARTIAL ones too.
+
+Waits. Tile n is the n-th block of the item's list, FULL blocks first; its stage is n % STAGES and its round
+n // STAGES (`stage_of`, `full_phase`, `empty_phase`, `turn_phase`). The producer loads in the order of need: K of tile
+n, then V of tile n - 1.
 
     barrier    count          producer, 1 warp                     consumer c = 0, 1 (rows c * 64 of the block)
     q_full     1 + bytes      expect(both halves), 2 loads         wait(0), once, even if there is no tile
-    k_full[s]  1 + bytes      expect(K), load                      wait(round & 1), then S = Q K^T
-    k_empty[s] 2              wait(round & 1 ^ 1) before the load  arrive(1) when S is complete
-    v_full[s]  1 + bytes      expect(V), load                      wait(round & 1), then O += P V
-    v_empty[s] 2              wait(round & 1 ^ 1) before the load  arrive(1) when O is complete
+    turn[c]    1                                                   wait before S of tile n; consumer 1 - c arrives
+                                                                   when its S is complete: of n - 1 if c = 0, of n if 1
+    k_full[s]  1 + bytes      expect(K), load                      wait(round & 1), then start S of tile n
+    k_empty[s] 2              wait(round & 1 ^ 1) before the load  arrive(1) when S of tile n is complete
+    v_full[s]  1 + bytes      expect(V), load                      wait(round & 1) after the softmax of tile n
+    v_empty[s] 2              wait(round & 1 ^ 1) before the load  arrive(1) when O of tile n is complete
+    v_landed   1 + bytes      expect(V), load, wait, then clean V and arrive(1) at v_full[s]: tiles with absent keys
 
 - A barrier starts in phase 0. wait(p) returns once the phase of parity p has completed: wait(1) on a fresh barrier
   returns at once, so the producer's first round waits for nothing. Round r of a full barrier completes phase r (its one
   arrival is `expect`, and the bytes have come); round r of an empty barrier completes phase r once both consumers have
   arrived, and the producer of round r + 1 waits for it with parity r & 1 = (r + 1) & 1 ^ 1.
-- Nobody can be two phases ahead, which a parity could not tell apart: the producer needs both consumers' arrivals of
-  round r before it fills round r + 1, and a consumer needs that fill before it can arrive for round r + 1.
-- Every wgmma is waited for (0 outstanding) before the arrival that hands its operand back. All four warps of the
-  consumer have to be past that wait: Triton puts a barrier of the partition before an arrival, which one thread makes.
+- No actor can be two phases ahead, which a parity could not tell apart: the producer needs both consumers' arrivals of
+  round r before it fills round r + 1, a consumer needs that fill before it can arrive for round r + 1, and neither
+  consumer can start S twice between two of the other's.
+- A wgmma is complete (at most 1 group outstanding for S, 0 for O: groups complete in order) before the arrival that
+  hands its operand back. All four warps of the consumer have to be past that wait: Triton puts a barrier of the
+  partition before an arrival, which one thread makes.
+- V of tile n is waited for before O of tile n - 1 is, so there are at least two stages. That wait also ends the basic
+  block of the softmax: ptxas would otherwise wait for O first and compute exp2 after it (the gate counts these).
 - K, V and Q are written by TMA and read by wgmma only, both of the asynchronous proxy, so no proxy fence stands between
-  them; the one after the initialisation of the barriers makes that visible to TMA.
+  them. `_clean` writes through the generic proxy, and a fence makes that visible to wgmma; another one makes the
+  initialisation of the barriers visible to TMA.
 - TMA fills what lies beyond a tensor with zeros and counts its bytes, so a ragged box completes its barrier.
 - All loads are waited for by both consumers, so none is under way when the program ends.
+
+Not persistent: the hardware starts items longest first as SMs become free (`bitfield_launch`), which a static stride
+cannot do and a counter would repeat at the cost of resetting it in every launch. Gained would be the loads of an item's
+first tiles beside the end of the one before, about one tile's time per item.
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,13 +58,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, map_words, query_terms, where_seen
-from .gluon_compat import tma_load
+from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, line_bits, map_words, query_terms, where_bits
+from .gluon_compat import reinterpret, tma_load
 
 BLOCK = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of one consumer: one wgmma
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
+WORD = gl.constexpr(32)  # bits of one
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+
+
+@triton.constexpr_function
+def products(columns):
+    """Layout of a product of 64 rows, which one warpgroup computes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -68,6 +92,12 @@ def empty_phase(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def turn_phase(n, CONSUMER: gl.constexpr):
+    """The parity that a consumer waits for before S of tile n."""
+    return (n & 1) ^ (1 - CONSUMER)
+
+
+@gluon.jit
 def _fetch(descriptor, buffers, full, empty, n, batch, head, token, STAGES: gl.constexpr):
     stage = stage_of(n, STAGES)
     mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
@@ -76,92 +106,216 @@ def _fetch(descriptor, buffers, full, empty, n, batch, head, token, STAGES: gl.c
 
 
 @gluon.jit
+def _clean(v_smem, stage, k_doc, keys, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Zeros in the rows of keys that take no part. Shared memory has the tile in atoms of 8 rows and 64 columns."""
+    PANELS: gl.constexpr = BLOCK_D // 64
+    ATOMS: gl.constexpr = BLOCK // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    atoms = reinterpret(
+        v_smem, v_smem.dtype, [STAGES * PANELS * ATOMS, 8, 64],
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+    )  # fmt: skip
+    for i in range(PANELS * ATOMS):
+        rows = (i % ATOMS) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+        part = gl.load(k_doc + rows, mask=rows < keys, other=-1) >= 0
+        atom = atoms.index(stage * (PANELS * ATOMS) + i)
+        atom.store(gl.where(part[:, None], atom.load(layout), 0.0))
+
+
+@gluon.jit
+def _fetch_clean(
+    v_desc, v_smem, v_full, v_empty, v_landed, n, cleaned, batch, head, token, k_doc, k_length,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `_fetch`, of V with zeros where keys take no part; `cleaned` tiles before it were fetched so."""
+    stage = stage_of(n, STAGES)
+    mbarrier.wait(v_empty.index(stage), empty_phase(n, STAGES))
+    mbarrier.expect(v_landed, v_desc.block_type.nbytes)
+    tma_load(v_desc, [batch, head, token, 0], v_landed, v_smem.index(stage))
+    mbarrier.wait(v_landed, cleaned & 1)
+    _clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)
+    fence_async_shared()
+    mbarrier.arrive(v_full.index(stage), count=1)
+
+
+@gluon.jit
+def _token(full_list, full_count, part_list, n, tiles):
+    """The first token of tile n, 0 beyond the last one."""
+    if n < full_count:
+        block = full_list + n
+    else:
+        block = part_list + (n - full_count)
+    return gl.load(block, mask=n < tiles, other=0) * BLOCK
+
+
+@gluon.jit
+def _absent(k_doc, token, k_length, partial):
+    """Whether a key of a PARTIAL tile takes no part."""
+    keys = token + gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
+    return gl.min(gl.load(k_doc + keys, mask=(keys < k_length) & partial, other=0), 0) < 0
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-    full_list, full_count, part_list, part_count, batch, head, kv_head, first, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
+    full_list, full_count, part_list, part_count, batch, head, kv_head, first, k_doc, k_length,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     tma_load(q_desc, [batch, head, first, 0], q_full, q_smem.index(0))
     tma_load(q_desc, [batch, head, first + HALF, 0], q_full, q_smem.index(1))
-    for n in range(full_count):
-        token = gl.load(full_list + n) * BLOCK
-        _fetch(k_desc, k_smem, k_full, k_empty, n, batch, kv_head, token, STAGES)
-        _fetch(v_desc, v_smem, v_full, v_empty, n, batch, kv_head, token, STAGES)
-    for m in range(part_count):
-        token = gl.load(part_list + m) * BLOCK
-        _fetch(k_desc, k_smem, k_full, k_empty, full_count + m, batch, kv_head, token, STAGES)
-        _fetch(v_desc, v_smem, v_full, v_empty, full_count + m, batch, kv_head, token, STAGES)
+    cleaned = 0
+    before = 0
+    tiles = full_count + part_count
+    token = _token(full_list, full_count, part_list, 0, tiles)
+    for n in range(tiles + 1):
+        after = _token(full_list, full_count, part_list, n + 1, tiles)
+        absent = _absent(k_doc, before, k_length, n > full_count)
+        if n < tiles:
+            _fetch(k_desc, k_smem, k_full, k_empty, n, batch, kv_head, token, STAGES)
+        if n > 0:
+            if absent:
+                _fetch_clean(
+                    v_desc, v_smem, v_full, v_empty, v_landed, n - 1, cleaned, batch, kv_head, before,
+                    k_doc, k_length, BLOCK_D, STAGES,
+                )  # fmt: skip
+                cleaned += 1
+            else:
+                _fetch(v_desc, v_smem, v_full, v_empty, n - 1, batch, kv_head, before, STAGES)
+        before = token
+        token = after
 
 
 @gluon.jit
-def _attend(
-    acc, m, total, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    words, first_key, attends, q_doc, q_span, last, before,
-    k_bits, k_doc, k_span, k_pos, k_length, sinks, scale, softcap,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+def packed(x, DTYPE: gl.constexpr):
+    """fp32 [rows, columns] rounded to DTYPE, as int32 [rows, columns / 2]: 16-bit values that a loop carries are packed
+    anew in every iteration, an instruction for each pair."""
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `packed` made, in DTYPE and LAYOUT."""
+    if DTYPE == gl.bfloat16:
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]]), LAYOUT)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _seen(words, queries, keys, first_key, MAPPED: gl.constexpr):
+    """`line_bits` [64, 128] of a PARTIAL tile: from its bitmap (MAPPED), or from the predicate, 32 keys at a time."""
+    s_layout: gl.constexpr = products(BLOCK)
+    column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, s_layout))[None, :]
+    if MAPPED:
+        return line_bits(words, 0, column, BLOCK)
+    else:
+        attends, q_doc, q_span, last, before = queries
+        k_bits, k_doc, k_span, k_pos, k_length, sinks = keys
+        bit = gl.arange(0, WORD, layout=gl.SliceLayout(0, products(WORD)))
+        bits = gl.full([HALF, BLOCK], 0, gl.int32, s_layout)
+        for i in gl.static_range(BLOCK // WORD):
+            stream, doc, span, pos, window_pos = key_terms(
+                k_bits, k_doc, k_span, k_pos, first_key + WORD * i + bit, k_length, sinks
+            )
+            see = allowed(
+                attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
+                stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
+            )  # fmt: skip
+            word = gl.reduce(gl.where(see, 1 << bit[None, :], 0), 1, _or)
+            word = gl.convert_layout(word, gl.SliceLayout(1, s_layout))
+            bits = gl.where(column < WORD * i, bits, word[:, None])
+        return bits >> (column & 7)
+
+
+@gluon.jit
+def _scores(n, q_tile, k_smem, k_full, turn, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Begins S of tile n."""
+    stage = stage_of(n, STAGES)
+    mbarrier.wait(turn.index(CONSUMER), turn_phase(n, CONSUMER))
+    mbarrier.wait(k_full.index(stage), full_phase(n, STAGES))
+    nothing = gl.full([HALF, BLOCK], 0.0, gl.float32, products(BLOCK))
+    k_tile = k_smem.index(stage).reshape([BLOCK, BLOCK_D])
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(acc, decay, p, n, v_smem, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Begins O = O * decay + P V of tile n, whose V is there."""
+    p16 = unpacked(p, v_smem.dtype, gl.DotOperandLayout(0, products(BLOCK_D), 2))
+    v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, BLOCK_D])
+    return warpgroup_mma(p16, v_tile, acc * decay[:, None], is_async=True)
+
+
+@gluon.jit
+def _softmax(
+    s, m, total, bits, scale, softcap, BLOCK_D: gl.constexpr, MASKED: gl.constexpr, SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """(P of a tile, new m, new total, decay of O). Rows of S and of O lie in the same threads."""
+    s_layout: gl.constexpr = products(BLOCK)
+    row: gl.constexpr = gl.SliceLayout(1, products(BLOCK_D))
+    if SOFTCAP:
+        s, _slope = cap(s * scale, softcap)
+        to_base_2 = LOG2E
+    else:
+        to_base_2 = scale * LOG2E
+    if MASKED:
+        column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, s_layout))
+        s = where_bits(s, float("-inf"), bits, column[None, :])
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * to_base_2, row))
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: exp2(-inf - 0) = 0
+    else:
+        shift = m_new
+    p = gl.exp2(s * to_base_2 - gl.convert_layout(shift, gl.SliceLayout(1, s_layout))[:, None])
+    decay = gl.exp2(m - shift)
+    return p, m_new, total * decay + gl.convert_layout(gl.sum(p, 1), row), decay
+
+
+@gluon.jit
+def _step(
+    acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+    words, queries, keys, first_key, scale, softcap,
+    CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the new (acc, m, total). Rows of S and of O lie in the same threads.
-
-    words: pointers to the rows' lines in the bitmap of a MASKED tile. Without bitmaps such tiles are taken in halves:
-    the terms of the predicate cost 6 registers per key that a thread holds.
-    """
-    KEYS: gl.constexpr = HALF if MASKED and not MAPPED else BLOCK
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    stage = stage_of(n, STAGES)
-    phase = full_phase(n, STAGES)
-    k_tile = k_smem.index(stage).reshape([BLOCK, BLOCK_D])
-    v_tile = v_smem.index(stage).reshape([BLOCK, BLOCK_D])
-    mbarrier.wait(k_full.index(stage), phase)
-    for part in gl.static_range(BLOCK // KEYS):
-        k_part = k_tile.slice(part * KEYS, KEYS).permute((1, 0))
-        nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
-        s = warpgroup_mma(q_tile, k_part, nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if part == BLOCK // KEYS - 1:
-            mbarrier.arrive(k_empty.index(stage), count=1)
-
-        if SOFTCAP:
-            s, _slope = cap(s * scale, softcap)
-            to_base_2 = LOG2E
-        else:
-            to_base_2 = scale * LOG2E
-        if MASKED:
-            keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-            if MAPPED:
-                s = where_seen(s, float("-inf"), words, 0, keys[None, :], KEYS)
-            else:
-                keys += first_key + part * KEYS
-                stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
-                see = allowed(
-                    attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
-                    stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
-                )  # fmt: skip
-                s = gl.where(see, s, float("-inf"))
-        m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * to_base_2, gl.SliceLayout(1, o_layout)))
-        if MASKED:
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: exp2(-inf - 0) = 0
-        else:
-            shift = m_new
-        p = gl.exp2(s * to_base_2 - gl.convert_layout(shift, row)[:, None])
-        decay = gl.exp2(m - shift)
-        total = total * decay + gl.convert_layout(gl.sum(p, 1), gl.SliceLayout(1, o_layout))
-        acc = acc * decay[:, None]
-        m = m_new
-        p16 = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
-
-        mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(p16, v_tile.slice(part * KEYS, KEYS), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return acc, m, total
+    """S and softmax of tile n, O of tile n - 1: p and decay are that tile's, and what is returned are those of n."""
+    bits = 0
+    if MASKED:
+        bits = _seen(words, queries, keys, first_key, MAPPED)
+    s = _scores(n, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
+    acc = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, STAGES)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
+    mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)
+    p_new, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, MASKED, SOFTCAP)
+    mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)
+    return acc, m, total, packed(p_new, v_smem.dtype), decay
 
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
     full_list, full_count, part_list, part_count, maps,
     out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -170,36 +324,50 @@ def _consume(
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """out_at: (b * heads + head) * q_length for a row's result, (slot * heads + head) * 128 for a partial one."""
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    # Of PARTIAL tiles, as in _attend.
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK if MAPPED else HALF, 16])
-    masked_row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_layout: gl.constexpr = products(BLOCK_D)
     row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    masked_row: gl.constexpr = gl.SliceLayout(1, products(BLOCK if MAPPED else WORD))
     WORDS: gl.constexpr = map_words(BLOCK)
-    words = maps + (CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row)) * WORDS
-    attends, doc, span, last, before = query_terms(
-        q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
-        first + CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row), q_length,
-    )  # fmt: skip
+    mine = CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row)
+    words = maps + mine * WORDS
+    queries = query_terms(q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, first + mine, q_length)
+    keys = (k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks)
     m = gl.full([HALF], float("-inf"), gl.float32, row)
     total = gl.full([HALF], 0.0, gl.float32, row)
     acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, o_layout)
     q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
     mbarrier.wait(q_full, 0)
-    for n in range(full_count):
-        acc, m, total = _attend(
-            acc, m, total, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            words, 0, attends, doc, span, last, before,
-            k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-            BLOCK_D, STAGES, False, MAPPED, SOFTCAP,
-        )  # fmt: skip
-    for i in range(part_count):
-        acc, m, total = _attend(
-            acc, m, total, full_count + i, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            words + i * ((BLOCK + 1) * WORDS), gl.load(part_list + i) * BLOCK, attends, doc, span, last, before,
-            k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-            BLOCK_D, STAGES, True, MAPPED, SOFTCAP,
-        )  # fmt: skip
+    tiles = full_count + part_count
+    if tiles > 0:
+        s = _scores(0, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
+        mbarrier.arrive(k_empty.index(0), count=1)
+        bits = gl.full([HALF, BLOCK], -1, gl.int32, products(BLOCK))
+        if full_count == 0:
+            bits = _seen(words, queries, keys, gl.load(part_list) * BLOCK, MAPPED)
+        p, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, True, SOFTCAP)
+        p = packed(p, v_smem.dtype)
+        mbarrier.wait(v_full.index(0), 0)
+        for n in range(1, full_count):
+            acc, m, total, p, decay = _step(
+                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                words, queries, keys, 0, scale, softcap,
+                CONSUMER, BLOCK_D, STAGES, False, MAPPED, SOFTCAP,
+            )  # fmt: skip
+        for n in range(gl.maximum(full_count, 1), tiles):
+            i = n - full_count
+            if MAPPED:
+                first_key = 0
+            else:
+                first_key = gl.load(part_list + i) * BLOCK
+            acc, m, total, p, decay = _step(
+                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                words + i * ((BLOCK + 1) * WORDS), queries, keys, first_key, scale, softcap,
+                CONSUMER, BLOCK_D, STAGES, True, MAPPED, SOFTCAP,
+            )  # fmt: skip
+        acc = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, STAGES)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
     safe = gl.where(total == 0.0, 1.0, total)
     lse2 = gl.where(total == 0.0, float("-inf"), m + gl.log2(safe))
@@ -265,19 +433,24 @@ def gluon_forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
+    mbarrier.init(v_landed, count=1)
     fence_async_shared()
 
     # The tuples are written in place: assigned to a name, their constexprs would become tensors.
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -285,7 +458,7 @@ def gluon_forward_kernel(
                 gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
             )),
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -293,8 +466,9 @@ def gluon_forward_kernel(
                 gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-                full_list, full_count, part_list, part_count, batch, head, head // group, first, STAGES,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
+                full_list, full_count, part_list, part_count, batch, head, head // group, first,
+                k_doc + km, k_length, BLOCK_D, STAGES,
             )),
         ],
         [4, 1],

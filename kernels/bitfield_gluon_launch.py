@@ -24,8 +24,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 def gluon_forward_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None
 ) -> list[Call]:
-    """As forward_calls, on sm_90: 16-bit tensors that `loadable` passes, one head_dim up to 128, blocks of 128 tokens.
-    Rows of v that nobody sees are zeros."""
+    """As forward_calls, on sm_90: 16-bit tensors that `loadable` passes, one head_dim up to 128, blocks of 128."""
     heads, head_dim = q.shape[1], q.shape[3]
     padded = 64 if head_dim <= 64 else 128
     slots = slot_count(plan.slot_row)

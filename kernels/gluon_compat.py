@@ -15,15 +15,13 @@ TMA_HAS_ASYNC_LOAD = gl.constexpr(tuple(int(part) for part in triton.__version__
 tma_load = tma.async_load if TMA_HAS_ASYNC_LOAD.value else tma.async_copy_global_to_shared
 """tma_load(descriptor, coordinates, barrier, destination)"""
 
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
-    @gluon.jit
-    def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """x, a buffer of shared memory, as another type, shape and layout of the same bytes (before 3.9: private)."""
-        return x.reinterpret(dtype, shape, layout)
-else:
-
-    @gluon.jit
-    def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        return x._reinterpret(dtype, shape, layout)
+@gluon.jit
+def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The bytes of shared memory as another type, shape and layout."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)

@@ -124,8 +124,29 @@ def test_instructions_of_a_loop_are_told_apart():
     )
     assert loop.products == {"64x128x16 registers": 1, "64x32x16 shared": 1}
     assert (loop.product_waits, loop.load_waits) == ([1, 0], [])
-    assert (loop.spills, loop.mufu, loop.alu) == (2, 1, 1)
+    assert (loop.spills, loop.mufu, loop.beside, loop.alu) == (2, 1, 0, 1)
     assert (loop.shared, loop.copied) == (32 * (16 + 8 + 4), 32 * 16)
+
+
+@pytest.mark.parametrize(("wait", "beside"), [(0, 2), (1, 3)])
+def test_exp2_beside_products(wait, beside):
+    """Two groups; the first exp2 runs beside what the end of the loop leaves in flight."""
+    (loop,) = read(
+        sass(f"""
+        .L_x_1:
+        MUFU.EX2 R1, R1
+        HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24
+        HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, gsb0
+        HGMMA.64x128x16.F32.BF16 R88, R120, gdesc[UR16], R88, gsb0
+        WARPGROUP.DEPBAR.LE gsb0, 0x1
+        MUFU.EX2 R2, R2
+        MUFU.EX2 R3, R3
+        WARPGROUP.DEPBAR.LE gsb0, {wait:#x}
+        @P0 BRA `(.L_x_1)
+        EXIT
+        """)
+    )
+    assert (loop.mufu, loop.beside) == (3, beside)
 
 
 def test_mma_sync_is_read_where_there_is_no_wgmma():
@@ -176,6 +197,8 @@ def test_a_consumer_of_gluon():
     assert (full.ratio, full.wait, full.instructions, partial.instructions) == (1, 1, 410, 400)
     assert full.per_pairs == 410 * 4 * 2
     assert full.loaded == 128 * 256 * 2 and full.shared == 2048 * 80 + full.loaded
+    kernel["loops"][1]["beside"] = 28  # of 32
+    assert [loop.wait for loop in hot_loops.figures("gluon_forward_kernel", kernel)] == [1, 0]
 
 
 def test_problems_of_loops():

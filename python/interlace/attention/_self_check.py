@@ -1,6 +1,7 @@
 """Self-check: before a process first uses a GPU kernel, its results are compared with the reference backend.
 
-One small case per kind of kernel (`Kind`): FULL, PARTIAL and empty blocks, split rows, padding, a length that is no
+One small case per kind of kernel (`Kind`): FULL, PARTIAL and empty blocks, split rows, padding, keys of NaN that no
+query sees, a length that is no
 multiple of a block, query heads that share a key head. The expected values are computed on the CPU in fp64, from a plan
 that is built there, so the GPU's planner is checked too. Verdicts are cached on disk per card, driver, versions and
 kernel sources; a kernel that failed is tried again by the next process.
@@ -198,6 +199,8 @@ def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, 
     plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=1)
     if not kind.mapped:
         plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
+    for x in (k, v):  # keys that take no part may hold anything
+        x.masked_fill_((plan.k_doc < 0)[:, None, :, None], torch.nan)
     return Attention(q, k, v, plan, kind.head_dim**-0.5, SOFTCAP if kind.capped else None), dout
 
 

@@ -48,10 +48,7 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
-    """As backend.py says.
-
-    TMA loads whole boxes: rows of keys that nobody sees are made zero before, in a copy of v.
-    """
+    """As backend.py says."""
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
     from interlace.kernels.bitfield_launch import on_device, positive_scale
     from interlace.kernels.prepared import launch
@@ -61,7 +58,6 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
         return _triton.forward(job)
     q, scale = positive_scale(q, scale)
-    v = v.masked_fill((plan.k_doc < 0)[:, None, :, None], 0.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
 
     def calls() -> Any:
