@@ -1,27 +1,28 @@
 """Bitfield attention, backward, for Hopper in Gluon: dK/dV over the k-major lists, dQ over the q-major lists.
 
-**Not yet run on a GPU.** Same plan, same slots and same arithmetic as `bitfield_backward`, for plans with bitmaps and
-without a softcap. One block of 128 tokens stays in shared memory (dK/dV: K and V; dQ: Q and dO), and a producer warp
-streams tiles of the other side by TMA (dK/dV: 64 queries of Q, dO, LSE and delta; dQ: keys of K and V). Each of two
-consumer warpgroups takes 64 rows of the block that stays.
+**Not yet run on a GPU**: its own source was run on a CPU (tests/kernels). Plan, slots and arithmetic are those of
+`bitfield_backward`; for plans with bitmaps and without a softcap. One block of 128 tokens is held in shared memory
+(dK/dV: K and V; dQ: Q and dO), and a producer warp streams tiles of the other side by TMA (dK/dV: 64 queries of Q, dO,
+LSE and delta; dQ: 64 keys of K and V). Each of two consumer warpgroups takes 64 rows of the held block.
 
-Who waits on what. Tile n is the n-th of the item, tiles of FULL blocks first; `stage_of` and the phases are those of
+Waits and arrivals. Tile n is the n-th of the item, FULL ones of all heads first; `stage_of` and the phases are those of
 `bitfield_gluon_forward`, whose docstring says why they are right.
 
     barrier    count      producer, 1 warp                        consumer c = 0, 1 (rows c * 64 of the block)
     resident   1 + bytes  expect, 4 loads                         wait(0), once, even if there is no tile
-    full[s]    1 + bytes  expect, loads of one stage              wait(round & 1), then S and dP of tile n
-    empty[s]   2          wait(round & 1 ^ 1) before the loads    arrive(1) for tile n - 1 when S of tile n is complete
+    full[s]    1 + bytes  expect, loads of one stage              wait(round & 1), then the products of tile n
+    empty[s]   2          wait(round & 1 ^ 1) before the loads    arrive(1) when all products of tile n are complete
 
-- wgmma completes in the order of issue. The last product of tile n - 1 (dK or dQ) is in flight while S and dP of tile n
-  are issued; the wait for S leaves dP alone in flight, so then tile n - 1 has been read and its buffers go back.
+- S and dP are issued together, and P is computed beside dP. In dK/dV, dS is computed beside the product of dV. Products
+  in flight across iterations would overlap more, but ptxas then waits for each product on its own.
 - Operands in registers (P, dS) are passed to the wait that ends their product: they stay untouched until then.
-- The LSE and delta of a tile are read from shared memory before the arrival, which follows a barrier of the warpgroup.
+- LSE and delta of a tile are read from shared memory before the arrival, which follows a barrier of the warpgroup.
 
 Rows that take no part may hold NaN or infinity, and TMA loads whole boxes. Consumers write zeros over such rows of
-their own half of the block that stays, once, and over rows of a PARTIAL tile that the bitmap lets nobody see. Both
-consumers write the same zeros, each before its own products, so neither waits for the other. FULL tiles hold no such
-rows. What this costs is one test of the bitmap's last line per PARTIAL tile.
+their own half of the held block, once, and over rows of a PARTIAL tile that nobody sees by the last line of its bitmap.
+Both consumers write the same zeros before the products that need them, so neither waits for the other; S may read a row
+while it changes, whose scores the bitmap hides. FULL tiles have no such rows. Cost: a test of that line per PARTIAL
+tile. A fence makes the zeros visible to wgmma; Triton puts a barrier of the warpgroup before the product.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bitfield_common import LOG2E, map_words, where_seen
+from .bitfield_common import LOG2E, line_bits, map_words, where_bits
 from .bitfield_gluon_forward import BLOCK, HALF, empty_phase, full_phase, stage_of
 from .gluon_compat import reinterpret, tma_load
 
@@ -46,8 +47,8 @@ PIECE = gl.constexpr(16)  # rows that a warpgroup cleans at a time, with one acc
 
 
 @gluon.jit
-def _clean_resident(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
-    """Zeros over rows of padding of a consumer's half of both tensors that stay; docs: of its `length` rows."""
+def _clean_held(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
+    """Zeros over rows of padding of a consumer's half of both held tensors; docs: of its `length` rows."""
     rows = gl.arange(0, HALF, layout=gl.BlockedLayout([HALF // 32], [32], [4], [0]))  # all of them in each warp
     taking = gl.load(docs + rows, mask=rows < length, other=0)  # beyond the end TMA writes zeros
     todo = gl.where(gl.min(taking, 0) < 0, (1 << HALF // PIECE) - 1, 0)
@@ -223,12 +224,15 @@ def _key_gradients(
     if MASKED:
         _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, HALF, BLOCK_D)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if MASKED:
+        queries = gl.arange(0, HALF, layout=query)
+        bits = line_bits(words, 0, queries[None, :], HALF)
     s = warpgroup_mma_wait(1, deps=[s])
 
     lse2 = lse2_smem.index(stage).load(query)
     p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])
     if MASKED:
-        p = where_seen(p, 0.0, words, 0, gl.arange(0, HALF, layout=query)[None, :], HALF)
+        p = where_bits(p, 0.0, bits, queries[None, :])
     p16 = gl.convert_layout(p.to(streamed.dtype), operand)
     dv = warpgroup_mma(p16, do_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -258,7 +262,7 @@ def _consume_queries(
     acc_k = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     acc_v = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     mbarrier.wait(resident, 0)
-    _clean_resident(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
+    _clean_held(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
     for n in range(group * full_tiles):
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, n, k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
@@ -367,22 +371,19 @@ def _produce_keys(
     for part in gl.static_range(BLOCK // HALF):
         tma_load(q_desc, [batch, head, first + part * HALF, 0], resident, held.index(part))
         tma_load(do_desc, [batch, head, first + part * HALF, 0], resident, held.index(2 + part))
-    _fetch_keys(
-        k_desc, v_desc, streamed, full, empty, full_list, full_tiles, 0, batch, kv_head, KEYS, STAGES
-    )
-    _fetch_keys(
-        k_desc, v_desc, streamed, full, empty, part_list, part_tiles, full_tiles, batch, kv_head, KEYS, STAGES
-    )
+    _fetch_keys(k_desc, v_desc, streamed, full, empty, full_list, full_tiles, 0, batch, kv_head, KEYS, STAGES)
+    _fetch_keys(k_desc, v_desc, streamed, full, empty, part_list, part_tiles, full_tiles, batch, kv_head, KEYS, STAGES)
 
 
 @gluon.jit
 def _query_gradient(
-    dq, n, q_tile, do_tile, streamed, full, empty, lse2, delta, words, union, scale,
+    dq, n, last, q_tile, do_tile, streamed, full, empty, lse2, delta, words, union, scale,
     BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(dq, ds16) after tile n of keys: dq in flight, with its operand ds16, and not yet times scale.
 
-    words, union as in `_key_gradients`, of queries.
+    words, union as in `_key_gradients`, of queries. Tile n has been waited for; this waits for the next one up to tile
+    `last`: where P is computed, for this ends its basic block. ptxas would wait for dP first and compute P after it.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -390,17 +391,20 @@ def _query_gradient(
     k_tile = streamed.index(stage).reshape([KEYS, BLOCK_D])
     v_tile = streamed.index(STAGES + stage).reshape([KEYS, BLOCK_D])
     nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
-    mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if MASKED:
+        keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
+        bits = line_bits(words, 0, keys[None, :], KEYS)
         _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, KEYS, BLOCK_D)
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
 
     p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])
     if MASKED:
-        keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-        p = where_seen(p, 0.0, words, 0, keys[None, :], KEYS)
+        p = where_bits(p, 0.0, bits, keys[None, :])
+    p = warpgroup_mma_wait(1, deps=[p])
+    following = gl.minimum(n + 1, last)
+    mbarrier.wait(full.index(stage_of(following, STAGES)), full_phase(following, STAGES))
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = p * (dp - delta[:, None])
     ds16 = gl.convert_layout(ds.to(streamed.dtype), gl.DotOperandLayout(0, d_layout, 2))
@@ -429,16 +433,18 @@ def _consume_keys(
     do_tile = held.index(2 + CONSUMER).reshape([HALF, BLOCK_D])
     acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     mbarrier.wait(resident, 0)
-    _clean_resident(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
+    _clean_held(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
+    last = full_tiles + part_tiles - 1
+    mbarrier.wait(full.index(0), 0, pred=last >= 0)
     for n in range(full_tiles):
         acc = _query_gradient(
-            acc, n, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
+            acc, n, last, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
             words, maps, scale, BLOCK_D, KEYS, STAGES, False,
         )  # fmt: skip
     for i in range(part_tiles):
         at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
         acc = _query_gradient(
-            acc, full_tiles + i, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
+            acc, full_tiles + i, last, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
             words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, KEYS, STAGES, True,
         )  # fmt: skip
     _write(acc * scale, dq, slot_dq, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)

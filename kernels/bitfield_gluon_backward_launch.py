@@ -11,10 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import sum_kernel
 from .bitfield_gluon_backward import gluon_key_gradient_kernel, gluon_query_gradient_kernel
-from .bitfield_gluon_forward import CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS
+from .bitfield_gluon_forward import HALF
 from .bitfield_gluon_launch import _descriptor
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 # By padded head dimension: stages of Q and dO (64 queries) beside K and V; keys of a tile, and stages of K and V.
 KEY_STAGES = {64: 4, 128: 4}
 QUERY_TILES = {64: (64, 4), 128: (64, 4)}

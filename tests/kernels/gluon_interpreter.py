@@ -237,8 +237,8 @@ class Machine:
         barrier.barriers[0].advance()
         self.until(lambda: True)
 
-    def wait(self, barrier: Barriers, parity: Any) -> None:
-        self.until(lambda: barrier.barriers[0].phase & 1 != int(parity))
+    def wait(self, barrier: Barriers, parity: Any, pred: Any = True) -> None:
+        self.until(lambda: not pred or barrier.barriers[0].phase & 1 != int(parity))
 
     def tma_load(self, descriptor: Descriptor, at: Sequence[Any], barrier: Barriers, to: Shared) -> None:
         def happens() -> None:
