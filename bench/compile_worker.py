@@ -88,6 +88,8 @@ def tile_of(call: Call) -> dict[str, int]:
     a = call.arguments
     if "q_desc" in a:
         queries, keys = a["q_desc"].block_shape[2], a["k_desc"].block_shape[2]
+        if call.name == "gluon_query_gradient_kernel":  # an iteration takes both halves of a block of keys
+            keys *= 2
         return dict(
             m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=a["BLOCK_D"], value_dim=a["BLOCK_D"]
         )

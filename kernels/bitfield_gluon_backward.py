@@ -47,7 +47,7 @@ PIECE = gl.constexpr(16)  # rows that a warpgroup cleans at a time, with one acc
 
 
 @gluon.jit
-def _clean_held(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
+def clean_held(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
     """Zeros over rows of padding of a consumer's half of both held tensors; docs: of its `length` rows."""
     rows = gl.arange(0, HALF, layout=gl.BlockedLayout([HALF // 32], [32], [4], [0]))  # all of them in each warp
     taking = gl.load(docs + rows, mask=rows < length, other=0)  # beyond the end TMA writes zeros
@@ -57,7 +57,7 @@ def _clean_held(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _clean_streamed(tiles, one, other, union, COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
+def clean_streamed(tiles, one, other, union, COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
     """Zeros over the rows of both tiles of a stage that nobody sees; union: words of the bitmap's last line."""
     todo = 0
     for i in gl.static_range(ROWS // 32):
@@ -113,7 +113,7 @@ def _piece_layout():
 
 
 @gluon.jit
-def _work(
+def work(
     row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
     head, heads, length, blocks, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -140,10 +140,10 @@ def _work(
 
 
 @gluon.jit
-def _write(
+def write(
     gradient, result, slots, to, rows, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
-    """A consumer's half of a block. to: as `_work` has it. rows: how many the result has from there on."""
+    """A consumer's half of a block. to: as `work` has it. rows: how many the result has from there on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
@@ -197,7 +197,8 @@ def _produce_queries(
     for member in range(group):
         _fetch_queries(
             q_desc, do_desc, lse2_desc, delta_desc, streamed, lse2_smem, delta_smem, full, empty,
-            part_list, part_tiles, group * full_tiles + member * part_tiles, batch, head + member, (plane + member) * padded, STAGES,
+            part_list, part_tiles, group * full_tiles + member * part_tiles, batch,
+            head + member, (plane + member) * padded, STAGES,
         )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def _key_gradients(
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [keys, queries]
     if MASKED:
-        _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, HALF, BLOCK_D)
+        clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, HALF, BLOCK_D)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if MASKED:
         queries = gl.arange(0, HALF, layout=query)
@@ -250,7 +251,7 @@ def _consume_queries(
     full_tiles, part_tiles, group, maps, docs, rows, dk, dv, slot_dk, slot_dv, to, scale,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """full_tiles, part_tiles: of one query head of the group. docs: of the block, which has `rows` keys; to: as `_work`
+    """full_tiles, part_tiles: of one query head of the group. docs: of the block, which has `rows` keys; to: as `work`
     has it."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -262,7 +263,7 @@ def _consume_queries(
     acc_k = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     acc_v = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
     mbarrier.wait(resident, 0)
-    _clean_held(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
+    clean_held(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
     for n in range(group * full_tiles):
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, n, k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
@@ -276,8 +277,8 @@ def _consume_queries(
                 k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
                 words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, STAGES, True,
             )  # fmt: skip
-    _write(acc_k * scale, dk, slot_dk, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
-    _write(acc_v, dv, slot_dv, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
+    write(acc_k * scale, dk, slot_dk, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
+    write(acc_v, dv, slot_dv, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "padded", "k_length", "k_blocks"])
@@ -299,7 +300,7 @@ def gluon_key_gradient_kernel(
     row = gl.load(work_row + item)
     if row < 0:  # the list is padded to its capacity
         return
-    batch, first, full_list, full_tiles, part_list, part_tiles, maps, to = _work(
+    batch, first, full_list, full_tiles, part_list, part_tiles, maps, to = work(
         row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
         kv_head, heads, k_length, k_blocks, BLOCK // HALF,
     )  # fmt: skip
@@ -336,170 +337,6 @@ def gluon_key_gradient_kernel(
                 held, streamed, lse2_smem, delta_smem, resident, full, empty,
                 full_list, full_tiles, part_list, part_tiles, batch, kv_head, group, kv_head * group,
                 (batch * heads + kv_head) * group, first, padded, STAGES,
-            )),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- dQ
-
-
-@gluon.jit
-def _fetch_keys(
-    k_desc, v_desc, streamed, full, empty, index, tiles, n, batch, head,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """That many tiles, of the blocks at index, the first of them tile n."""
-    for i in range(tiles):
-        token = gl.load(index + i // (BLOCK // KEYS)) * BLOCK + i % (BLOCK // KEYS) * KEYS
-        stage = stage_of(n + i, STAGES)
-        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))
-        mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, head, token, 0], full.index(stage), streamed.index(stage))
-        tma_load(v_desc, [batch, head, token, 0], full.index(stage), streamed.index(STAGES + stage))
-
-
-@gluon.jit
-def _produce_keys(
-    q_desc, k_desc, v_desc, do_desc, held, streamed, resident, full, empty,
-    full_list, full_tiles, part_list, part_tiles, batch, head, kv_head, first,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    mbarrier.expect(resident, 4 * q_desc.block_type.nbytes)
-    for part in gl.static_range(BLOCK // HALF):
-        tma_load(q_desc, [batch, head, first + part * HALF, 0], resident, held.index(part))
-        tma_load(do_desc, [batch, head, first + part * HALF, 0], resident, held.index(2 + part))
-    _fetch_keys(k_desc, v_desc, streamed, full, empty, full_list, full_tiles, 0, batch, kv_head, KEYS, STAGES)
-    _fetch_keys(k_desc, v_desc, streamed, full, empty, part_list, part_tiles, full_tiles, batch, kv_head, KEYS, STAGES)
-
-
-@gluon.jit
-def _query_gradient(
-    dq, n, last, q_tile, do_tile, streamed, full, empty, lse2, delta, words, union, scale,
-    BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """(dq, ds16) after tile n of keys: dq in flight, with its operand ds16, and not yet times scale.
-
-    words, union as in `_key_gradients`, of queries. Tile n has been waited for; this waits for the next one up to tile
-    `last`: where P is computed, for this ends its basic block. ptxas would wait for dP first and compute P after it.
-    """
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    stage = stage_of(n, STAGES)
-    k_tile = streamed.index(stage).reshape([KEYS, BLOCK_D])
-    v_tile = streamed.index(STAGES + stage).reshape([KEYS, BLOCK_D])
-    nothing = gl.full([HALF, KEYS], 0.0, gl.float32, s_layout)
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    if MASKED:
-        keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
-        bits = line_bits(words, 0, keys[None, :], KEYS)
-        _clean_streamed(streamed, stage, STAGES + stage, union, 2 * STAGES, KEYS, BLOCK_D)
-    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-
-    p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])
-    if MASKED:
-        p = where_bits(p, 0.0, bits, keys[None, :])
-    p = warpgroup_mma_wait(1, deps=[p])
-    following = gl.minimum(n + 1, last)
-    mbarrier.wait(full.index(stage_of(following, STAGES)), full_phase(following, STAGES))
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = p * (dp - delta[:, None])
-    ds16 = gl.convert_layout(ds.to(streamed.dtype), gl.DotOperandLayout(0, d_layout, 2))
-    dq = warpgroup_mma(ds16, k_tile, dq, is_async=True)
-    dq, _ds16 = warpgroup_mma_wait(0, deps=[dq, ds16])
-    mbarrier.arrive(empty.index(stage), count=1)
-    return dq
-
-
-@gluon.jit
-def _consume_keys(
-    held, streamed, resident, full, empty, full_tiles, part_tiles, maps, docs, rows,
-    lse2, delta, dq, slot_dq, to, scale,
-    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """docs, lse2, delta: of the block, which has `rows` queries; to: as `_work` has it."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    WORDS: gl.constexpr = map_words(BLOCK)
-    TILES: gl.constexpr = BLOCK // KEYS
-    local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))
-    words = maps + local * WORDS
-    row_lse2 = gl.load(lse2 + local)
-    row_delta = gl.load(delta + local)
-    q_tile = held.index(CONSUMER).reshape([HALF, BLOCK_D])
-    do_tile = held.index(2 + CONSUMER).reshape([HALF, BLOCK_D])
-    acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, d_layout)
-    mbarrier.wait(resident, 0)
-    _clean_held(held, CONSUMER, 2 + CONSUMER, docs + CONSUMER * HALF, rows - CONSUMER * HALF, BLOCK_D)
-    last = full_tiles + part_tiles - 1
-    mbarrier.wait(full.index(0), 0, pred=last >= 0)
-    for n in range(full_tiles):
-        acc = _query_gradient(
-            acc, n, last, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
-            words, maps, scale, BLOCK_D, KEYS, STAGES, False,
-        )  # fmt: skip
-    for i in range(part_tiles):
-        at = (i // TILES) * ((BLOCK + 1) * WORDS) + (i % TILES) * (WORDS // TILES)
-        acc = _query_gradient(
-            acc, full_tiles + i, last, q_tile, do_tile, streamed, full, empty, row_lse2, row_delta,
-            words + at, maps + (at + BLOCK * WORDS), scale, BLOCK_D, KEYS, STAGES, True,
-        )  # fmt: skip
-    _write(acc * scale, dq, slot_dq, to, rows, CONSUMER, HEAD_DIM, BLOCK_D)
-
-
-@gluon.jit(do_not_specialize=["heads", "group", "padded", "q_length", "q_blocks"])
-def gluon_query_gradient_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2, delta, dq, slot_dq,
-    full_ptr, full_idx, part_ptr, part_idx, part_map,
-    work_row, work_start, work_stop, work_slot,
-    q_doc, heads, group, padded, q_length, q_blocks, scale,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """One program per (work item, query head). Descriptors as in `gluon_key_gradient_kernel`, but those of k and v in
-    boxes of KEYS rows."""
-    head = gl.program_id(0) % heads
-    item = gl.program_id(0) // heads
-    row = gl.load(work_row + item)
-    if row < 0:  # the list is padded to its capacity
-        return
-    batch, first, full_list, full_tiles, part_list, part_tiles, maps, to = _work(
-        row, item, full_ptr, full_idx, part_ptr, part_idx, part_map, work_start, work_stop, work_slot,
-        head, heads, q_length, q_blocks, BLOCK // KEYS,
-    )  # fmt: skip
-    rows_at = (batch * heads + head) * padded + first
-    docs = q_doc + batch * q_length + first
-
-    held = gl.allocate_shared_memory(q_desc.dtype, [4] + q_desc.block_type.shape, q_desc.layout)
-    streamed = gl.allocate_shared_memory(k_desc.dtype, [2 * STAGES] + k_desc.block_type.shape, k_desc.layout)
-    resident = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(resident, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
-
-    # The tuples are written in place: assigned to a name, their constexprs would become tensors.
-    gl.warp_specialize(
-        [
-            (_consume_keys, (
-                held, streamed, resident, full, empty,
-                full_tiles, part_tiles, maps,
-                docs, q_length - first, lse2 + rows_at, delta + rows_at, dq, slot_dq, to, scale, gl.constexpr(0), HEAD_DIM, BLOCK_D, KEYS, STAGES,
-            )),
-            (_consume_keys, (
-                held, streamed, resident, full, empty,
-                full_tiles, part_tiles, maps,
-                docs, q_length - first, lse2 + rows_at, delta + rows_at, dq, slot_dq, to, scale, gl.constexpr(1), HEAD_DIM, BLOCK_D, KEYS, STAGES,
-            )),
-            (_produce_keys, (
-                q_desc, k_desc, v_desc, do_desc, held, streamed, resident, full, empty,
-                full_list, full_tiles, part_list, part_tiles, batch, head, head // group, first, KEYS, STAGES,
             )),
         ],
         [4, 1],

@@ -10,15 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import sum_kernel
-from .bitfield_gluon_backward import gluon_key_gradient_kernel, gluon_query_gradient_kernel
+from .bitfield_gluon_backward import gluon_key_gradient_kernel
 from .bitfield_gluon_forward import HALF
 from .bitfield_gluon_launch import _descriptor
+from .bitfield_gluon_query_gradient import gluon_query_gradient_kernel
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-# By padded head dimension: stages of Q and dO (64 queries) beside K and V; keys of a tile, and stages of K and V.
-KEY_STAGES = {64: 4, 128: 4}
-QUERY_TILES = {64: (64, 4), 128: (64, 4)}
+STAGES = 4  # pairs of streamed tiles in flight: at head dimension 128 they are 128 KiB beside the 64 that are held
 
 
 def gluon_backward_calls(
@@ -30,12 +28,12 @@ def gluon_backward_calls(
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
     padded = 64 if head_dim <= 64 else 128
     delta, lse2, first = delta_call(dout, dlse, q, v, out, lse, plan, 90)
+    names = ("q_desc", "k_desc", "v_desc", "do_desc")
     shared = dict(
-        padded=delta.shape[2], group=heads // kv_heads, scale=scale, HEAD_DIM=head_dim, BLOCK_D=padded,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        {name: _descriptor(x, HALF.value, padded) for name, x in zip(names, (q, k, v, dout))},
+        padded=delta.shape[2], group=heads // kv_heads, scale=scale,
+        HEAD_DIM=head_dim, BLOCK_D=padded, STAGES=STAGES,
     )  # fmt: skip
-    of_queries = dict(q_desc=_descriptor(q, HALF.value, padded), do_desc=_descriptor(dout, HALF.value, padded))
-    keys, stages = QUERY_TILES[padded]
     slot_dq = q.new_empty((slot_count(plan.slot_row), heads, plan.block, head_dim), dtype=torch.float32)
     slots = (slot_count(plan.slot_k_row), kv_heads, plan.block, head_dim)
     slot_dk, slot_dv = (k.new_empty(slots, dtype=torch.float32) for _ in range(2))
@@ -45,10 +43,9 @@ def gluon_backward_calls(
             gluon_query_gradient_kernel,
             plan.work_row.numel() * heads,
             dict(
-                shared, **of_queries, k_desc=_descriptor(k, keys, padded), v_desc=_descriptor(v, keys, padded),
-                lse2=lse2, delta=delta, dq=dq, slot_dq=slot_dq, **_without_mapped(query_lists(plan)),
+                shared, lse2=lse2, delta=delta, dq=dq, slot_dq=slot_dq, **_without_mapped(query_lists(plan)),
                 q_doc=plan.q_doc, heads=heads, q_length=q.shape[2], q_blocks=block_count(plan.q_bits, plan.block),
-                KEYS=keys, STAGES=stages,
+                PRODUCER_REGISTERS=40, CONSUMER_REGISTERS=232,
             ),
             4,
             1,
@@ -57,12 +54,10 @@ def gluon_backward_calls(
             gluon_key_gradient_kernel,
             plan.work_k_row.numel() * kv_heads,
             dict(
-                shared, **of_queries,
-                k_desc=_descriptor(k, HALF.value, padded), v_desc=_descriptor(v, HALF.value, padded),
-                lse2_desc=_row_descriptor(lse2), delta_desc=_row_descriptor(delta),
+                shared, lse2_desc=_row_descriptor(lse2), delta_desc=_row_descriptor(delta),
                 dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_without_mapped(key_lists(plan)),
                 k_doc=plan.k_doc, heads=kv_heads, k_length=k.shape[2], k_blocks=block_count(plan.k_bits, plan.block),
-                STAGES=KEY_STAGES[padded],
+                PRODUCER_REGISTERS=24, CONSUMER_REGISTERS=240,
             ),
             4,
             1,

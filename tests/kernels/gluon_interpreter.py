@@ -321,7 +321,8 @@ def language(machine: Machine, program: int) -> types.SimpleNamespace:
         **dict.fromkeys(layouts, ignored), static_assert=ignored, constexpr=lambda value: value,
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: torch.tensor(program, dtype=torch.int32), load=load, store=store,
-        cdiv=lambda a, b: -(-a // b), arange=lambda start, stop, layout=None: torch.arange(start, stop, dtype=torch.int32),
+        arange=lambda start, stop, layout=None: torch.arange(start, stop, dtype=torch.int32),
+        cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
         convert_layout=lambda x, layout: x, where=_where, minimum=_minimum, maximum=_maximum,
@@ -349,15 +350,19 @@ def interpret(kernel: JITFunction, machine: Machine, program: int, **others: str
     def module(name: str) -> dict[str, Any]:
         if name not in modules:
             modules[name] = found = {"__builtins__": builtins}
-            for key, value in vars(sys.modules[name]).items():
-                found[key] = names.get(key, plain(value)) if not key.startswith("__") else value
-            for key in others.keys() & found.keys():
+            here = [key for key in others if getattr(vars(sys.modules[name]).get(key), "__module__", None) == name]
+            for key in here:
                 exec(others[key], found)
+            for key, value in vars(sys.modules[name]).items():
+                if key not in here:
+                    found[key] = names.get(key, plain(value)) if not key.startswith("__") else value
         return modules[name]
 
     def plain(value: Any) -> Any:
         if isinstance(value, (JITFunction, ConstexprFunction)):
             of = value.fn
+            if of.__name__ in others:
+                return module(of.__module__)[of.__name__]
             return types.FunctionType(of.__code__, module(of.__module__), of.__name__, of.__defaults__)
         return value.value if isinstance(value, constexpr) else value
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon")
 
 from interlace.attention import AttentionPlan, cpu, gluon, triton
-from interlace.kernels import bitfield_gluon_backward as kernel
+from interlace.kernels import bitfield_gluon_backward as keys
+from interlace.kernels import bitfield_gluon_query_gradient as queries
 from interlace.masks import BitfieldMask
 from tests.attention import cases, test_backends, test_no_part
 from tests.kernels.gluon_interpreter import launching
@@ -28,10 +29,10 @@ def backend(monkeypatch):
     monkeypatch.setattr(gluon, "forward", cpu.forward)
 
 
-def check(mask, keys=None, dtype=torch.bfloat16, *, seed=0, mistakes=None, **options):
+def check(mask, kv_mask=None, dtype=torch.bfloat16, *, seed=0, mistakes=None, **options):
     options = {"block": 128, "dim": 64, "heads": 2, "kv_heads": 1, "scale": 0.1, **options}
     with launching(seed, **mistakes or {}) as ran:
-        test_backends.compare("gluon", mask, keys, dtype, **options)
+        test_backends.compare("gluon", mask, kv_mask, dtype, **options)
     split = ["sum_kernel"] * (len(ran) - len(KERNELS))
     assert ran == KERNELS + split
 
@@ -117,37 +118,43 @@ def test_the_rest_is_tritons(reason, monkeypatch):
 # ---------------------------------------------------------------------- mistakes
 
 
-def edited(name: str, old: str, new: str) -> dict[str, str]:
-    """A function of the kernel with some of its text replaced."""
-    source = inspect.getsource(getattr(kernel, name).fn)
+def edited(name: str, old: str, new: str, module=keys) -> dict[str, str]:
+    """A function of a kernel with some of its text replaced."""
+    source = inspect.getsource(getattr(module, name).fn)
     assert source.count(old) == 1, old
     source = source.replace(old, new)
     return {name: source[source.index("def ") :]}
 
 
 WAIT_FULL = "    mbarrier.wait(full.index(stage), full_phase(n, STAGES))\n"
-ARRIVE = "    mbarrier.arrive(empty.index(stage), count=1)\n"
-LAST_WAIT = "    dv, dk, _p16, _ds16 = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds16])\n"
 WAIT_EMPTY = "        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))\n"
+ARRIVE = "    mbarrier.arrive(empty.index(stage), count=1)\n"
+ARRIVE_ONE = "    mbarrier.arrive(empty.index(one), count=1)\n"
+LAST_WAIT = "    dv, dk, _p16, _ds16 = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds16])\n"
+MIDDLE_WAIT = "    dp, dq, ds16 = warpgroup_mma_wait(1, deps=[dp, dq, ds16])\n"
 MISTAKES = {
     "bytes not waited for": edited("_key_gradients", WAIT_FULL, ""),
+    "keys not waited for": edited("_key_scores", WAIT_FULL, "", queries),
     "wrong phase of full barriers": edited("_key_gradients", WAIT_FULL, WAIT_FULL.replace("full_phase", "empty_phase")),
     "handed back early": edited("_key_gradients", LAST_WAIT + ARRIVE, ARRIVE + LAST_WAIT),
+    "keys handed back early": edited("_query_gradient", MIDDLE_WAIT + ARRIVE_ONE, ARRIVE_ONE + MIDDLE_WAIT, queries),
     "never handed back": edited("_key_gradients", ARRIVE, ""),
     "handed back by one": edited("_key_gradients", ARRIVE, ARRIVE.replace("count=1", "count=2")),
     "buffers not waited for": edited("_fetch_queries", WAIT_EMPTY, ""),
     "wrong phase of empty barriers": edited("_fetch_queries", "empty_phase(n + i", "full_phase(n + i"),
     "bytes not expected": edited("_fetch_queries", "+ 2 * lse2_desc.block_type", "+ lse2_desc.block_type"),
     "dP not waited for": edited("_key_gradients", "wait(1, deps=[dp])", "wait(2, deps=[dp])"),
+    "S not waited for": edited("_query_gradient", "wait(2, deps=[s_other])", "wait(3, deps=[s_other])", queries),
+    "S beyond the last tile": edited("_query_gradient", "gl.minimum(n + 2, last)", "n + 2", queries),
     "K and V not waited for": edited("_consume_queries", "    mbarrier.wait(resident, 0)\n", ""),
-    "Q and dO not waited for": edited("_consume_keys", "    mbarrier.wait(resident, 0)\n", ""),
-    "tiles of heads in another order": edited("_produce_queries", "member * part_tiles, batch", "part_tiles, batch"),
+    "Q and dO not waited for": edited("_consume_keys", "    mbarrier.wait(resident, 0)\n", "", queries),
+    "heads in another order": edited("_produce_queries", "member * part_tiles, batch", "part_tiles, batch"),
     "bitmaps of the wrong tile": edited("_consume_queries", "words + at,", "words,"),
 }
 UNCLEAN = {
-    "of queries": edited("_key_gradients", "_clean_streamed(", "0 and _clean_streamed("),
-    "of keys": edited("_query_gradient", "_clean_streamed(", "0 and _clean_streamed("),
-    "of padding": edited("_clean_held", " < 0,", " < -9,"),
+    "of queries": edited("_key_gradients", "clean_streamed(", "0 and clean_streamed("),
+    "of keys": edited("_query_gradient", "clean_streamed(streamed, one", "0 and clean_streamed(streamed, one", queries),
+    "of padding": edited("clean_held", " < 0,", " < -9,"),
 }
 
 
