@@ -13,8 +13,9 @@ Waits and arrivals. Tile n is the n-th of the item, FULL ones of all heads first
     full[s]    1 + bytes  expect, loads of one stage              wait(round & 1), then the products of tile n
     empty[s]   2          wait(round & 1 ^ 1) before the loads    arrive(1) when all products of tile n are complete
 
-- S and dP are issued together, and P is computed beside dP. In dK/dV, dS is computed beside the product of dV. Products
-  in flight across iterations would overlap more, but ptxas then waits for each product on its own.
+- In dK/dV S and dP are started together; P is computed beside dP, and dS beside the product of dV. dQ is in
+  `bitfield_gluon_query_gradient`. A product with an operand in registers that is in flight when an iteration ends makes
+  ptxas wait for each product on its own, so all are waited for there.
 - Operands in registers (P, dS) are passed to the wait that ends their product: they stay untouched until then.
 - LSE and delta of a tile are read from shared memory before the arrival, which follows a barrier of the warpgroup.
 
