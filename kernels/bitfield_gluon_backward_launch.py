@@ -16,7 +16,9 @@ from .bitfield_gluon_launch import _descriptor
 from .bitfield_gluon_query_gradient import gluon_query_gradient_kernel
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 
-STAGES = 4  # pairs of streamed tiles in flight: at head dimension 128 they are 128 KiB beside the 64 that are held
+# Pairs of streamed tiles in flight: 128 KiB at head dimension 128, beside 64 that are held. At least 3: dQ waits for
+# the tile after next before it hands one back.
+STAGES = 4
 
 
 def gluon_backward_calls(

@@ -55,7 +55,7 @@ def warm_up(
     device, value_dim = torch.device(device), value_dim or head_dim
     with FakeTensorMode():
         q, v = (torch.empty(1, 1, 1, columns, dtype=dtype, device=device) for columns in (head_dim, value_dim))
-        names = [backend or chosen(q, v, forward=forward) for forward in (True, False)]
+        names = backend or chosen(q, v), backend or chosen(q, v, forward=False)
     if device.type == "cpu" or names[0] not in ("triton", "gluon"):
         return 0
     import triton
@@ -118,10 +118,10 @@ def _calls(forward: str, backward: str, job: Attention, architecture: int, gradi
         yield from forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture)
     if not gradients:
         return
-    given = (out, None, q, k, v, out, lse, plan, *(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in job[:3]))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
     if backward == "gluon" and gluon.why_not_backward(job) is None:
         from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
 
-        yield from gluon_backward_calls(*given, scale)
+        yield from gluon_backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, scale)
     else:
-        yield from backward_calls(*given, scale, softcap, architecture)
+        yield from backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture)
