@@ -11,7 +11,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from torch import Tensor
 from interlace import _core
 from interlace._mask_values import readable
 from interlace.masks import Tokens, visible
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class BlockLists(NamedTuple):
@@ -50,7 +51,7 @@ def block_lists(
     together with the lengths of the lists: a GPU is waited for once (without Triton, for every copy).
     """
     device = q.bits.device
-    if device.type == "cuda" and _has_triton():
+    if device.type == "cuda" and HAS_TRITON:
         from interlace.kernels.bitfield_plan import block_lists as build
 
         tensors, numbers = build(q, k, sinks, block, also)
@@ -71,7 +72,7 @@ MAPPED_BLOCKS = 65_536
 def reads_maps(device: torch.device, block: int) -> bool:
     """Whether kernels for plans on `device` read bitmaps: on GPUs, on meta, and on a CPU where Triton interprets."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-    read = device.type == "meta" or (_has_triton() and (device.type == "cuda" or interpreting))
+    read = device.type == "meta" or (HAS_TRITON and (device.type == "cuda" or interpreting))
     return read and block >= 16 and block & (block - 1) == 0
 
 
@@ -129,8 +130,3 @@ def _by_block(tokens: Tokens, block: int) -> Tokens:
     """[B, T] -> [B, blocks, block]; what is beyond the end is padding."""
     short = -tokens.bits.shape[1] % block
     return tokens(lambda field: torch.nn.functional.pad(field, (0, short), value=-1).unflatten(1, (-1, block)))
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
