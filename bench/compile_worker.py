@@ -90,9 +90,8 @@ def tile_of(call: Call) -> dict[str, int]:
         queries, keys = a["q_desc"].block_shape[2], a["k_desc"].block_shape[2]
         if call.name == "gluon_query_gradient_kernel":  # an iteration takes both halves of a block of keys
             keys *= 2
-        return dict(
-            m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=a["BLOCK_D"], value_dim=a["BLOCK_D"]
-        )
+        columns = a["BLOCK_D"] + a.get("REST", 0)
+        return dict(m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=columns, value_dim=columns)
     shape = dict(m=a["BLOCK_M"], n=a["BLOCK_N"], warps=call.warps, stages=call.stages)
     return dict(shape, head_dim=a["BLOCK_D"], value_dim=a["BLOCK_V"])
 

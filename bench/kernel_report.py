@@ -31,7 +31,12 @@ from bench.triton_versions import ROOT, VERSIONS, environment
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
-PADDED_HEAD_DIMS = (16, 72, 80, 96)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128
+PADDED_HEAD_DIMS = (
+    16,
+    72,
+    80,
+    96,
+)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128, in Gluon to 80 and 96
 VALUE_DIMS = {192: 128, 96: 64}  # of v beside q and k: DeepSeek-V2 and V3, MiniCPM3
 GLUON_HEAD_DIM = 128
 MAIN = [(64, 0), (128, 0), (192, 128), (256, 0)]  # head dimensions that come first, without softcap

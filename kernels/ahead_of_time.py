@@ -52,7 +52,7 @@ def compile_call(call: Call, architecture: int) -> Any:
         value = call.arguments[parameter.name]
         if hasattr(value, "block_shape"):  # a TMA descriptor
             signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-        elif parameter.is_constexpr:
+        elif parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, Tensor):

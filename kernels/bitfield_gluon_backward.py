@@ -5,8 +5,8 @@
 (dK/dV: K and V; dQ: Q and dO), and a producer warp streams tiles of the other side by TMA (dK/dV: 64 queries of Q, dO,
 LSE and delta; dQ: 64 keys of K and V). Each of two consumer warpgroups takes 64 rows of the held block.
 
-Waits and arrivals. Tile n is the n-th of the item, FULL ones of all heads first; `stage_of` and the phases are those of
-`bitfield_gluon_forward`, whose docstring says why they are right.
+Waits and arrivals. Tile n is the n-th of the item, FULL ones of all heads first; `stage_of` and the phases are the
+forward's, and the docstring of `bitfield_gluon_forward` says why they are right.
 
     barrier    count      producer, 1 warp                        consumer c = 0, 1 (rows c * 64 of the block)
     resident   1 + bytes  expect, 4 loads                         wait(0), once, even if there is no tile
@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bitfield_common import LOG2E, line_bits, map_words, where_bits
-from .bitfield_gluon_forward import BLOCK, HALF, empty_phase, full_phase, stage_of
+from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, stage_of
 from .gluon_compat import reinterpret, tma_load
 
 # ---------------------------------------------------------------------- zeros for rows that take no part

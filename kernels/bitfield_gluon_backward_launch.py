@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import sum_kernel
 from .bitfield_gluon_backward import gluon_key_gradient_kernel
-from .bitfield_gluon_forward import HALF
 from .bitfield_gluon_launch import _descriptor
+from .bitfield_gluon_producer import HALF
 from .bitfield_gluon_query_gradient import gluon_query_gradient_kernel
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
 

@@ -2,8 +2,12 @@
 
 Same plan, same arithmetic and same slots as `bitfield_forward`; one program per (work item, query head), blocks of
 128. The scheme is FlashAttention-3's (arXiv 2407.08608, sections 3.1 and 3.2): warp specialisation, overlap inside a
-warpgroup, and the two consumers by turns. It compiles for sm_90 without spills (bench.kernel_report), and the tests run
-this source on a model of its memory, barriers and asynchronous operations (tests/kernels/gluon_interpreter.py).
+warpgroup, and the two consumers by turns. It compiles for sm_90, without spills where plans have bitmaps
+(bench.kernel_report), and the tests run this source on a model of Hopper's memory, barriers and asynchronous operations
+(tests/kernels/gluon_interpreter.py).
+
+Head dimensions. A tile has 64 or 128 columns (BLOCK_D); 80 and 96 are 64 and, in a tile of their own, 16 or 32 (REST),
+as boxes of TMA have 2^n. Then S is two products into one accumulator, and O two accumulators.
 
 Overlap inside a warpgroup. S = Q K^T of tile n and then O += P V of tile n - 1 are started together; the softmax of
 tile n begins when S is complete, and runs beside O. P and the factor by which O decays are carried to the next tile,
@@ -14,7 +18,7 @@ n // STAGES (`stage_of`, `full_phase`, `empty_phase`, `turn_phase`). The produce
 n, then V of tile n - 1.
 
     barrier    count          producer, 1 warp                     consumer c = 0, 1 (rows c * 64 of the block)
-    q_full     1 + bytes      expect(both halves), 2 loads         wait(0), once, even if there is no tile
+    q_full     2 + bytes      expect and load each half            wait(0), once, even if there is no tile
     turn[c]    1                                                   wait before S of tile n; consumer 1 - c arrives
                                                                    when its S is complete: of n - 1 if c = 0, of n if 1
     k_full[s]  1 + bytes      expect(K), load                      wait(round & 1), then start S of tile n
@@ -30,9 +34,9 @@ n, then V of tile n - 1.
 - No actor can be two phases ahead, which a parity could not tell apart: the producer needs both consumers' arrivals of
   round r before it fills round r + 1, a consumer needs that fill before it can arrive for round r + 1, and neither
   consumer can start S twice between two of the other's.
-- A wgmma is complete (at most 1 group outstanding for S, 0 for O: groups complete in order) before the arrival that
-  hands its operand back. All four warps of the consumer have to be past that wait: Triton puts a barrier of the
-  partition before an arrival, which one thread makes.
+- A wgmma is complete before the arrival that hands its operand back (groups complete in order: O may be outstanding
+  after the wait for S, nothing after that for O). All four warps of the consumer have to be past that wait: Triton puts
+  a barrier of the partition before an arrival, which one thread makes.
 - V of tile n is waited for before O of tile n - 1 is, so there are at least two stages. That wait also ends the basic
   block of the softmax: ptxas would otherwise wait for O first and compute exp2 after it (the gate counts these).
 - K, V and Q are written by TMA and read by wgmma only, both of the asynchronous proxy, so no proxy fence stands between
@@ -59,10 +63,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, line_bits, map_words, query_terms, where_bits
-from .gluon_compat import reinterpret, tma_load
+from .bitfield_gluon_producer import BLOCK, HALF, full_phase, produce, stage_of
 
-BLOCK = gl.constexpr(128)
-HALF = gl.constexpr(64)  # rows of one consumer: one wgmma
 WORD = gl.constexpr(32)  # bits of one
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
@@ -75,144 +77,51 @@ def products(columns):
 
 
 @gluon.jit
-def stage_of(n, STAGES: gl.constexpr):
-    return n % STAGES
-
-
-@gluon.jit
-def full_phase(n, STAGES: gl.constexpr):
-    """The parity that a consumer of tile n waits for."""
-    return (n // STAGES) & 1
-
-
-@gluon.jit
-def empty_phase(n, STAGES: gl.constexpr):
-    """The parity that the producer of tile n waits for."""
-    return ((n // STAGES) & 1) ^ 1
-
-
-@gluon.jit
 def turn_phase(n, CONSUMER: gl.constexpr):
     """The parity that a consumer waits for before S of tile n."""
     return (n & 1) ^ (1 - CONSUMER)
 
 
-@gluon.jit
-def _fetch(descriptor, buffers, full, empty, n, batch, head, token, STAGES: gl.constexpr):
-    stage = stage_of(n, STAGES)
-    mbarrier.wait(empty.index(stage), empty_phase(n, STAGES))
-    mbarrier.expect(full.index(stage), descriptor.block_type.nbytes)
-    tma_load(descriptor, [batch, head, token, 0], full.index(stage), buffers.index(stage))
+@triton.constexpr_function
+def packs(columns, mapped):
+    """Whether loops carry P `packed`. In fp32 it is rounded beside the next S, but takes 32 registers more, which
+    wider O or the predicate do not leave."""
+    return columns > 80 or not mapped
 
 
 @gluon.jit
-def _clean(v_smem, stage, k_doc, keys, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """Zeros in the rows of keys that take no part. Shared memory has the tile in atoms of 8 rows and 64 columns."""
-    PANELS: gl.constexpr = BLOCK_D // 64
-    ATOMS: gl.constexpr = BLOCK // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    atoms = reinterpret(
-        v_smem, v_smem.dtype, [STAGES * PANELS * ATOMS, 8, 64],
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
-    )  # fmt: skip
-    for i in range(PANELS * ATOMS):
-        rows = (i % ATOMS) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        part = gl.load(k_doc + rows, mask=rows < keys, other=-1) >= 0
-        atom = atoms.index(stage * (PANELS * ATOMS) + i)
-        atom.store(gl.where(part[:, None], atom.load(layout), 0.0))
-
-
-@gluon.jit
-def _fetch_clean(
-    v_desc, v_smem, v_full, v_empty, v_landed, n, cleaned, batch, head, token, k_doc, k_length,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As `_fetch`, of V with zeros where keys take no part; `cleaned` tiles before it were fetched so."""
-    stage = stage_of(n, STAGES)
-    mbarrier.wait(v_empty.index(stage), empty_phase(n, STAGES))
-    mbarrier.expect(v_landed, v_desc.block_type.nbytes)
-    tma_load(v_desc, [batch, head, token, 0], v_landed, v_smem.index(stage))
-    mbarrier.wait(v_landed, cleaned & 1)
-    _clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)
-    fence_async_shared()
-    mbarrier.arrive(v_full.index(stage), count=1)
-
-
-@gluon.jit
-def _token(full_list, full_count, part_list, n, tiles):
-    """The first token of tile n, 0 beyond the last one."""
-    if n < full_count:
-        block = full_list + n
+def packed(x, DTYPE: gl.constexpr, PACKED: gl.constexpr):
+    """fp32 [rows, columns] or, if PACKED, rounded to DTYPE, as int32 [rows, columns / 2]: 16-bit values that a loop
+    carries are packed anew in every iteration, an instruction for each pair."""
+    if not PACKED:
+        return x
     else:
-        block = part_list + (n - full_count)
-    return gl.load(block, mask=n < tiles, other=0) * BLOCK
+        even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+        if DTYPE == gl.bfloat16:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+            )
 
 
 @gluon.jit
-def _absent(k_doc, token, k_length, partial):
-    """Whether a key of a PARTIAL tile takes no part."""
-    keys = token + gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    return gl.min(gl.load(k_doc + keys, mask=(keys < k_length) & partial, other=0), 0) < 0
-
-
-@gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
-    full_list, full_count, part_list, part_count, batch, head, kv_head, first, k_doc, k_length,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    tma_load(q_desc, [batch, head, first, 0], q_full, q_smem.index(0))
-    tma_load(q_desc, [batch, head, first + HALF, 0], q_full, q_smem.index(1))
-    cleaned = 0
-    before = 0
-    tiles = full_count + part_count
-    token = _token(full_list, full_count, part_list, 0, tiles)
-    for n in range(tiles + 1):
-        after = _token(full_list, full_count, part_list, n + 1, tiles)
-        absent = _absent(k_doc, before, k_length, n > full_count)
-        if n < tiles:
-            _fetch(k_desc, k_smem, k_full, k_empty, n, batch, kv_head, token, STAGES)
-        if n > 0:
-            if absent:
-                _fetch_clean(
-                    v_desc, v_smem, v_full, v_empty, v_landed, n - 1, cleaned, batch, kv_head, before,
-                    k_doc, k_length, BLOCK_D, STAGES,
-                )  # fmt: skip
-                cleaned += 1
-            else:
-                _fetch(v_desc, v_smem, v_full, v_empty, n - 1, batch, kv_head, before, STAGES)
-        before = token
-        token = after
-
-
-@gluon.jit
-def packed(x, DTYPE: gl.constexpr):
-    """fp32 [rows, columns] rounded to DTYPE, as int32 [rows, columns / 2]: 16-bit values that a loop carries are packed
-    anew in every iteration, an instruction for each pair."""
-    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
-    if DTYPE == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def unpacked(x, DTYPE: gl.constexpr, PACKED: gl.constexpr, LAYOUT: gl.constexpr):
     """What `packed` made, in DTYPE and LAYOUT."""
-    if DTYPE == gl.bfloat16:
-        even, odd = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
+    if not PACKED:
+        return gl.convert_layout(x.to(DTYPE), LAYOUT)
     else:
-        even, odd = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
-    return gl.convert_layout(gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]]), LAYOUT)
+        if DTYPE == gl.bfloat16:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+            )
+        else:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+            )
+        return gl.convert_layout(gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]]), LAYOUT)
 
 
 @gluon.jit
@@ -247,22 +156,34 @@ def _seen(words, queries, keys, first_key, MAPPED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(n, q_tile, k_smem, k_full, turn, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _scores(
+    n, memory, barriers, CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Begins S of tile n."""
+    q_smem, k_smem, _, q_more, k_more, _ = memory
+    k_full, _, _, _, turn = barriers
     stage = stage_of(n, STAGES)
     mbarrier.wait(turn.index(CONSUMER), turn_phase(n, CONSUMER))
     mbarrier.wait(k_full.index(stage), full_phase(n, STAGES))
-    nothing = gl.full([HALF, BLOCK], 0.0, gl.float32, products(BLOCK))
+    s = gl.full([HALF, BLOCK], 0.0, gl.float32, products(BLOCK))
+    q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
     k_tile = k_smem.index(stage).reshape([BLOCK, BLOCK_D])
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    if REST:
+        q_tile = q_more.index(CONSUMER).reshape([HALF, REST])
+        k_tile = k_more.index(stage).reshape([BLOCK, REST])
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
-def _values(acc, decay, p, n, v_smem, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """Begins O = O * decay + P V of tile n, whose V is there."""
-    p16 = unpacked(p, v_smem.dtype, gl.DotOperandLayout(0, products(BLOCK_D), 2))
-    v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, BLOCK_D])
-    return warpgroup_mma(p16, v_tile, acc * decay[:, None], is_async=True)
+def _values(acc, decay, p, n, v_smem, COLUMNS: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+    """Begins O = O * decay + P V of tile n, whose V is there: (O, the operand P, which stays until O is complete)."""
+    layout: gl.constexpr = products(COLUMNS)
+    p16 = unpacked(p, v_smem.dtype, PACKED, gl.DotOperandLayout(0, layout, 2))
+    v_tile = v_smem.index(stage_of(n, STAGES)).reshape([BLOCK, COLUMNS])
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, layout))[:, None]
+    return warpgroup_mma(p16, v_tile, acc, is_async=True), p16
 
 
 @gluon.jit
@@ -291,36 +212,71 @@ def _softmax(
 
 
 @gluon.jit
+def _complete(acc, more, operand, REST: gl.constexpr):
+    """Waits for all products."""
+    if REST:
+        acc, more, operand = warpgroup_mma_wait(0, deps=[acc, more, operand])
+    else:
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    return acc, more
+
+
+@gluon.jit
+def _write(
+    acc, safe, out, slot_out, slot, first, out_at, q_length, local, COLUMN: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    """Columns of O from COLUMN on: [64, columns]."""
+    o_layout: gl.constexpr = products(acc.shape[1])
+    row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    acc = acc / gl.convert_layout(safe, row)[:, None]
+    local = gl.convert_layout(local, row)
+    columns = COLUMN + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, o_layout))
+    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
+    tile = local[:, None] * HEAD_DIM + columns[None, :]
+    if slot < 0:
+        written = written & (first + local[:, None] < q_length)
+        gl.store(out + (out_at + first) * HEAD_DIM + tile, acc.to(out.dtype.element_ty), mask=written)
+    else:
+        gl.store(slot_out + out_at * HEAD_DIM + tile, acc, mask=written)
+
+
+@gluon.jit
 def _step(
-    acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-    words, queries, keys, first_key, scale, softcap,
-    CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    acc, more, m, total, p, decay, n, memory, barriers, words, queries, keys, first_key, scale, softcap,
+    CONSUMER: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of tile n, O of tile n - 1: p and decay are that tile's, and what is returned are those of n."""
+    PACKED: gl.constexpr = packs(BLOCK_D + REST, MAPPED)
+    _, _, v_smem, _, _, v_more = memory
+    _, k_empty, v_full, v_empty, turn = barriers
     bits = 0
     if MASKED:
         bits = _seen(words, queries, keys, first_key, MAPPED)
-    s = _scores(n, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
-    acc = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, STAGES)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = _scores(n, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
+    acc, operand = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, PACKED, STAGES)
+    if REST:
+        more, operand = _values(more, decay, p, n - 1, v_more, REST, PACKED, STAGES)
+        s = warpgroup_mma_wait(2, deps=[s])
+    else:
+        s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
     mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)
     p_new, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, MASKED, SOFTCAP)
     mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc, more = _complete(acc, more, operand, REST)
     mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)
-    return acc, m, total, packed(p_new, v_smem.dtype), decay
+    return acc, more, m, total, packed(p_new, v_smem.dtype, PACKED), decay
 
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+    q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
     full_list, full_count, part_list, part_count, maps,
     out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
-    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """out_at: (b * heads + head) * q_length for a row's result, (slot * heads + head) * 128 for a partial one."""
@@ -328,6 +284,7 @@ def _consume(
     row: gl.constexpr = gl.SliceLayout(1, o_layout)
     masked_row: gl.constexpr = gl.SliceLayout(1, products(BLOCK if MAPPED else WORD))
     WORDS: gl.constexpr = map_words(BLOCK)
+    PACKED: gl.constexpr = packs(BLOCK_D + REST, MAPPED)
     mine = CONSUMER * HALF + gl.arange(0, HALF, layout=masked_row)
     words = maps + mine * WORDS
     queries = query_terms(q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, first + mine, q_length)
@@ -335,11 +292,16 @@ def _consume(
     m = gl.full([HALF], float("-inf"), gl.float32, row)
     total = gl.full([HALF], 0.0, gl.float32, row)
     acc = gl.full([HALF, BLOCK_D], 0.0, gl.float32, o_layout)
-    q_tile = q_smem.index(CONSUMER).reshape([HALF, BLOCK_D])
+    if REST:
+        more = gl.full([HALF, REST], 0.0, gl.float32, products(REST))
+    else:
+        more = 0.0
+    memory = (q_smem, k_smem, v_smem, q_more, k_more, v_more)
+    barriers = (k_full, k_empty, v_full, v_empty, turn)
     mbarrier.wait(q_full, 0)
     tiles = full_count + part_count
     if tiles > 0:
-        s = _scores(0, q_tile, k_smem, k_full, turn, CONSUMER, BLOCK_D, STAGES)
+        s = _scores(0, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
         mbarrier.arrive(k_empty.index(0), count=1)
@@ -347,13 +309,12 @@ def _consume(
         if full_count == 0:
             bits = _seen(words, queries, keys, gl.load(part_list) * BLOCK, MAPPED)
         p, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, True, SOFTCAP)
-        p = packed(p, v_smem.dtype)
+        p = packed(p, v_smem.dtype, PACKED)
         mbarrier.wait(v_full.index(0), 0)
         for n in range(1, full_count):
-            acc, m, total, p, decay = _step(
-                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                words, queries, keys, 0, scale, softcap,
-                CONSUMER, BLOCK_D, STAGES, False, MAPPED, SOFTCAP,
+            acc, more, m, total, p, decay = _step(
+                acc, more, m, total, p, decay, n, memory, barriers, words, queries, keys, 0, scale, softcap,
+                CONSUMER, BLOCK_D, REST, STAGES, False, MAPPED, SOFTCAP,
             )  # fmt: skip
         for n in range(gl.maximum(full_count, 1), tiles):
             i = n - full_count
@@ -361,42 +322,41 @@ def _consume(
                 first_key = 0
             else:
                 first_key = gl.load(part_list + i) * BLOCK
-            acc, m, total, p, decay = _step(
-                acc, m, total, p, decay, n, q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+            acc, more, m, total, p, decay = _step(
+                acc, more, m, total, p, decay, n, memory, barriers,
                 words + i * ((BLOCK + 1) * WORDS), queries, keys, first_key, scale, softcap,
-                CONSUMER, BLOCK_D, STAGES, True, MAPPED, SOFTCAP,
+                CONSUMER, BLOCK_D, REST, STAGES, True, MAPPED, SOFTCAP,
             )  # fmt: skip
-        acc = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, STAGES)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        acc, operand = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, PACKED, STAGES)
+        if REST:
+            more, operand = _values(more, decay, p, tiles - 1, v_more, REST, PACKED, STAGES)
+        acc, more = _complete(acc, more, operand, REST)
 
     safe = gl.where(total == 0.0, 1.0, total)
     lse2 = gl.where(total == 0.0, float("-inf"), m + gl.log2(safe))
-    acc = acc / safe[:, None]
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=row)
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
-    written = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
-    tile = local[:, None] * HEAD_DIM + columns[None, :]
     if slot < 0:
         gl.store(lse + out_at + first + local, lse2 * LN2, mask=first + local < q_length)
-        written = written & (first + local[:, None] < q_length)
-        gl.store(out + (out_at + first) * HEAD_DIM + tile, acc.to(out.dtype.element_ty), mask=written)
     else:
         gl.store(slot_lse + out_at + local, lse2)
-        gl.store(slot_out + out_at * HEAD_DIM + tile, acc, mask=written)
+    _write(acc, safe, out, slot_out, slot, first, out_at, q_length, local, 0, HEAD_DIM)
+    if REST:
+        _write(more, safe, out, slot_out, slot, first, out_at, q_length, local, BLOCK_D, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def gluon_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, slot_out, slot_lse,
+    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out, lse, slot_out, slot_lse,
     full_ptr, full_idx, part_ptr, part_idx, part_map,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     MAPPED: gl.constexpr, SOFTCAP: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q [B, Hq, Tq, D] in boxes of 64 rows, k and v [B, Hkv, Tk, D] in boxes of 128, padded to BLOCK_D.
+    """Descriptors: q [B, Hq, Tq, D] in boxes of 64 rows, k and v [B, Hkv, Tk, D] in boxes of 128, of BLOCK_D columns
+    and (rest, None if REST is 0) of REST columns, which begin at BLOCK_D.
 
     Launched with 4 warps, which are consumer 0; consumer 1 and the producer are the workers.
     """
@@ -428,6 +388,13 @@ def gluon_forward_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    if REST:
+        q_more = gl.allocate_shared_memory(q_rest.dtype, [2] + q_rest.block_type.shape, q_rest.layout)
+        k_more = gl.allocate_shared_memory(k_rest.dtype, [STAGES] + k_rest.block_type.shape, k_rest.layout)
+        v_more = gl.allocate_shared_memory(v_rest.dtype, [STAGES] + v_rest.block_type.shape, v_rest.layout)
+    else:
+        q_rest, k_rest, v_rest = q_desc, k_desc, v_desc
+        q_more, k_more, v_more = q_smem, k_smem, v_smem
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -435,7 +402,7 @@ def gluon_forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_full, count=2)
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
     for stage in gl.static_range(STAGES):
@@ -450,25 +417,26 @@ def gluon_forward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+                q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(0), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
+                gl.constexpr(0), HEAD_DIM, BLOCK_D, REST, STAGES, MAPPED, SOFTCAP,
             )),
             (_consume, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn,
+                q_smem, k_smem, v_smem, q_more, k_more, v_more, q_full, k_full, k_empty, v_full, v_empty, turn,
                 full_list, full_count, part_list, part_count, maps,
                 out, lse, slot_out, slot_lse, slot, first, qm, km, out_at,
                 q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
                 q_length, k_length, sinks, scale, softcap,
-                gl.constexpr(1), HEAD_DIM, BLOCK_D, STAGES, MAPPED, SOFTCAP,
+                gl.constexpr(1), HEAD_DIM, BLOCK_D, REST, STAGES, MAPPED, SOFTCAP,
             )),
-            (_produce, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, v_landed,
+            (produce, (
+                q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, q_smem, k_smem, v_smem, q_more, k_more, v_more,
+                q_full, k_full, k_empty, v_full, v_empty, v_landed,
                 full_list, full_count, part_list, part_count, batch, head, head // group, first,
-                k_doc + km, k_length, BLOCK_D, STAGES,
+                k_doc + km, k_length, BLOCK_D, REST, STAGES,
             )),
         ],
         [4, 1],

@@ -13,10 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import merge_kernel
-from .bitfield_gluon_forward import BLOCK, CONSUMER_REGISTERS, HALF, PRODUCER_REGISTERS, gluon_forward_kernel
+from .bitfield_gluon_forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gluon_forward_kernel
+from .bitfield_gluon_producer import BLOCK, HALF
 from .bitfield_launch import Call, aggregate_call, block_count, query_lists, size_arguments, slot_count, token_arguments
 
-STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by padded head dimension: 128 KiB of shared memory beside Q
+STAGES = {64: 4, 80: 4, 96: 3, 128: 2}  # K and V tiles in flight, by padded head dimension: at most 160 KiB beside Q
 MAX_HEAD_DIM = max(STAGES)
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -26,7 +27,11 @@ def gluon_forward_calls(
 ) -> list[Call]:
     """As forward_calls, on sm_90: 16-bit tensors that `loadable` passes, one head_dim up to 128, blocks of 128."""
     heads, head_dim = q.shape[1], q.shape[3]
-    padded = 64 if head_dim <= 64 else 128
+    padded = next(columns for columns in STAGES if head_dim <= columns)
+    main = 128 if padded == 128 else 64  # boxes have 2^n columns: 80 are 64 and 16
+    sides = ((q, HALF.value), (k, BLOCK.value), (v, BLOCK.value))
+    q_desc, k_desc, v_desc = (_descriptor(x, rows, main) for x, rows in sides)
+    q_rest, k_rest, v_rest = (_descriptor(x, rows, padded - main) if padded > main else None for x, rows in sides)
     slots = slot_count(plan.slot_row)
     slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
@@ -35,11 +40,11 @@ def gluon_forward_calls(
             gluon_forward_kernel,
             plan.work_row.numel() * heads,
             dict(
-                q_desc=_descriptor(q, HALF.value, padded), k_desc=_descriptor(k, BLOCK.value, padded),
-                v_desc=_descriptor(v, BLOCK.value, padded), out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
+                q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, q_rest=q_rest, k_rest=k_rest, v_rest=v_rest,
+                out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
                 **query_lists(plan), **token_arguments(plan), **size_arguments(q, k, plan),
                 q_blocks=block_count(plan.q_bits, plan.block), scale=scale, softcap=softcap or 0.0,
-                HEAD_DIM=head_dim, BLOCK_D=padded, STAGES=STAGES[padded],
+                HEAD_DIM=head_dim, BLOCK_D=main, REST=padded - main, STAGES=STAGES[padded],
                 SOFTCAP=softcap is not None,
                 PRODUCER_REGISTERS=PRODUCER_REGISTERS, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
             ),
@@ -65,8 +70,8 @@ def loadable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(x: Tensor, rows: int, padded: int) -> Any:
-    box = [1, 1, rows, padded]
+def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    box = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
     strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape)]  # any will do
     return TensorDescriptor(x, list(x.shape), [*strides, 1], box, layout)

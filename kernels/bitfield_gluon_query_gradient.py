@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .bitfield_common import LOG2E, line_bits, map_words, where_bits
 from .bitfield_gluon_backward import clean_held, clean_streamed, work, write
-from .bitfield_gluon_forward import BLOCK, HALF, empty_phase, full_phase, stage_of
+from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, stage_of
 from .gluon_compat import tma_load
 
 

@@ -155,6 +155,7 @@ class Machine:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.slow = self.random.choice(["load", "product", 0, 1, 2])  # it hardly gets a turn
         self.loads: list[Callable[[], None]] = []
         self.products: dict[int, list[Callable[[], None]]] = {}  # by partition
         self.failure: BaseException | None = None
@@ -175,11 +176,13 @@ class Machine:
         """Something under way happens, or a partition goes on."""
         try:
             while self.ready and not self.failure:
-                happens = [*self.loads, *(queue[0] for queue in self.products.values() if queue)]
-                partitions = [partition for partition, ready in self.ready.items() if ready()]
-                if not happens and not partitions:
+                can = [("load", load) for load in self.loads]
+                can += [("product", queue[0]) for queue in self.products.values() if queue]
+                can += [(partition, partition) for partition, ready in self.ready.items() if ready()]
+                if not can:
                     raise Broken("nobody can go on")
-                chosen = self.random.choice([*happens, *partitions])
+                quick = [each for each in can if each[0] != self.slow or self.random.random() < 0.02]
+                _, chosen = self.random.choice(quick or can)
                 if isinstance(chosen, int):
                     del self.ready[chosen]
                     self.turns[chosen].release()
@@ -250,14 +253,15 @@ class Machine:
         self.loads.append(happens)
 
     def warpgroup_mma(
-        self, a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+        self, a: Any, b: Shared, acc: Tensor | Accumulator, use_acc: bool = True, is_async: bool = False
     ) -> Accumulator:
         def happens() -> None:
             left = a.load() if isinstance(a, Shared) else a
             product = left.float() @ b.load().float()
-            result.value = product + acc if use_acc else product
+            before = acc.value if isinstance(acc, Accumulator) else acc  # products are in order
+            result.value = product + before if use_acc else product
 
-        assert is_async and isinstance(acc, Tensor)
+        assert is_async
         result = Accumulator()
         self.products[self.me.partition].append(happens)
         return result
@@ -402,6 +406,8 @@ def launching(seed: int = 0, **others: str) -> Iterator[list[str]]:
 
 def _argument(parameter: Any, arguments: dict[str, Any]) -> Any:
     value = arguments[parameter.name]
+    if value is None:
+        return None
     if hasattr(value, "block_shape"):
         return Descriptor(value)
     if isinstance(value, Tensor):

@@ -15,6 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from interlace.attention import AttentionPlan, reference
 from interlace.attention.backend import Attention
 from interlace.kernels import bitfield_gluon_forward as kernel
+from interlace.kernels import bitfield_gluon_producer as producer
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.masks import BitfieldMask, visible, word
 from tests.attention import cases
@@ -73,6 +74,9 @@ def test_masks(name, mapped):
     [
         dict(dim=128),
         dict(dim=72),
+        dict(dim=80, mapped=False),
+        dict(dim=96, dtype=torch.float16, cap=1, heads=(2, 2)),
+        dict(dim=104),
         dict(dim=8, dtype=torch.float16),
         dict(dim=128, dtype=torch.float16, softcap=3.0),
         dict(dim=128, mapped=False, softcap=3.0),
@@ -88,7 +92,7 @@ def test_variants(options):
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 127, 128, 129, 256, 300, 385])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 def test_lengths(length, dim):
     """Of keys; every query sees the first ones, so that rows begin with FULL blocks."""
     mask = BitfieldMask.causal(1, 400)
@@ -103,7 +107,7 @@ def test_random_masks(masks, cap, mapped, seed):
 
 def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
     """A function of the kernel with some of its text replaced."""
-    source = inspect.getsource(getattr(kernel, name).fn)
+    source = inspect.getsource(getattr(kernel, name, getattr(producer, name, None)).fn)
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
@@ -112,27 +116,33 @@ def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
 
 GIVE_K = "mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)"
 GIVE_V = "mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)"
-WAIT_FOR_S = "s = warpgroup_mma_wait(1, deps=[s])"
-WAIT_FOR_O = "acc, p = warpgroup_mma_wait(0, deps=[acc, p])"
+WAIT_FOR_S = "s = warpgroup_mma_wait(2, deps=[s])"
+WAIT_FOR_O = "acc, more = _complete(acc, more, operand, REST)"
 WAIT_FOR_V = "mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))"
 CLEAN = "_clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)"
+CLEAN_REST = "_clean(rest_smem, stage, k_doc + token, k_length - token, REST, STAGES)"
 LANDED = "mbarrier.wait(v_landed, cleaned & 1)"
 MISTAKES = {
     "K handed back early": edited("_step", (GIVE_K, "0"), (WAIT_FOR_S, f"{GIVE_K}; {WAIT_FOR_S}")),
     "V handed back early": edited("_step", (GIVE_V, "0"), (WAIT_FOR_O, f"{GIVE_V}; {WAIT_FOR_O}")),
     "K never handed back": edited("_step", (GIVE_K, "0")),
-    "S not waited for": edited("_step", (WAIT_FOR_S, WAIT_FOR_S.replace("1", "2"))),
-    "O not waited for": edited("_step", (WAIT_FOR_O, WAIT_FOR_O.replace("0", "1"))),
+    "S not waited for": edited("_step", (WAIT_FOR_S, WAIT_FOR_S.replace("2", "3"))),
+    "O not waited for": edited("_complete", ("(0, deps=[acc, more,", "(1, deps=[acc, more,")),
     "V not waited for": edited("_step", (WAIT_FOR_V, "0")),
     "V cleaned before it is there": edited("_fetch_clean", (LANDED, "0")),
     "V not cleaned": edited("_fetch_clean", (CLEAN, "0")),
+    "the rest of V not cleaned": edited("_fetch_clean", (CLEAN_REST, "0")),
+    "the rest of S left out": edited("_scores", ("if REST:", "if 0:")),
+    "the rest of O of the wrong columns": edited(
+        "_consume", ("q_length, local, BLOCK_D, HEAD_DIM", "q_length, local, 0, HEAD_DIM")
+    ),
     "no key is absent": edited("_absent", (" < 0", " < -1")),
     "phases of full barriers": edited("full_phase", ("& 1", "& 0")),
     "phases of empty barriers": edited("empty_phase", ("^ 1", "^ 0")),
     "empty barriers not waited for": edited("empty_phase", ("((n // STAGES) & 1) ^ 1", "1")),
     "one stage for all": edited("stage_of", ("n % STAGES", "0")),
     "both consumers wait for a turn": edited("turn_phase", ("(1 - CONSUMER)", "0")),
-    "decay of the wrong tile": edited("_values", ("acc * decay[:, None]", "acc")),
+    "decay of the wrong tile": edited("_values", ("acc = acc *", "0 *")),
     "bitmaps of the wrong tile": edited("_consume", ("words + i *", "words + (i - 1) *")),
 }
 
@@ -142,7 +152,7 @@ def crowded() -> Attention:
     tokens = documents(1, (1, 100), (0, 284), (-1, 20), (0, 108), (-1, 28), (0, 100))
     plan = with_maps(AttentionPlan.build(tokens.select(slice(256, 384)), tokens))
     assert (plan.full_q_ptr.tolist(), plan.part_q_ptr.tolist()) == ([0, 2], [0, 3])
-    q, k, v = (x.detach() for x in cases.tensors(tokens, None, 1, 1, 128, torch.bfloat16))
+    q, k, v = (x.detach() for x in cases.tensors(tokens, None, 1, 1, 96, torch.bfloat16))
     v.masked_fill_((plan.k_doc < 0)[:, None, :, None], torch.nan)
     return Attention(q[:, :, 256:384].contiguous(), k, v, plan, 0.2, None)
 

@@ -15,11 +15,12 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from interlace.kernels import bitfield_gluon_forward as kernel
+from interlace.kernels import bitfield_gluon_producer as producer
+from interlace.kernels.bitfield_gluon_forward import turn_phase as turn_phase_
 from interlace.kernels.bitfield_gluon_launch import STAGES
 
-stage_of, full_phase, empty_phase = kernel.stage_of.fn, kernel.full_phase.fn, kernel.empty_phase.fn
-turn_phase = kernel.turn_phase.fn
+stage_of, full_phase, empty_phase = producer.stage_of.fn, producer.full_phase.fn, producer.empty_phase.fn
+turn_phase = turn_phase_.fn
 CONSUMERS = 2
 
 
@@ -74,7 +75,7 @@ class Pipeline:
             **{f"{x}_full": [Barrier(1) for _ in range(self.stages)] for x in "kv"},
             **{f"{x}_empty": [Barrier(self.empty_count) for _ in range(self.stages)] for x in "kv"},
         }
-        self.q_full = Barrier(1)
+        self.q_full = Barrier(2)
         self.v_landed = Barrier(1)
         self.turn = [Barrier(1) for _ in range(CONSUMERS)]
         self.buffers: dict[str, list[object]] = {x: [None] * self.stages for x in "kv"}
@@ -95,9 +96,9 @@ class Pipeline:
         self.buffers[x][stage] = (n, clean)
 
     def produce(self, start: Callable[[Iterator[Step]], None]) -> Iterator[Step]:
-        """`_produce`, `_fetch` and `_fetch_clean`."""
-        self.q_full.arrive(copies=2)
+        """`produce`, `_fetch` and `_fetch_clean`; a copy stands for both parts of a tile."""
         for _ in range(2):
+            self.q_full.arrive(copies=1)
             start(self.copy_q())
         cleaned = 0
         for n in range(self.tiles + 1):
