@@ -83,6 +83,14 @@ def test_verdicts_are_of_one_version(tmp_path, monkeypatch):
         assert _self_check.verdicts(torch.device("cpu")) == []
 
 
+def test_a_kernel_that_hangs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_self_check, "LONGEST", 0.01)
+    monkeypatch.setattr(_self_check._device, "done", lambda device: lambda: False)
+    with checking(tmp_path), pytest.raises(RuntimeError, match='Gluon forward did not finish .*backend="triton"'):
+        _self_check.checked(gluon, "forward", job(), named=False)
+    assert list(tmp_path.rglob("*.json")) == []
+
+
 def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(triton, "forward", wrong)
     with checking(tmp_path) as lines:

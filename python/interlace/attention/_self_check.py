@@ -6,7 +6,7 @@ multiple of a block, query heads that share a key head. The expected values are 
 that is built there, so the GPU's planner is checked too. Verdicts are cached on disk per card, driver, versions and
 kernel sources; a kernel that failed is tried again by the next process.
 
-A kernel that differs raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. The
+A kernel that differs, or does not finish within a minute, raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. The
 case runs on the current stream and draws from a generator of its own. No check is made while a CUDA graph is captured:
 it would wait for the GPU. INTERLACE_SELF_CHECK=0 in the environment turns all checks off.
 """
@@ -21,6 +21,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from interlace import _device
 from interlace._cache import cache_folder
 from interlace.attention import gluon, reference, triton
 from interlace.attention.backend import Attention
@@ -45,6 +47,7 @@ DEVICES = {"cuda"}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "atomic_backward": "backward with atomics"}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SOFTCAP = 2.0
+LONGEST = 60.0  # seconds until a kernel counts as hung: its case takes milliseconds
 
 _settled: dict[tuple[Any, ...], ModuleType] = {}
 _lock = threading.RLock()
@@ -165,15 +168,33 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
         ours, dout_there = _case(kind, job, device)
         out, lse = reference.forward(exact)
         if kind.direction == "forward":
-            results = zip(("out", "lse"), backend.forward(ours), (out, lse))
+            given, names, right = backend.forward(ours), ("out", "lse"), (out, lse)
         else:
             out = out.to(kind.dtype)
-            wanted = reference.backward(exact, out, lse, dout.double(), None, False)
-            given = (out.to(device), lse.float().to(device), dout_there, None, False)
-            results = zip(("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given), wanted)
-        errors = [(name, _error(got, right), _allowed(name, kind)) for name, got, right in results]
+            right = reference.backward(exact, out, lse, dout.double(), None, False)
+            there = (out.to(device), lse.float().to(device), dout_there, None, False)
+            given, names = getattr(backend, kind.direction)(ours, *there), ("dq", "dk", "dv")
+        _await(kind, device)
+        results = zip(names, given, right)
+        errors = [(name, _error(got, wanted), _allowed(name, kind)) for name, got, wanted in results]
     name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
     return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
+
+
+def _await(kind: Kind, device: torch.device) -> None:
+    """Raises RuntimeError for a kernel that hangs. A GPU cannot be used after one, so nothing replaces it.
+
+    Work queued earlier is no part of the wait: making the case's plan has waited for it.
+    """
+    done, deadline = _device.done(device), time.monotonic() + LONGEST
+    while not done():
+        if time.monotonic() > deadline:
+            other = '"triton"' if kind.language == "gluon" else '"reference"'
+            raise RuntimeError(
+                f"attention kernel {kind.kernel} did not finish within {LONGEST:g} s on {card(device)} ({kind.shape}). "
+                f"Start again with backend={other}, and run `bash bench/gpu.sh first` and report what it prints"
+            )
+        time.sleep(1e-4)
 
 
 def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, Tensor]:
