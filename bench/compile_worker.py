@@ -22,6 +22,7 @@ from bench.machine_code import hot_loops
 from interlace.attention import AttentionPlan
 from interlace.attention._warm_up import plan_calls
 from interlace.kernels.ahead_of_time import compile_call, machine_code, resources
+from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
 from interlace.kernels.ranks import copy_call, reduce_ranks_call
@@ -33,7 +34,7 @@ LENGTH = 512  # of queries and of keys, in blocks of 128
 class Configuration(NamedTuple):
     """What kernels are specialised for.
 
-    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists and
+    part: "attention" (forward, both backwards, aggregation), "gluon" (those for Hopper), "plan" (block lists and
     bitmaps: no head dimension, no dtype), or "ranks" (collectives: no head dimension).
     variant: "plain", "capped" (there is a softcap) or "computed" (of a plan without bitmaps). value_dim: head dimension
     of v where it is another than that of q and k.
@@ -68,7 +69,10 @@ def calls(configuration: Configuration) -> list[Call]:
     q, k, v = tensor(8, LENGTH, head_dim), tensor(2, LENGTH, head_dim), tensor(2, LENGTH, values)
     out, lse = tensor(8, LENGTH, values), torch.empty(1, 8, LENGTH, device="meta")
     if part == "gluon":
-        return gluon_forward_calls(q, k, v, plan, out, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
+        found = gluon_forward_calls(q, k, v, plan, out, lse, 0.1, softcap)
+        if variant == "plain":
+            found += gluon_backward_calls(out, lse, q, k, v, out, lse, plan, q, k, v, 0.1)
+        return [call for call in found if call.kernel.is_gluon()]  # the others are those of "attention"
     result = forward_calls(q, k, v, plan, out, lse, 0.1, softcap, architecture)
     for fused in (False, True) if can_fuse(q, v, architecture) else (False,):
         dq = q.float() if fused else q
@@ -84,7 +88,9 @@ def tile_of(call: Call) -> dict[str, int]:
     a = call.arguments
     if "q_desc" in a:
         queries, keys = a["q_desc"].block_shape[2], a["k_desc"].block_shape[2]
-        columns = a["BLOCK_D"] + a["REST"]
+        if call.name == "gluon_query_gradient_kernel":  # an iteration takes both halves of a block of keys
+            keys *= 2
+        columns = a["BLOCK_D"] + a.get("REST", 0)
         return dict(m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=columns, value_dim=columns)
     shape = dict(m=a["BLOCK_M"], n=a["BLOCK_N"], warps=call.warps, stages=call.stages)
     return dict(shape, head_dim=a["BLOCK_D"], value_dim=a["BLOCK_V"])
@@ -95,7 +101,7 @@ def answer(configuration: Configuration) -> dict[str, dict[str, Any]]:
     report: dict[str, dict[str, Any]] = {}
     for call in calls(configuration):
         name = call.name
-        attends = "SOFTCAP" in call.arguments
+        attends = "scale" in call.arguments
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
         if name in ("documents_kernel", "map_kernel"):

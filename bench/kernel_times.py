@@ -38,7 +38,13 @@ CASES = (
     "full:32768:128", "causal:8192:128", "cornstarch_mp:32768:128", "causal:32768:128", "gemma3_images:8192:256",
     "causal:16384:64",
 )  # fmt: skip
-PRODUCTS = {FORWARD: 2, "gluon": 2, QUERY_GRADIENT: 3, KEY_GRADIENT: 4, FUSED_GRADIENT: 5}
+GLUON_QUERY_GRADIENT, GLUON_KEY_GRADIENT = f"gluon_{QUERY_GRADIENT}", f"gluon_{KEY_GRADIENT}"
+PRODUCTS = {
+    FORWARD: 2, "gluon": 2, QUERY_GRADIENT: 3, GLUON_QUERY_GRADIENT: 3, KEY_GRADIENT: 4, GLUON_KEY_GRADIENT: 4,
+    FUSED_GRADIENT: 5,
+}  # fmt: skip
+LIKE = {"gluon": FORWARD, GLUON_QUERY_GRADIENT: QUERY_GRADIENT, GLUON_KEY_GRADIENT: KEY_GRADIENT}
+"""Kernels in Gluon: the one in Triton that computes the same."""
 # Tiles to try beside the one that ships, by kernel and head dimension.
 TILES: dict[str, dict[int, list[Tile]]] = {
     FORWARD: {
@@ -106,32 +112,38 @@ class Case:
             fused = kernel == FUSED_GRADIENT
             dq = torch.zeros_like(q, dtype=torch.float32) if fused else torch.empty_like(q)
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            calls = launch.backward_calls(
-                dout, None, q, k, v, self.out, self.lse, plan, dq, dk, dv, self.scale, None, architecture, fused=fused
-            )
-        return calls, {QUERY_GRADIENT: [dq], KEY_GRADIENT: [dk, dv]}.get(kernel, [dq, dk, dv])
+            given = (dout, None, q, k, v, self.out, self.lse, plan, dq, dk, dv, self.scale)
+            if kernel in LIKE:
+                from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
+
+                calls = gluon_backward_calls(*given)
+            else:
+                calls = launch.backward_calls(*given, None, architecture, fused=fused)
+        results = {QUERY_GRADIENT: [dq], KEY_GRADIENT: [dk, dv], FUSED_GRADIENT: [dq, dk, dv]}
+        return calls, results[LIKE.get(kernel, kernel)]
 
     def arms(self, ships: bool = False) -> Iterator[tuple[str, str, Tile | None, Any]]:
         """(kernel, what is special about it, tile, plan), what ships first. ships: without other tiles."""
-        for kernel in (FORWARD, "gluon", QUERY_GRADIENT, KEY_GRADIENT, FUSED_GRADIENT):
+        for kernel in PRODUCTS:
             fused = kernel == FUSED_GRADIENT
-            if (self.dim > 128 and (fused or kernel == "gluon")) or (fused and ships):
+            if (self.dim > 128 and (fused or kernel in LIKE)) or (fused and ships):
                 continue
             if not fused:  # which has no tile on Hopper
                 yield kernel, "ships", None, self.plan
             if not self.has_partial and not fused:
                 yield kernel, "as PARTIAL", None, self.all_partial
-                yield kernel, "as PARTIAL, computed", None, self.all_computed
+                if kernel not in (GLUON_QUERY_GRADIENT, GLUON_KEY_GRADIENT):  # which read bitmaps
+                    yield kernel, "as PARTIAL, computed", None, self.all_computed
             for tile in TILES.get(kernel, {}).get(self.dim, []) if not ships else ():
                 yield kernel, "x".join(map(str, tile)), tile, self.plan
 
 
-NAMES = {FORWARD: "forward_kernel", "gluon": "gluon_forward_kernel", QUERY_GRADIENT: "query_gradient_kernel"}
+NAMES = {"gluon": "gluon_forward_kernel", FUSED_GRADIENT: "key_gradient_kernel"}
 
 
 def launches(kernel: str, calls: list[launch.Call]) -> list[launch.Call]:
     """The launches that are timed; those before (delta) and after them (sums of split rows) only run."""
-    return [call for call in calls if call.kernel.__name__ == NAMES.get(kernel, "key_gradient_kernel")]
+    return [call for call in calls if call.kernel.__name__ == NAMES.get(kernel, f"{kernel}_kernel")]
 
 
 def time_arm(case: Case, kernel: str, tile: Tile | None, plan: Any, clock: Clock, repeats: int) -> dict[str, Any]:
@@ -227,7 +239,7 @@ def measure(text: str, at: torch.device, clock: Clock, flex: bool, repeats: int,
             results = row.pop("results")
             if kernel == FORWARD and label == "ships":
                 case.out, case.lse = results
-            like = FORWARD if kernel == "gluon" else kernel
+            like = LIKE.get(kernel, kernel)
             wanted = shipped.setdefault(like, results)
             row["difference"] = difference(results[:1], wanted[:1]) if like == FORWARD else difference(results, wanted)
             row["tflops"] = PRODUCTS[kernel] * 2 * pairs * HEADS * case.dim / row["ms"] / 1e9
@@ -238,7 +250,7 @@ def measure(text: str, at: torch.device, clock: Clock, flex: bool, repeats: int,
             row.get("failed") or f"{row['ms']:9.3f} ms {row['tflops']:6.0f} TFLOP/s  differs by {row['difference']:.1e}"
         )
         print(
-            f"{text:26} {kernel:15} {label:12} {said}  {row.get('n_regs')} registers, {row.get('n_spills')} spilled",
+            f"{text:26} {kernel:20} {label:12} {said}  {row.get('n_regs')} registers, {row.get('n_spills')} spilled",
             flush=True,
         )
     record["peers"] = peers(case, clock, flex, repeats)

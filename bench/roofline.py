@@ -18,6 +18,8 @@ NAMES = {
     "forward_kernel": "forward, Triton",
     "gluon_forward_kernel": "forward, Gluon",
     "query_gradient_kernel": "dQ",
+    "gluon_query_gradient_kernel": "dQ, Gluon",
+    "gluon_key_gradient_kernel": "dK/dV, Gluon",
     "key_gradient_kernel": "dK/dV",
     "key_gradient_kernel of keys": "dK",
     "key_gradient_kernel of values": "dV",
@@ -25,6 +27,8 @@ NAMES = {
 ARMS = {  # names in bench.kernel_times
     "forward_kernel": "forward",
     "gluon_forward_kernel": "gluon",
+    "gluon_query_gradient_kernel": "gluon_query_gradient",
+    "gluon_key_gradient_kernel": "gluon_key_gradient",
     "query_gradient_kernel": "query_gradient",
     "key_gradient_kernel": "key_gradient",
 }

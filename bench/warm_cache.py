@@ -7,7 +7,7 @@ a launch on the GPU looks. They hold where Triton is the same file by file and p
 fills for one of two backends:
 
     triton    `bench.kernel_times`, and the tests that name this backend
-    gluon     what leaves the choice to the op, and the layout of HuggingFace's models
+    gluon     what leaves the choice to the op or names Gluon, and the layout of HuggingFace's models
 
 Tests are those of tests/gpu/test_attention.py in bf16. They run on the CPU at the sizes that they have on a GPU, and
 every call of the CPU backend is repeated on meta tensors with the backend that Hopper would take.
@@ -102,8 +102,11 @@ def launch_forward(job: Attention) -> None:
 
 
 def launch_backward(job: Attention, *others: Any) -> None:
-    if backend_of(job) is not None:
-        given = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in others]
+    backend = backend_of(job)
+    given = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in others]
+    if backend is gluon:
+        gluon.backward(on_meta(job), *given)
+    if backend is triton_backend or not gluon.BACKWARD_IS_CHOSEN:
         triton_backend.backward(on_meta(job), *given)
 
 

@@ -62,7 +62,7 @@ def _clean(v_smem, stage, k_doc, keys, COLUMNS: gl.constexpr, STAGES: gl.constex
     ATOMS: gl.constexpr = BLOCK // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     atoms = reinterpret(
-        v_smem, [STAGES * PANELS * ATOMS, 8, WIDTH],
+        v_smem, v_smem.dtype, [STAGES * PANELS * ATOMS, 8, WIDTH],
         gl.NVMMASharedLayout(swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2),
     )  # fmt: skip
     for i in range(PANELS * ATOMS):

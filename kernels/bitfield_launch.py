@@ -166,36 +166,36 @@ def backward_calls(
 
     fused (if can_fuse): one kernel for the three gradients, which adds to dq by atomics; dq must be fp32 and zero.
     """
-    heads = q.shape[1]
     dims = _dims(q, v, architecture)
-    padded = block_count(plan.q_bits, plan.block) * plan.block
-    delta, lse2 = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
+    delta, lse2, first = delta_call(dout, dlse, q, v, out, lse, plan, architecture)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
         q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta, **token_arguments(plan), **strides,
-        scale=scale, softcap=softcap or 0.0, **dims, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
-        **_arithmetic(q),
+        **size_arguments(q, k, plan), scale=scale, softcap=softcap or 0.0, **dims, BLOCK=plan.block, ALIGN=align,
+        SOFTCAP=softcap is not None, **_arithmetic(q),
     )  # fmt: skip
-    calls = [
-        Call(
-            delta_kernel,
-            q.shape[0] * heads * -(-padded // DELTA_ROWS),
-            dict(
-                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, q_doc=plan.q_doc,
-                delta=delta, lse2=lse2,
-                **{name: value for name, value in strides.items() if name.startswith("dout")},
-                heads=heads, length=q.shape[2], padded=padded, VALUE_DIM=dims["VALUE_DIM"], BLOCK_V=dims["BLOCK_V"],
-                BLOCK_M=DELTA_ROWS, ALIGN=align, HAS_DLSE=dlse is not None,
-            ),
-            DELTA_WARPS,
-            1,
-        )
-    ]  # fmt: skip
-
-    shared.update(size_arguments(q, k, plan))
+    calls = [first]
     if not fused:
         calls += _query_gradient_calls(q, plan, dq, shared, architecture)
     return calls + _key_gradient_calls(q, k, v, plan, dq, dk, dv, shared, architecture, fused)
+
+
+def delta_call(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Any, architecture: int
+) -> tuple[Tensor, Tensor, Call]:
+    """(delta, lse2, the launch that fills them): [B, Hq, padded], the number of queries rounded up to whole blocks."""
+    padded = block_count(plan.q_bits, plan.block) * plan.block
+    delta, lse2 = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
+    dims = _dims(q, v, architecture)
+    strides, align = _strides(dout=dout)
+    arguments = dict(
+        out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, q_doc=plan.q_doc, delta=delta, lse2=lse2,
+        **strides, heads=q.shape[1], length=q.shape[2], padded=padded,
+        VALUE_DIM=dims["VALUE_DIM"], BLOCK_V=dims["BLOCK_V"], BLOCK_M=DELTA_ROWS, ALIGN=align,
+        HAS_DLSE=dlse is not None,
+    )  # fmt: skip
+    programs = q.shape[0] * q.shape[1] * -(-padded // DELTA_ROWS)
+    return delta, lse2, Call(delta_kernel, programs, arguments, DELTA_WARPS, 1)
 
 
 def _query_gradient_calls(q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int) -> list[Call]:
@@ -241,7 +241,7 @@ def _key_gradient_calls(
     slots = slot_count(plan.slot_k_row)
     slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))
     arguments = dict(
-        shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
+        shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **key_lists(plan), heads=kv_heads,
         k_blocks=block_count(plan.k_bits, plan.block), BLOCK_M=tile.m, BLOCK_N=tile.n, FUSED=fused,
     )  # fmt: skip
     programs = plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads
@@ -292,7 +292,7 @@ def query_lists(plan: Any) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _key_lists(plan: Any) -> dict[str, Any]:
+def key_lists(plan: Any) -> dict[str, Any]:
     return dict(
         full_ptr=plan.full_k_ptr, full_idx=plan.full_k_idx, part_ptr=plan.part_k_ptr, part_idx=plan.part_k_idx,
         part_map=plan.part_k_map, MAPPED=plan.part_k_map.shape[0] > 0,

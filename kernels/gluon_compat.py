@@ -19,9 +19,9 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 
 
 @gluon.jit
-def reinterpret(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory in another shape and layout, of the same type."""
+def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The bytes of shared memory as another type, shape and layout."""
     if HAS_REINTERPRET:
-        return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
-        return memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)

@@ -290,7 +290,16 @@ def test_values_too_wide_for_triton_are_refused_or_run_elsewhere():
     for device, wanted in (("cpu", "cpu"), ("meta", "reference")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert op._choose("", q.to(device), v.to(device), 128).__name__ == f"interlace.attention.{wanted}"
+            assert op.chosen(q.to(device), v.to(device)) == wanted
+
+
+def test_hopper_takes_gluon_by_direction(monkeypatch):
+    for backend in ("triton", "gluon"):
+        monkeypatch.setattr(f"interlace.attention.{backend}.why_not", lambda q, v: None)
+    q = torch.empty(1, 1, 16, 64, device="meta")
+    assert [op.chosen(q, forward=forward) for forward in (True, False)] == ["gluon", "triton"]
+    monkeypatch.setattr("interlace.attention.gluon.BACKWARD_IS_CHOSEN", True)
+    assert op.chosen(q, forward=False) == "gluon"
 
 
 def test_the_cpu_backend_says_that_it_is_for_cpu_tensors():

@@ -24,13 +24,19 @@ def kernels(monkeypatch):
         monkeypatch.setattr(module, "why_not", lambda q, v: None)
         monkeypatch.setattr(module, "forward", cpu.forward)
         monkeypatch.setattr(module, "backward", cpu.backward)
-        monkeypatch.setattr(module, "atomic_backward", cpu.backward)
+    monkeypatch.setattr(triton, "atomic_backward", cpu.backward)
 
 
 def wrong(job):
     out, lse = cpu.forward(job)
     out[0, 0, -1, 0] += 1.0  # one number of all
     return out, lse
+
+
+def wrong_backward(job, *given):
+    dq, dk, dv = cpu.backward(job, *given)
+    dk[0, 0, 0, 0] += 1.0
+    return dq, dk, dv
 
 
 def job(dtype=torch.bfloat16, columns=64):
@@ -97,19 +103,27 @@ def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
         attend()
 
 
-def test_triton_takes_the_place_of_a_wrong_gluon(tmp_path, monkeypatch):
-    monkeypatch.setattr(gluon, "forward", wrong)
+@pytest.mark.parametrize(("direction", "other"), [("forward", "backward"), ("backward", "forward")])
+def test_triton_takes_the_place_of_a_wrong_gluon(tmp_path, monkeypatch, direction, other):
+    monkeypatch.setattr(gluon, "why_not_backward", lambda job: None)  # of a plan without bitmaps: it is the CPU's
+    monkeypatch.setattr(gluon, direction, {"forward": wrong, "backward": wrong_backward}[direction])
     with checking(tmp_path):
         with pytest.warns(
-            RuntimeWarning, match=r'Gluon forward is wrong.*bf16, head dimension 64.*backend="triton" is'
+            RuntimeWarning, match=rf'Gluon {direction} is wrong.*bf16, head dimension 64.*backend="triton" is'
         ):
-            assert _self_check.checked(gluon, "forward", job(), named=False) is triton
+            assert _self_check.checked(gluon, direction, job(), named=False) is triton
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert _self_check.checked(gluon, "forward", job(), named=False) is triton
-            assert _self_check.checked(gluon, "backward", job(), named=False) is gluon
-        with pytest.raises(RuntimeError, match=r'Gluon forward is wrong.*Use backend="triton" or "reference"'):
-            _self_check.checked(gluon, "forward", job(), named=True)
+            assert _self_check.checked(gluon, direction, job(), named=False) is triton
+            assert _self_check.checked(gluon, other, job(), named=False) is gluon
+        with pytest.raises(RuntimeError, match=rf'Gluon {direction} is wrong.*Use backend="triton" or "reference"'):
+            _self_check.checked(gluon, direction, job(), named=True)
+
+
+def test_what_gluon_leaves_to_triton_is_checked_as_such(tmp_path):
+    with checking(tmp_path) as lines:
+        assert _self_check.checked(gluon, "backward", job(), named=True) is gluon
+        assert [line.partition(" on ")[0] for line in lines] == ["Triton backward"]
 
 
 def test_tf32_is_a_kind_of_its_own(tmp_path, monkeypatch):

@@ -71,11 +71,14 @@ def test_masks(name):
 
 
 def check_backend(backend: str, mask: BitfieldMask, **options) -> None:
-    """check() in bf16 with a named backend: the op chooses only one of them per card."""
-    q = torch.empty(1, 1, 1, options.get("dim", DIM), dtype=torch.bfloat16, device=DEVICE)
-    if (why := why_not(backend, q)) is not None:
-        pytest.skip(why)
+    """check() in bf16 with a named backend, which runs both directions: the op chooses only one of them per card."""
+    skip_without(backend, options.get("dim", DIM))
     check(mask, backend=backend, **options)
+
+
+def skip_without(backend: str, dim: int = DIM) -> None:
+    if (why := why_not(backend, torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device=DEVICE))) is not None:
+        pytest.skip(why)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,23 +168,43 @@ def test_gradient_of_the_lse(dtype):
     check(empty_rows(), dtype=dtype, with_lse=True)
 
 
-@pytest.mark.parametrize("dims", [(DIM, DIM), (192, 128)])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cap", [None, 2])
-def test_repeats_are_bitwise_equal(cap, dims):
+def test_repeats_by_backend(cap, backend):
+    skip_without(backend)
+    check_repeats(cap, (DIM, DIM), backend)
+
+
+@pytest.mark.parametrize("cap", [None, 2])
+def test_repeats_are_bitwise_equal(cap):
+    check_repeats(cap, (192, 128))
+
+
+def check_repeats(cap, dims, backend=None):
     """200 times, beside copies that keep the device's memory busy."""
     mask = MASKS["cornstarch_ee"](LENGTH).to(DEVICE)
     x = dense.inputs(mask, None, torch.bfloat16, dims[0], heads=8, kv_heads=2, value_dim=dims[1])
     plan = AttentionPlan.build(mask, cap=cap)
-    first = dense.ours(x, plan, with_lse=True)
+    first = dense.ours(x, plan, with_lse=True, backend=backend)
     with memory_load(DEVICE):
         for turn in range(200 if ON_GPU else 20):
-            for name, one, other in zip(first._fields, first, dense.ours(x, plan, with_lse=True)):
+            for name, one, other in zip(first._fields, first, dense.ours(x, plan, with_lse=True, backend=backend)):
                 assert torch.equal(one, other), (name, turn)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_what_nobody_looks_at_may_be_nan(deterministic, dtype):
+    check_no_part(deterministic, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_nobody_looks_at_may_be_nan_by_backend(backend):
+    skip_without(backend)
+    check_no_part(True, torch.bfloat16, backend)
+
+
+def check_no_part(deterministic, dtype, backend=None):
     """Padding, queries that see nothing and keys that nobody sees: the bits are those for zeros in their place."""
     mask = empty_rows().to(DEVICE)
     pairs = mask.to_dense()
@@ -196,7 +219,7 @@ def test_what_nobody_looks_at_may_be_nan(deterministic, dtype):
                 for tensor, rows in ((x.q, blind), (x.dout, blind), (x.k, unseen), (x.v, unseen)):
                     tensor.masked_fill_(rows, value)
                 x.dlse.masked_fill_(blind[..., 0], value)
-            results.append(dense.ours(x, plan, with_lse=True, deterministic=deterministic))
+            results.append(dense.ours(x, plan, with_lse=True, deterministic=deterministic, backend=backend))
     for turn, found in enumerate(results[2:]):
         for name, one, other in zip(found._fields, found, results[turn % 2]):
             if name == "dq" and not deterministic:  # a sum of atomics

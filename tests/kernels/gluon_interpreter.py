@@ -1,6 +1,7 @@
 """Runs Gluon kernels for Hopper on the CPU, from their own source: there is no other interpreter of Gluon.
 
-`run` executes the launch of a `Call` on CPU tensors. Functions of the kernel are plain Python once `gl`,
+`run` executes the launch of a `Call` on CPU tensors, also that of a small Triton kernel beside them; under `launching`
+all launches are executed so. Functions of the kernel are plain Python once `gl`,
 `mbarrier` and the like mean what is below: tensors are torch's, layouts mean nothing, and shared memory is a tensor in
 the order of its swizzle atoms. What Hopper does asynchronously happens at some later moment here: TMA loads in any
 order, products of a warpgroup in theirs, each reading shared memory as it then is. Partitions are threads of which one
@@ -17,13 +18,18 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
+
+from interlace.attention import _blocks
+from interlace.kernels.bitfield_launch import Call
 
 PANEL = 64  # columns of 16 bits in a swizzle atom
 
@@ -85,32 +91,34 @@ class Shared:
 
     def _tile(self) -> Tensor:
         """A view [panels, rows, columns of one]."""
-        rows, columns = self.shape[-2:]
+        rows, columns = [1, *self.shape][-2:]
         return self.memory.view(-1, rows, min(columns, PANEL))[:, self.rows]
 
     def load(self, layout: Any = None) -> Tensor:
         tile = torch.cat(list(self._tile()), 1)
+        if len(self.shape) == 1:
+            return tile[0]
         return tile.mT if self.swapped else tile
 
     def store(self, value: Tensor) -> None:
         tile = self._tile()
-        for panel, part in zip(tile, value.split(tile.shape[2], 1)):
+        for panel, part in zip(tile, value.split(tile.shape[2], -1)):
             panel.copy_(part)
 
 
 class Descriptor:
     def __init__(self, given: Any) -> None:
-        self.base, self.dtype, self.layout = given.base, given.base.dtype, given.layout
+        self.dtype, self.layout = given.base.dtype, given.layout
+        self.tensor = torch.as_strided(given.base.detach(), given.shape, given.strides, given.base.storage_offset())
         size = given.base.element_size() * torch.Size(given.block_shape).numel()
         self.block_type = types.SimpleNamespace(shape=list(given.block_shape), nbytes=size)
 
-    def box(self, batch: Any, head: Any, first: Any, column: Any) -> Tensor:
-        """Zeros beyond the tensor."""
-        rows, columns = self.block_type.shape[2:]
-        part = self.base[batch, head, first : first + rows, column : column + columns]
-        box = torch.zeros(rows, columns, dtype=self.dtype)
-        box[: part.shape[0], : part.shape[1]] = part
-        return box
+    def box(self, *at: int) -> Tensor:
+        """[rows, columns], or [columns]; zeros beyond the tensor."""
+        part = self.tensor[tuple(slice(first, first + size) for first, size in zip(at, self.block_type.shape))]
+        box = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        box[tuple(slice(size) for size in part.shape)] = part
+        return box.view(self.block_type.shape[-2:])
 
 
 # ---------------------------------------------------------------------- time
@@ -232,8 +240,8 @@ class Machine:
         barrier.barriers[0].advance()
         self.until(lambda: True)
 
-    def wait(self, barrier: Barriers, parity: Any) -> None:
-        self.until(lambda: barrier.barriers[0].phase & 1 != int(parity))
+    def wait(self, barrier: Barriers, parity: Any, pred: Any = True) -> None:
+        self.until(lambda: not pred or barrier.barriers[0].phase & 1 != int(parity))
 
     def tma_load(self, descriptor: Descriptor, at: Sequence[Any], barrier: Barriers, to: Shared) -> None:
         def happens() -> None:
@@ -312,11 +320,13 @@ def language(machine: Machine, program: int) -> types.SimpleNamespace:
         return None
 
     layouts = "NVMMADistributedLayout SliceLayout DotOperandLayout BlockedLayout NVMMASharedLayout".split()
+    layouts.append("SwizzledSharedLayout")
     return types.SimpleNamespace(
         **dict.fromkeys(layouts, ignored), static_assert=ignored, constexpr=lambda value: value,
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: torch.tensor(program, dtype=torch.int32), load=load, store=store,
         arange=lambda start, stop, layout=None: torch.arange(start, stop, dtype=torch.int32),
+        cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
         convert_layout=lambda x, layout: x, where=_where, minimum=_minimum, maximum=_maximum,
@@ -337,22 +347,26 @@ def interpret(kernel: JITFunction, machine: Machine, program: int, **others: str
             init=machine.init, expect=machine.expect, arrive=machine.arrive, wait=machine.wait,
             MBarrierLayout=lambda: "barrier",
         ),
-        reinterpret=lambda memory, shape, layout: Shared(memory.memory, shape),
+        reinterpret=lambda memory, dtype, shape, layout: Shared(memory.memory.view(dtype), shape),
     )  # fmt: skip
     modules: dict[str, dict[str, Any]] = {}
 
     def module(name: str) -> dict[str, Any]:
         if name not in modules:
             modules[name] = found = {"__builtins__": builtins}
-            for key, value in vars(sys.modules[name]).items():
-                found[key] = names.get(key, plain(value)) if not key.startswith("__") else value
-            for key in others.keys() & found.keys():
+            here = [key for key in others if getattr(vars(sys.modules[name]).get(key), "__module__", None) == name]
+            for key in here:
                 exec(others[key], found)
+            for key, value in vars(sys.modules[name]).items():
+                if key not in here:
+                    found[key] = names.get(key, plain(value)) if not key.startswith("__") else value
         return modules[name]
 
     def plain(value: Any) -> Any:
         if isinstance(value, (JITFunction, ConstexprFunction)):
             of = value.fn
+            if of.__name__ in others:
+                return module(of.__module__)[of.__name__]
             return types.FunctionType(of.__code__, module(of.__module__), of.__name__, of.__defaults__)
         return value.value if isinstance(value, constexpr) else value
 
@@ -368,6 +382,28 @@ def run(call: Any, seed: int = 0, **others: str) -> None:
         kernel(**{parameter.name: _argument(parameter, call.arguments) for parameter in call.kernel.params})
 
 
+@contextmanager
+def launching(seed: int = 0, **others: str) -> Iterator[list[str]]:
+    """Launches run here, on memory that is NaN at first, and plans have bitmaps; gives the names of those that ran."""
+    ran: list[str] = []
+    empty = torch.empty
+
+    def run_here(call: Call) -> None:
+        ran.append(call.name)
+        run(call, seed, **others)
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    with (
+        mock.patch.object(Call, "run", run_here),
+        mock.patch.object(torch, "empty", poisoned),
+        mock.patch.object(_blocks, "reads_maps", lambda device, block: True),
+    ):
+        yield ran
+
+
 def _argument(parameter: Any, arguments: dict[str, Any]) -> Any:
     value = arguments[parameter.name]
     if value is None:
@@ -375,5 +411,5 @@ def _argument(parameter: Any, arguments: dict[str, Any]) -> Any:
     if hasattr(value, "block_shape"):
         return Descriptor(value)
     if isinstance(value, Tensor):
-        return Pointer(value.view(-1))
+        return Pointer(torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()), value.storage_offset())
     return value if parameter.is_constexpr else torch.tensor(value)

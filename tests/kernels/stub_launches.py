@@ -81,10 +81,11 @@ def cases() -> dict[str, tuple[Callable[[], Any], dict[int, str]]]:
             tensors |= {f"plan {at}": tensor for at, tensor in enumerate(plan.tensors()) if tensor.numel()}
             names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
             title = f"{name}, {backend}, {dim}, {options}"
-            if backend == "gluon":
-                found[f"{title}, forward"] = (lambda job=job: gluon.forward(job), names)
-                continue
-            if (dim, dtype) == (128, torch.bfloat16):  # one tensor as queries and keys, on the same plan before
+            module = gluon if backend == "gluon" else triton_backend
+            if module is triton_backend and (dim, dtype) == (
+                128,
+                torch.bfloat16,
+            ):  # one tensor as queries and keys, on the same plan before
                 alike = torch.zeros(1, 4, plan.q_len, dim, dtype=dtype)
                 once = Attention(alike, alike, alike, plan, 0.5, None)
                 found[f"{title}, one tensor"] = (
@@ -95,10 +96,11 @@ def cases() -> dict[str, tuple[Callable[[], Any], dict[int, str]]]:
                 told = names | {x.data_ptr(): name for x, name in zip(others, "qkv")}
                 apart = Attention(*others, plan, 0.5, None)
                 found[f"{title}, three tensors"] = (lambda job=apart: triton_backend.forward(job), told)
-            found[f"{title}, forward"] = (lambda job=job: triton_backend.forward(job), names)
+            found[f"{title}, forward"] = (lambda job=job, module=module: module.forward(job), names)
             for dlse, wide in ((None, False), (tensors["dlse"], True)):
                 given = (job, out, lse, dout, dlse, wide)
-                found[f"{title}, backward, {wide}"] = (lambda given=given: triton_backend.backward(*given), names)
+                run = lambda given=given, module=module: module.backward(*given)  # noqa: E731
+                found[f"{title}, backward, {wide}"] = (run, names)
     return found
 
 

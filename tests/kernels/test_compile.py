@@ -28,7 +28,7 @@ PARTS = {
         "key_gradient_kernel of keys",
         "key_gradient_kernel of values",
     ),
-    "gluon": ("gluon_forward_kernel",),
+    "gluon": ("gluon_forward_kernel", "gluon_query_gradient_kernel", "gluon_key_gradient_kernel"),
     "plan": (
         "summary_kernel",
         "classify_kernel",
@@ -52,6 +52,8 @@ def check(version: str, configurations: list[Configuration]) -> None:
         expected = set(PARTS[configuration.part])
         if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture != 100:
             expected.discard("key_gradient_kernel fused")
+        if configuration.variant != "plain":  # Triton's
+            expected -= {"gluon_query_gradient_kernel", "gluon_key_gradient_kernel"}
         apart = {"key_gradient_kernel of keys", "key_gradient_kernel of values"}
         hopper = configuration.architecture == 90 and configuration.dtype != "float32"
         expected -= {"key_gradient_kernel"} if hopper and configuration.head_dim > 128 else apart

@@ -134,7 +134,8 @@ def _capturing(device: torch.device) -> bool:
 
 
 def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
-    language = "gluon" if backend is gluon and direction == "forward" else "triton"  # Gluon has no backward
+    ours = backend is gluon and (direction == "forward" or gluon.why_not_backward(job) is None)
+    language = "gluon" if ours else "triton"
     dims = (job.q.shape[3], job.v.shape[3])
     mapped, tf32 = job.plan.part_q_map.shape[0] > 0, job.q.dtype == torch.float32 and _tf32()
     return Kind(language, direction, job.q.dtype, *dims, job.plan.block, job.softcap is not None, mapped, tf32)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from interlace.attention import gluon
+from interlace.attention.backend import Attention
 from interlace.attention.op import chosen
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import BitfieldMask
@@ -53,8 +55,8 @@ def warm_up(
     device, value_dim = torch.device(device), value_dim or head_dim
     with FakeTensorMode():
         q, v = (torch.empty(1, 1, 1, columns, dtype=dtype, device=device) for columns in (head_dim, value_dim))
-        name = backend or chosen(q, v)
-    if device.type == "cpu" or name not in ("triton", "gluon"):
+        names = backend or chosen(q, v), backend or chosen(q, v, forward=False)
+    if device.type == "cpu" or names[0] not in ("triton", "gluon"):
         return 0
     import triton
 
@@ -67,7 +69,8 @@ def warm_up(
     plan = AttentionPlan.build(BitfieldMask.causal(1, LENGTH), device="meta", cap=1)
     compiler = _Compiler(threads or os.cpu_count() or 1)
     with on_device(device), compiler, triton.AsyncCompileMode(compiler):
-        for call in [*plan_calls(plan), *_calls(name, *tensors, plan, softcap, architecture_of(device), backward)]:
+        job = Attention(*tensors, plan, 1.0, softcap)
+        for call in [*plan_calls(plan), *_calls(*names, job, architecture_of(device), backward)]:
             call.kernel.warmup(grid=(1,), **call.arguments, **call.options)
         for number, _ in enumerate(as_completed(compiler.pending), 1):
             progress(f"compiling attention kernels {number}/{len(compiler.pending)}")
@@ -100,21 +103,25 @@ def plan_calls(plan: AttentionPlan) -> Iterator[Call]:
         yield from map_calls(*tokens, *sizes, lists[4 * side + 2], lists[4 * side + 3], maps, side == 0)
 
 
-def _calls(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, softcap: float | None,
-    architecture: int, backward: bool,
-) -> Iterator[Call]:  # fmt: skip
-    """The launches of a forward and a backward of attention on meta tensors."""
+def _calls(forward: str, backward: str, job: Attention, architecture: int, gradients: bool) -> Iterator[Call]:
+    """The launches of a forward and a backward of attention on meta tensors by the named backends."""
     from interlace.kernels.bitfield_launch import backward_calls, forward_calls
 
+    q, k, v, plan, scale, softcap = job
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device="meta")
     lse = torch.empty(q.shape[:3], device="meta")
-    if backend == "gluon":
+    if forward == "gluon":
         from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 
-        yield from gluon_forward_calls(q, k, v, plan, out, lse, 1.0, softcap)
+        yield from gluon_forward_calls(q, k, v, plan, out, lse, scale, softcap)
     else:
-        yield from forward_calls(q, k, v, plan, out, lse, 1.0, softcap, architecture)
-    if backward:
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
-        yield from backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, 1.0, softcap, architecture)
+        yield from forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture)
+    if not gradients:
+        return
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
+    if backward == "gluon" and gluon.why_not_backward(job) is None:
+        from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
+
+        yield from gluon_backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, scale)
+    else:
+        yield from backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture)

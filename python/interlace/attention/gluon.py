@@ -1,7 +1,9 @@
-"""The Gluon backend: the forward of `interlace.kernels.bitfield_gluon_forward` (TMA, a producer warp, two consumer
-warpgroups) on Hopper, the Triton backend's backward. Same plan, same results up to rounding.
+"""The Gluon backend, for Hopper: kernels with TMA, a producer warp and two consumer warpgroups
+(`interlace.kernels.bitfield_gluon_forward`, `bitfield_gluon_backward`). Same plan and, up to rounding, same results as
+the Triton backend.
 
-Chosen on Hopper for what it takes: on an H200 its forward was 1.3 to 1.5 times as fast as Triton's (docs/on-a-gpu.md).
+Its forward is chosen on Hopper for what it takes: on an H200 it was 1.3 to 1.5 times as fast as Triton's
+(docs/on-a-gpu.md). Its backward has not run on a GPU yet: it runs for who names this backend.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 128
 BLOCK = 128
 
-backward = _triton.backward
-atomic_backward = _triton.atomic_backward
+BACKWARD_IS_CHOSEN = False
+"""Whether backend=None takes this backward where it takes this forward: once a GPU has shown it right and faster than
+Triton's."""
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
@@ -51,10 +54,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     from interlace.kernels.prepared import launch
 
     q, k, v, plan, scale, softcap = job
-    if plan.block != BLOCK:
-        raise ValueError(
-            f"the plan has blocks of {plan.block} tokens; the Gluon kernel needs {BLOCK}: AttentionPlan.build(mask)"
-        )
+    _check_block(plan.block)
     if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
         return _triton.forward(job)
     q, scale = positive_scale(q, scale)
@@ -68,6 +68,50 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     with on_device(q.device):
         out, lse = launch(plan, ("gluon", scale, softcap), (q, k, v), calls)
     return out, lse
+
+
+def why_not_backward(job: Attention) -> str | None:
+    """Why `backward` leaves `job` to the Triton backend's; None where it computes it."""
+    if job.softcap is not None:
+        return "Gluon's backward has no softcap"
+    if job.plan.part_q_map.shape[0] == 0:
+        return "Gluon's backward needs a plan with bitmaps"
+    return None
+
+
+def backward(
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As backend.py says. Rows that take no part are made zero in shared memory: nothing is copied."""
+    q, k, v, plan, scale, _ = job
+    if why_not_backward(job) is not None or min(q.shape[0], q.shape[2], k.shape[2]) == 0:
+        return _triton.backward(job, out, lse, dout, dlse, wide)
+    from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
+    from interlace.kernels.bitfield_gluon_launch import loadable
+    from interlace.kernels.bitfield_launch import on_device
+    from interlace.kernels.prepared import launch
+
+    _check_block(plan.block)
+    dout, q, k, v = loadable(dout), loadable(q), loadable(k), loadable(v)
+    out, lse = out.contiguous(), lse.contiguous()
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+
+    def calls() -> Any:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
+        return gluon_backward_calls(dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale), [dq, dk, dv]
+
+    given = [q, k, v, out, lse, dout, *([] if dlse is None else [dlse])]
+    with on_device(q.device):
+        dq, dk, dv = launch(plan, ("gluon backward", scale, wide, dlse is None), given, calls)
+    return dq, dk, dv
+
+
+def _check_block(block: int) -> None:
+    if block != BLOCK:
+        raise ValueError(
+            f"the plan has blocks of {block} tokens; the Gluon kernel needs {BLOCK}: AttentionPlan.build(mask)"
+        )
 
 
 @cache

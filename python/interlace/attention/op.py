@@ -93,8 +93,8 @@ def bitfield_attention(
     deterministic: False allows a backend to trade repeatable bits for speed. "triton" then adds dq by atomics in its
     dk/dv kernel (16 bits, D <= 128, on Blackwell): 5 matrix products instead of 7. All else repeats its bits, as does
     everything under torch.use_deterministic_algorithms(True).
-    backend: "reference" (dense, any device), "cpu", "triton", "gluon" (a forward for Hopper: fp16 and bf16, one head
-    dimension up to 128, plans of 128-token blocks); None picks the fastest of these that supports the inputs.
+    backend: "reference" (dense, any device), "cpu", "triton", "gluon" (for Hopper: fp16 and bf16, one head dimension
+    up to 128, plans of 128-token blocks); None picks the fastest of these that supports the inputs, by direction.
 
     Returns out [B, Hq, Tq, Dv] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
     do not fit each other or the mask, and for a named backend that cannot run them, with the reason. Derivatives are of
@@ -188,16 +188,16 @@ def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
     return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
 
 
-def chosen(q: Tensor, v: Tensor | None = None) -> str:
+def chosen(q: Tensor, v: Tensor | None = None, *, forward: bool = True) -> str:
     """The backend that backend=None takes for tensors like `q` and `v` (default: as wide as q) and blocks of 128."""
-    return _choose("", q, q if v is None else v, 128).__name__.rpartition(".")[2]
+    return _choose("", q, q if v is None else v, 128, forward=forward).__name__.rpartition(".")[2]
 
 
-def _choose(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
-    kind = (backend, q.device, q.dtype, q.shape[3], v.shape[3], block)
+def _choose(backend: str, q: Tensor, v: Tensor, block: int, *, forward: bool) -> ModuleType:
+    kind = (backend, q.device, q.dtype, q.shape[3], v.shape[3], block, forward)
     module = _chosen.get(kind)
     if module is None:
-        module = _choose_anew(backend, q, v, block)
+        module = _choose_anew(backend, q, v, block, forward)
         if on_gpu(q.device):  # a driver is asked for its capability, which takes longer than all else here
             _chosen[kind] = module
     return module
@@ -206,11 +206,11 @@ def _choose(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
 _chosen: dict[tuple[object, ...], ModuleType] = {}
 
 
-def _choose_anew(backend: str, q: Tensor, v: Tensor, block: int) -> ModuleType:
+def _choose_anew(backend: str, q: Tensor, v: Tensor, block: int, forward: bool) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"
-        elif block == gluon.BLOCK and why_not("gluon", q, v) is None:
+        elif (forward or gluon.BACKWARD_IS_CHOSEN) and block == gluon.BLOCK and why_not("gluon", q, v) is None:
             backend = "gluon"
         elif (reason := why_not("triton", q, v)) is None:
             backend = "triton"
@@ -247,7 +247,7 @@ def run_forward(
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
     job = Attention(q, k, v, plan, scale, softcap)
-    run = _self_check.checked(_choose(backend, q, v, plan.block), "forward", job, named=bool(backend))
+    run = _self_check.checked(_choose(backend, q, v, plan.block, forward=True), "forward", job, named=bool(backend))
     out, lse = run.forward(job)
     return out.contiguous(), lse.contiguous()
 
@@ -259,7 +259,7 @@ def run_backward(
     """dq, dk, dv of a forward that gave out and lse; wide: dk, dv in `accumulate_dtype`, for who adds more to them."""
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
-    run = _choose(backend, q, v, plan.block)
+    run = _choose(backend, q, v, plan.block, forward=False)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     direction = "backward" if repeatable or not hasattr(run, "atomic_backward") else "atomic_backward"
     job = Attention(q, k, v, plan, scale, softcap)

@@ -156,7 +156,10 @@ def _chosen() -> Check:
         return True, f"{name} ({shape}); " + "; ".join(f"{other} is off, {why_not(other, q)}" for other in faster)
     if any((each.kernel, each.shape, each.passed) == ("Gluon forward", shape, False) for each in verdicts(device)):
         return True, f"triton ({shape}); gluon is off, its forward differs from the reference on this card"
-    return True, f"gluon forward, triton backward ({shape}); gluon's forward is the faster one on Hopper"
+    if (back := chosen(q, forward=False)) == name:
+        return True, f"gluon ({shape}); it is the faster one on Hopper"
+    untried = "its backward has not been shown right and faster on a GPU yet"
+    return True, f"gluon forward, {back} backward ({shape}); gluon's forward is the faster one on Hopper, {untried}"
 
 
 def _self_checks() -> Check:
