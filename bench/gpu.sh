@@ -152,7 +152,7 @@ first() {
         --out "$OUT/kernel_tiles.json"
     check engines 25 "$PYTHON" -m bench.copy_engines "${TOY[@]+"${TOY[@]}"}" --out "$OUT/copy_engines.json"
     if has ncu; then
-        for kernel in forward key_gradient gluon_forward; do
+        for kernel in forward key_gradient gluon_forward gluon_key_gradient gluon_query_gradient; do
             check "ncu_$kernel" 20 ncu --clock-control none -c 1 -k "regex:^${kernel}_kernel$" --set detailed \
                 "$PYTHON" -m bench.kernel_times --ships --cases causal:8192:128 --repeats 1 --out "$WORK/profiled.json"
         done
@@ -168,6 +168,8 @@ second() {
     if has compute-sanitizer; then
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck 110 compute-sanitizer --tool memcheck --error-exitcode 9 \
             "$PYTHON" "${small[@]}" --out "$WORK/memcheck.json" &
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck_gluon 110 compute-sanitizer --tool memcheck --error-exitcode 9 \
+            "$PYTHON" "${small[@]}" --backend gluon --out "$WORK/memcheck_gluon.json" &
         # Triton's kernels alone: in Gluon's it reports what Triton itself does where it hands arguments to warps.
         check racecheck 110 compute-sanitizer --tool racecheck --error-exitcode 9 \
             "$PYTHON" "${small[@]}" --backend triton --out "$WORK/racecheck.json" &

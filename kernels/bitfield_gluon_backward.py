@@ -20,8 +20,8 @@ forward's, and the docstring of `bitfield_gluon_forward` says why they are right
 - LSE and delta of a tile are read from shared memory before the arrival, which follows a barrier of the warpgroup.
 
 Rows that take no part may hold NaN or infinity, and TMA loads whole boxes. Consumers write zeros over such rows of
-their own half of the held block, once, and over rows of a PARTIAL tile that nobody sees by the last line of its bitmap.
-Both consumers write the same zeros before the products that need them, so neither waits for the other; S may read a row
+their own half of the held block, once, and over the rows of a PARTIAL tile that the last line of its bitmap hides. Both
+consumers write the same zeros before the products that need them, so neither waits for the other; S may read a row
 while it changes, whose scores the bitmap hides. FULL tiles have no such rows. Cost: a test of that line per PARTIAL
 tile. A fence makes the zeros visible to wgmma; Triton puts a barrier of the warpgroup before the product.
 """
@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bitfield_common import LOG2E, line_bits, map_words, where_bits
-from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, stage_of
+from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, products, stage_of
 from .gluon_compat import reinterpret, tma_load
 
 # ---------------------------------------------------------------------- zeros for rows that take no part
@@ -59,7 +59,7 @@ def clean_held(tiles, one, other, docs, length, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def clean_streamed(tiles, one, other, union, COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Zeros over the rows of both tiles of a stage that nobody sees; union: words of the bitmap's last line."""
+    """Zeros over the rows of both tiles of a stage that are not seen; union: words of the bitmap's last line."""
     todo = 0
     for i in gl.static_range(ROWS // 32):
         blind = ~gl.load(union + i)
@@ -145,7 +145,7 @@ def write(
     gradient, result, slots, to, rows, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """A consumer's half of a block. to: as `work` has it. rows: how many the result has from there on."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    layout: gl.constexpr = products(BLOCK_D)
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
     inside = (columns[None, :] < HEAD_DIM) & (local[:, None] >= 0)
@@ -213,8 +213,8 @@ def _key_gradients(
     Of a MASKED tile, words: pointers to the words of its queries in the keys' lines of the bitmap; union: to those in
     the last line.
     """
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    s_layout: gl.constexpr = products(HALF)
+    d_layout: gl.constexpr = products(BLOCK_D)
     query: gl.constexpr = gl.SliceLayout(0, s_layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     stage = stage_of(n, STAGES)
@@ -254,8 +254,8 @@ def _consume_queries(
 ):  # fmt: skip
     """full_tiles, part_tiles: of one query head of the group. docs: of the block, which has `rows` keys; to: as `work`
     has it."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    s_layout: gl.constexpr = products(HALF)
+    d_layout: gl.constexpr = products(BLOCK_D)
     WORDS: gl.constexpr = map_words(BLOCK)
     TILES: gl.constexpr = BLOCK // HALF
     words = maps + (CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))) * WORDS

@@ -48,6 +48,9 @@ n, then V of tile n - 1.
 Not persistent: the hardware starts items longest first as SMs become free (`bitfield_launch`), which a static stride
 cannot do and a counter would repeat at the cost of resetting it in every launch. Gained would be the loads of an item's
 first tiles beside the end of the one before, about one tile's time per item.
+
+Bitmaps are loaded by the consumers, not by the producer. A thread needs the 4 words of each of its 2 rows, and loads
+them before it starts S, which hides the wait. Through shared memory they would cost as many loads and one more barrier.
 """
 
 from __future__ import annotations
@@ -63,17 +66,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bitfield_common import LN2, LOG2E, allowed, cap, key_terms, line_bits, map_words, query_terms, where_bits
-from .bitfield_gluon_producer import BLOCK, HALF, full_phase, produce, stage_of
+from .bitfield_gluon_producer import BLOCK, HALF, full_phase, produce, products, stage_of
 
 WORD = gl.constexpr(32)  # bits of one
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-
-
-@triton.constexpr_function
-def products(columns):
-    """Layout of a product of 64 rows, which one warpgroup computes."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -84,7 +81,7 @@ def turn_phase(n, CONSUMER: gl.constexpr):
 
 @triton.constexpr_function
 def packs(columns, mapped):
-    """Whether loops carry P `packed`. In fp32 it is rounded beside the next S, but takes 32 registers more, which
+    """True if loops carry P `packed`. In fp32 it is rounded beside the next S, but takes 32 registers more, which
     wider O or the predicate do not leave."""
     return columns > 80 or not mapped
 
@@ -109,7 +106,7 @@ def packed(x, DTYPE: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def unpacked(x, DTYPE: gl.constexpr, PACKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `packed` made, in DTYPE and LAYOUT."""
+    """The inverse of `packed`, in DTYPE and LAYOUT."""
     if not PACKED:
         return gl.convert_layout(x.to(DTYPE), LAYOUT)
     else:
@@ -212,10 +209,10 @@ def _softmax(
 
 
 @gluon.jit
-def _complete(acc, more, operand, REST: gl.constexpr):
-    """Waits for all products."""
+def _complete(acc, more, operand, other, REST: gl.constexpr):
+    """Waits for all products. operand, other: those in registers of acc and of more."""
     if REST:
-        acc, more, operand = warpgroup_mma_wait(0, deps=[acc, more, operand])
+        acc, more, operand, other = warpgroup_mma_wait(0, deps=[acc, more, operand, other])
     else:
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     return acc, more
@@ -256,15 +253,16 @@ def _step(
     s = _scores(n, memory, barriers, CONSUMER, BLOCK_D, REST, STAGES)
     acc, operand = _values(acc, decay, p, n - 1, v_smem, BLOCK_D, PACKED, STAGES)
     if REST:
-        more, operand = _values(more, decay, p, n - 1, v_more, REST, PACKED, STAGES)
+        more, other = _values(more, decay, p, n - 1, v_more, REST, PACKED, STAGES)
         s = warpgroup_mma_wait(2, deps=[s])
     else:
+        other = operand
         s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
     mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)
     p_new, m, total, decay = _softmax(s, m, total, bits, scale, softcap, BLOCK_D, MASKED, SOFTCAP)
     mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))
-    acc, more = _complete(acc, more, operand, REST)
+    acc, more = _complete(acc, more, operand, other, REST)
     mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)
     return acc, more, m, total, packed(p_new, v_smem.dtype, PACKED), decay
 
@@ -329,8 +327,10 @@ def _consume(
             )  # fmt: skip
         acc, operand = _values(acc, decay, p, tiles - 1, v_smem, BLOCK_D, PACKED, STAGES)
         if REST:
-            more, operand = _values(more, decay, p, tiles - 1, v_more, REST, PACKED, STAGES)
-        acc, more = _complete(acc, more, operand, REST)
+            more, other = _values(more, decay, p, tiles - 1, v_more, REST, PACKED, STAGES)
+        else:
+            other = operand
+        acc, more = _complete(acc, more, operand, other, REST)
 
     safe = gl.where(total == 0.0, 1.0, total)
     lse2 = gl.where(total == 0.0, float("-inf"), m + gl.log2(safe))

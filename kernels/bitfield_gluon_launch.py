@@ -18,7 +18,6 @@ from .bitfield_gluon_producer import BLOCK, HALF
 from .bitfield_launch import Call, aggregate_call, block_count, query_lists, size_arguments, slot_count, token_arguments
 
 STAGES = {64: 4, 80: 4, 96: 3, 128: 2}  # K and V tiles in flight, by padded head dimension: at most 160 KiB beside Q
-MAX_HEAD_DIM = max(STAGES)
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 

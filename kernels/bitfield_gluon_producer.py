@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -13,6 +14,12 @@ from .gluon_compat import reinterpret, tma_load
 
 BLOCK = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of one consumer: one wgmma
+
+
+@triton.constexpr_function
+def products(columns):
+    """Layout of a product of 64 rows, which one warpgroup computes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -34,7 +41,7 @@ def empty_phase(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(descriptor, rest, to, to_rest, barrier, at, batch, head, token, BLOCK_D: gl.constexpr, REST: gl.constexpr):
-    """Both parts of a tile to place `at` of their buffers, of which `barrier` hears."""
+    """Both parts of a tile to place `at` of their buffers. `barrier` gets the bytes."""
     if REST:
         mbarrier.expect(barrier, descriptor.block_type.nbytes + rest.block_type.nbytes)
         tma_load(rest, [batch, head, token, BLOCK_D], barrier, to_rest.index(at))
@@ -101,7 +108,7 @@ def _token(full_list, full_count, part_list, n, tiles):
 
 @gluon.jit
 def _absent(k_doc, token, k_length, partial):
-    """Whether a key of a PARTIAL tile takes no part."""
+    """True if a key of a PARTIAL tile takes no part."""
     keys = token + gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
     return gl.min(gl.load(k_doc + keys, mask=(keys < k_length) & partial, other=0), 0) < 0
 

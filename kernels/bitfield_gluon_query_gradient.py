@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .bitfield_common import LOG2E, line_bits, map_words, where_bits
 from .bitfield_gluon_backward import clean_held, clean_streamed, work, write
-from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, stage_of
+from .bitfield_gluon_producer import BLOCK, HALF, empty_phase, full_phase, products, stage_of
 from .gluon_compat import tma_load
 
 
@@ -55,7 +55,7 @@ def _key_scores(n, q_tile, streamed, full, BLOCK_D: gl.constexpr, STAGES: gl.con
     """Begins S of tile n, once it is there."""
     stage = stage_of(n, STAGES)
     mbarrier.wait(full.index(stage), full_phase(n, STAGES))
-    nothing = gl.full([HALF, HALF], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    nothing = gl.full([HALF, HALF], 0.0, gl.float32, products(HALF))
     k_tile = streamed.index(stage).reshape([HALF, BLOCK_D])
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
@@ -63,7 +63,7 @@ def _key_scores(n, q_tile, streamed, full, BLOCK_D: gl.constexpr, STAGES: gl.con
 @gluon.jit
 def _value_products(n, do_tile, streamed, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """Begins dP of tile n, which is there."""
-    nothing = gl.full([HALF, HALF], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    nothing = gl.full([HALF, HALF], 0.0, gl.float32, products(HALF))
     v_tile = streamed.index(STAGES + stage_of(n, STAGES)).reshape([HALF, BLOCK_D])
     return warpgroup_mma(do_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
@@ -73,7 +73,7 @@ def _probabilities(s, lse2, words, scale, MASKED: gl.constexpr):
     """words: pointers to the words of a MASKED tile's keys in the queries' lines of the bitmap."""
     p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])
     if MASKED:
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        s_layout: gl.constexpr = products(HALF)
         keys = gl.arange(0, HALF, layout=gl.SliceLayout(0, s_layout))[None, :]
         p = where_bits(p, 0.0, line_bits(words, 0, keys, HALF), keys)
     return p
@@ -89,7 +89,7 @@ def _query_gradient(
 
     Of a MASKED block, words: pointers to the queries' lines of its bitmap; union: to the last line.
     """
-    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, products(BLOCK_D), 2)
     WORDS: gl.constexpr = HALF // 32
     one, other = stage_of(n, STAGES), stage_of(n + 1, STAGES)
     if MASKED:
@@ -123,8 +123,8 @@ def _consume_keys(
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """docs, lse2, delta: of the block, which has `rows` queries; to: as `work` has it."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    s_layout: gl.constexpr = products(HALF)
+    d_layout: gl.constexpr = products(BLOCK_D)
     WORDS: gl.constexpr = map_words(BLOCK)
     TILES: gl.constexpr = BLOCK // HALF
     local = CONSUMER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))

@@ -46,9 +46,9 @@ def memory(device: torch.device) -> int:
 
 
 def done(device: torch.device) -> Callable[[], bool]:
-    """Tells whether a device has done what it was asked until now."""
+    """A test: has the current stream of a device done what it was asked until now?"""
     if device.type == "cpu":
         return lambda: True
-    event = torch.get_device_module(device).Event()
-    event.record()
+    event = torch.Event(device.type)
+    event.record(torch.accelerator.current_stream(device))
     return event.query  # type: ignore[no-any-return]

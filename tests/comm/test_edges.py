@@ -177,6 +177,13 @@ def test_nccl_carries_what_it_can_unless_another_is_named(wanted: str, cards: st
     assert edge_transports(introductions(cards, wanted), BOTH, "nccl") == dict.fromkeys(BOTH, chosen)
 
 
+def test_a_transport_of_one_host_leaves_edges_between_hosts_to_nccl() -> None:
+    edges = [(0, 1), (0, 2)]
+    assert edge_transports(introductions("yxz", "cuda_ipc", hosts=2), edges, "nccl") == {(0, 1): "", (0, 2): "cuda_ipc"}
+    with pytest.raises(ValueError, match=r"transport 'shm' cannot carry .*: for cpu tensors"):
+        edge_transports(introductions("yxz", "shm", hosts=2), edges, "nccl")
+
+
 def test_only_ranks_on_one_gpu_leave_nccl_by_themselves() -> None:
     edges = [(0, 1), (1, 0), (1, 2)]
     assert edge_transports(introductions("xxy"), edges, "nccl") == {(0, 1): "auto", (1, 0): "auto", (1, 2): ""}
@@ -193,7 +200,6 @@ def test_only_ranks_on_one_gpu_leave_nccl_by_themselves() -> None:
             introductions("yxz", "cuda_ipc", "cuda_ipc"),
             "transport 'cuda_ipc' .*1 to rank 2: no cuda_ipc here on rank 2",
         ),
-        (introductions("yxz", "cuda_ipc", hosts=2), "transport 'cuda_ipc' .* the ranks are on 2 hosts"),
         (introductions("yxz", "gloo"), "transport 'gloo' cannot carry the pipeline edge .*: for cpu tensors"),
         (
             introductions("yxx", "auto", "cuda_ipc symm_mem"),

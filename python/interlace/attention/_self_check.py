@@ -48,9 +48,11 @@ DEVICES = {"cuda"}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "atomic_backward": "backward with atomics"}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SOFTCAP = 2.0
+CAP = 6  # blocks of one work item: the longest rows are split, and items outlast every pipeline of loads (4 stages)
 LONGEST = 60.0  # seconds until a kernel counts as hung: its case takes milliseconds
 
 _settled: dict[tuple[Any, ...], ModuleType] = {}
+_hung: dict[torch.device, str] = {}
 _lock = threading.RLock()
 
 
@@ -117,6 +119,8 @@ def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Atte
     with _lock:
         if key in _settled:
             return _settled[key]
+        if job.q.device in _hung:  # a wait for anything there would have no end
+            raise RuntimeError(_hung[job.q.device])
         kind = kind_of(backend, direction, job)
         verdict = _verdict(backend, kind, job)
         if not verdict.passed:
@@ -191,10 +195,11 @@ def _await(kind: Kind, device: torch.device) -> None:
     while not done():
         if time.monotonic() > deadline:
             other = '"triton"' if kind.language == "gluon" else '"reference"'
-            raise RuntimeError(
+            _hung[device] = (
                 f"attention kernel {kind.kernel} did not finish within {LONGEST:g} s on {card(device)} ({kind.shape}). "
                 f"Start again with backend={other}, and run `bash bench/gpu.sh first` and report what it prints"
             )
+            raise RuntimeError(_hung[device])
         time.sleep(1e-4)
 
 
@@ -218,7 +223,7 @@ def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, 
     q = tensor(2 * kv_heads, kind.head_dim, job.q)
     k, v = tensor(kv_heads, kind.head_dim, job.k), tensor(kv_heads, kind.value_dim, job.v)
     dout = torch.randn((*q.shape[:3], kind.value_dim), generator=generator).to(device, kind.dtype)
-    plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=1)
+    plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=CAP)
     if not kind.mapped:
         plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
     for x in (k, v):  # keys that take no part may hold anything
@@ -227,8 +232,8 @@ def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, 
 
 
 def _mask(block: int) -> BitfieldMask:
-    """Two causal rows of two blocks and a third, with queries that see nothing; in the second a block is padding."""
-    length = 2 * block + block * 11 // 32  # 300 with blocks of 128
+    """Two causal rows of seven blocks and a third, with queries that see nothing; in the second a block is padding."""
+    length = 7 * block + block * 11 // 32  # 940 with blocks of 128
     bits = torch.full((2, length), word(0, [0], causal=True))
     bits[:, 2 * block + 2 : 2 * block + 4] = word(3, [5])
     doc = torch.zeros(2, length, dtype=torch.int32)

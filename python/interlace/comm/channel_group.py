@@ -141,17 +141,18 @@ class GroupChannel:
         new = sorted(set(edges) - self._prepared)
         if not new:
             return
-        self._prepared.update(new)
         transports = edge_transports(self._introduced(), new, EDGES.get(self.device.type, "gloo"))
         # All groups first: making one takes every rank, and using it only its own.
         apart = [edge for edge in new if self._apart or transports[edge]]
         groups = {edge: self._group(edge, SUMS if transports[edge] else EDGES) for edge in apart}
         for edge in new:
             if self.rank in edge and transports[edge]:  # `connect` chooses between transports as for any other group
-                transport = connect(groups[edge], device=self.device, timeout=self.timeout)
+                with self._meeting(edge):
+                    transport = connect(groups[edge], device=self.device, timeout=self.timeout)
                 self._edges[edge] = TransportEdge(transport, self.paths)
             elif self.rank in edge:
                 self._edges[edge] = self._group_edge(edge, groups.get(edge))
+        self._prepared.update(new)
 
     def _group_edge(self, edge: tuple[int, int], group: dist.ProcessGroup | None) -> GroupEdge:
         """An edge over torch.distributed; a communicator of its own is used once."""
@@ -164,7 +165,7 @@ class GroupChannel:
         return made
 
     def _introduced(self) -> list[dict[str, Any]]:
-        """What every rank says of its device, host and transports. Collective at first."""
+        """Introductions of all ranks: device, host, transports. Collective at first."""
         if not self._introductions:
             mine = introduction_of(self.device)
             self._introductions = self._star.exchange(mine, "choosing how pipeline edges travel", self.timeout)

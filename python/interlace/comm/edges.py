@@ -96,7 +96,8 @@ class _Delivery:
         self._ticket = ticket
 
     def is_completed(self) -> bool:
-        return self._ticket.done() and self._ticket.error is None
+        ticket = self._ticket
+        return ticket.done() and ticket.error is None and (ticket.event is None or ticket.event.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self._ticket.wait()  # which the transport bounds

@@ -54,7 +54,7 @@ def test_cached_verdicts_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {},
-            f"gluon forward, triton backward ({SHAPE}); gluon's forward is the faster one on Hopper, "
+            f"gluon forward, triton backward ({SHAPE}); gluon's forward was the faster one on an H200, "
             "its backward has not been shown right and faster on a GPU yet",
         ),
         ({"gluon": "no Hopper"}, f"triton ({SHAPE}); gluon is off, no Hopper"),

@@ -90,10 +90,11 @@ class Capabilities:
 class Ticket(Protocol):
     """A batch under way. Tensors of the batch must be left alone until `wait` has returned.
 
-    error: what `wait` raises, once it is `done`.
+    error: what `wait` raises, once it is `done`. event: what `wait` makes the current stream wait for; None on CPUs.
     """
 
     error: CommError | None
+    event: torch.Event | None
 
     def wait(self) -> None:
         """CPU: returns when the batch is complete, both ways. CUDA: makes the current stream wait for it.

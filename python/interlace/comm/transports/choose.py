@@ -136,7 +136,7 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
 
 
 def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, Any]:
-    """What a rank tells the others, from which all of them come to the same choice. Holds what JSON can."""
+    """Introduction of a rank to the others, as JSON can hold it: the choice of a transport follows from all of them."""
     return {
         "wanted": os.environ.get("INTERLACE_TRANSPORT", "auto") if transport == "auto" else transport,
         "device": device.type,
@@ -153,14 +153,17 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
 def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], own: str) -> dict[Any, str]:
     """Edge -> the transport that `connect` is to make for it; "" where the group of torch.distributed carries it.
 
-    That is where it can, unless another one is named. said: every rank's introduction. own: the name of such a group's
-    backend. Raises ValueError, on all ranks alike, for an edge that the named transport, or none, can carry.
+    That is where it can, unless another one is named, and between hosts if that one serves a single host. own: the name
+    of such a group's backend. said: every rank's introduction. Raises ValueError, on all ranks alike, for an edge that the named transport, or none, can carry.
     """
     wanted, found = _agreed(said, range(len(said))), {}
     for edge in edges:
         reasons = _reasons([said[rank] for rank in edge], edge)
         shared = sharing(said, edge)
-        found[edge] = "" if wanted in ("auto", own) and not shared else wanted
+        source, to = (said[rank] for rank in edge)
+        moves, one_host, _ = source["can"].get(wanted, ("", False, ""))
+        afar = moves == source["device"] and one_host and source["host"] != to["host"]
+        found[edge] = "" if (wanted in ("auto", own) and not shared) or afar else wanted
         what = f"the pipeline edge from rank {edge[0]} to rank {edge[1]}"
         if wanted != "auto" and found[edge] and reasons[wanted]:
             raise ValueError(f"transport {wanted!r} cannot carry {what}: {reasons[wanted]}")

@@ -62,6 +62,7 @@ class SilentTransport(Transport):
 
 class _Done:
     error: CommError | None = None
+    event: torch.Event | None = None
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -157,9 +157,9 @@ def _chosen() -> Check:
     if any((each.kernel, each.shape, each.passed) == ("Gluon forward", shape, False) for each in verdicts(device)):
         return True, f"triton ({shape}); gluon is off, its forward differs from the reference on this card"
     if (back := chosen(q, forward=False)) == name:
-        return True, f"gluon ({shape}); it is the faster one on Hopper"
+        return True, f"gluon ({shape}); it was the faster one on an H200"
     untried = "its backward has not been shown right and faster on a GPU yet"
-    return True, f"gluon forward, {back} backward ({shape}); gluon's forward is the faster one on Hopper, {untried}"
+    return True, f"gluon forward, {back} backward ({shape}); gluon's forward was the faster one on an H200, {untried}"
 
 
 def _self_checks() -> Check:
