@@ -172,16 +172,18 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
         exact = case._replace(q=case.q.double(), k=case.k.double(), v=case.v.double())
         ours, dout_there = _case(kind, job, device)
         out, lse = reference.forward(exact)
+        names: tuple[str, ...]
+        got: tuple[Tensor, ...]
+        right: tuple[Tensor, ...]
         if kind.direction == "forward":
-            given, names, right = backend.forward(ours), ("out", "lse"), (out, lse)
+            names, got, right = ("out", "lse"), backend.forward(ours), (out, lse)
         else:
             out = out.to(kind.dtype)
             right = reference.backward(exact, out, lse, dout.double(), None, False)
-            there = (out.to(device), lse.float().to(device), dout_there, None, False)
-            given, names = getattr(backend, kind.direction)(ours, *there), ("dq", "dk", "dv")
+            given = (out.to(device), lse.float().to(device), dout_there, None, False)
+            names, got = ("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given)
         _await(kind, device)
-        results = zip(names, given, right)
-        errors = [(name, _error(got, wanted), _allowed(name, kind)) for name, got, wanted in results]
+        errors = [(name, _error(*pair), _allowed(name, kind)) for name, *pair in zip(names, got, right)]
     name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
     return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
 

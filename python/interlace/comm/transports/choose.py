@@ -154,7 +154,8 @@ def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, i
     """Edge -> the transport that `connect` is to make for it; "" where the group of torch.distributed carries it.
 
     That is where it can, unless another one is named, and between hosts if that one serves a single host. own: the name
-    of such a group's backend. said: every rank's introduction. Raises ValueError, on all ranks alike, for an edge that the named transport, or none, can carry.
+    of such a group's backend. said: every rank's introduction. Raises ValueError, on all ranks alike, for an edge that
+    the named transport, or none, can carry.
     """
     wanted, found = _agreed(said, range(len(said))), {}
     for edge in edges:
