@@ -117,7 +117,7 @@ def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
 GIVE_K = "mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)"
 GIVE_V = "mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)"
 WAIT_FOR_S = "s = warpgroup_mma_wait(2, deps=[s])"
-WAIT_FOR_O = "acc, more = _complete(acc, more, operand, REST)"
+WAIT_FOR_O = "acc, more = _complete(acc, more, operand, other, REST)"
 WAIT_FOR_V = "mbarrier.wait(v_full.index(stage_of(n, STAGES)), full_phase(n, STAGES))"
 CLEAN = "_clean(v_smem, stage, k_doc + token, k_length - token, BLOCK_D, STAGES)"
 CLEAN_REST = "_clean(rest_smem, stage, k_doc + token, k_length - token, REST, STAGES)"
