@@ -208,7 +208,7 @@ def _key_gradients(
     dk, dv, n, k_tile, v_tile, streamed, lse2_smem, delta_smem, full, empty,
     words, union, scale, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """(dk, dv, ds16) after tile n of queries: dk in flight, with its operand ds16; dk not yet times scale.
+    """(dk, dv) after tile n of queries; dk not yet times scale.
 
     Of a MASKED tile, words: pointers to the words of its queries in the keys' lines of the bitmap; union: to those in
     the last line.

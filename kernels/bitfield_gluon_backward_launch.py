@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bitfield_aggregate import sum_kernel
 from .bitfield_gluon_backward import gluon_key_gradient_kernel
-from .bitfield_gluon_launch import _descriptor
+from .bitfield_gluon_launch import descriptor
 from .bitfield_gluon_producer import HALF
 from .bitfield_gluon_query_gradient import gluon_query_gradient_kernel
 from .bitfield_launch import Call, aggregate_call, block_count, delta_call, key_lists, query_lists, slot_count
@@ -32,7 +32,7 @@ def gluon_backward_calls(
     delta, lse2, first = delta_call(dout, dlse, q, v, out, lse, plan, 90)
     names = ("q_desc", "k_desc", "v_desc", "do_desc")
     shared = dict(
-        {name: _descriptor(x, HALF.value, padded) for name, x in zip(names, (q, k, v, dout))},
+        {name: descriptor(x, HALF.value, padded) for name, x in zip(names, (q, k, v, dout))},
         padded=delta.shape[2], group=heads // kv_heads, scale=scale,
         HEAD_DIM=head_dim, BLOCK_D=padded, STAGES=STAGES,
     )  # fmt: skip

@@ -29,8 +29,8 @@ def gluon_forward_calls(
     padded = next(columns for columns in STAGES if head_dim <= columns)
     main = 128 if padded == 128 else 64  # boxes have 2^n columns: 80 are 64 and 16
     sides = ((q, HALF.value), (k, BLOCK.value), (v, BLOCK.value))
-    q_desc, k_desc, v_desc = (_descriptor(x, rows, main) for x, rows in sides)
-    q_rest, k_rest, v_rest = (_descriptor(x, rows, padded - main) if padded > main else None for x, rows in sides)
+    q_desc, k_desc, v_desc = (descriptor(x, rows, main) for x, rows in sides)
+    q_rest, k_rest, v_rest = (descriptor(x, rows, padded - main) if padded > main else None for x, rows in sides)
     slots = slot_count(plan.slot_row)
     slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
@@ -69,7 +69,7 @@ def loadable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+def descriptor(x: Tensor, rows: int, columns: int) -> Any:
     box = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
     strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape)]  # any will do

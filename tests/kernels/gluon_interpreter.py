@@ -1,12 +1,13 @@
 """Runs Gluon kernels for Hopper on the CPU, from their own source: there is no other interpreter of Gluon.
 
 `run` executes the launch of a `Call` on CPU tensors, also that of a small Triton kernel beside them; under `launching`
-all launches are executed so. Functions of the kernel are plain Python once `gl`,
-`mbarrier` and the like mean what is below: tensors are torch's, layouts mean nothing, and shared memory is a tensor in
-the order of its swizzle atoms. What Hopper does asynchronously happens at some later moment here: TMA loads in any
-order, products of a warpgroup in theirs, each reading shared memory as it then is. Partitions are threads of which one
-runs at a time, and which goes on at a barrier is drawn from a seed. Errors: nobody can go on, an accumulator is used
-before its product was waited for, more arrivals than a phase takes, products or loads left over at the end.
+all launches are executed so. Functions of the kernel are plain Python once `gl`, `mbarrier` and the like mean what is
+below: tensors are torch's, layouts mean nothing, and shared memory is a tensor in the order of its swizzle atoms.
+
+What Hopper does asynchronously happens at some later moment here: TMA loads in any order, products of a warpgroup in
+theirs, each reading shared memory as it then is. Partitions are threads, one of which runs at a time; a seed draws the
+one that goes on at a barrier. Errors: a deadlock, an accumulator used before its product was waited for, more arrivals
+than a phase takes, products or loads left over at the end.
 
 It does not show what proxies and warps see of each other (fences, barriers of a partition), nor registers.
 """
@@ -14,6 +15,7 @@ It does not show what proxies and warps see of each other (fences, barriers of a
 from __future__ import annotations
 
 import builtins
+import inspect
 import random
 import sys
 import threading
@@ -29,8 +31,20 @@ from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from interlace.attention import _blocks
+from interlace.kernels import (
+    bitfield_gluon_backward,
+    bitfield_gluon_forward,
+    bitfield_gluon_producer,
+    bitfield_gluon_query_gradient,
+)
 from interlace.kernels.bitfield_launch import Call
 
+KERNELS = (
+    bitfield_gluon_producer,
+    bitfield_gluon_forward,
+    bitfield_gluon_backward,
+    bitfield_gluon_query_gradient,
+)
 PANEL = 64  # columns of 16 bits in a swizzle atom
 
 
@@ -144,7 +158,7 @@ class Barriers:
 
 
 class Accumulator:
-    """What an asynchronous product returns."""
+    """Result of an asynchronous product."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -314,7 +328,7 @@ def _assembly(text: str, constraints: str, arguments: Sequence[Tensor], **_: Any
 
 
 def language(machine: Machine, program: int) -> types.SimpleNamespace:
-    """What stands for `gl` and for `tl`."""
+    """Stand-in for `gl` and for `tl`."""
 
     def ignored(*_: Any, **__: Any) -> None:
         return None
@@ -399,9 +413,23 @@ def launching(seed: int = 0, **others: str) -> Iterator[list[str]]:
     with (
         mock.patch.object(Call, "run", run_here),
         mock.patch.object(torch, "empty", poisoned),
-        mock.patch.object(_blocks, "reads_maps", lambda device, block: True),
+        with_bitmaps(),
     ):
         yield ran
+
+
+def with_bitmaps() -> Any:
+    """Context in which plans on the CPU have bitmaps."""
+    return mock.patch.object(_blocks, "reads_maps", lambda device, block: True)
+
+
+def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
+    """A function of the kernels with some of its text replaced, for `run` and `launching`."""
+    source = inspect.getsource(next(vars(module)[name] for module in KERNELS if name in vars(module)).fn)
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return {name: source[source.index("def ") :]}
 
 
 def _argument(parameter: Any, arguments: dict[str, Any]) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -11,11 +9,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon")
 
 from interlace.attention import AttentionPlan, cpu, gluon, triton
-from interlace.kernels import bitfield_gluon_backward as keys
-from interlace.kernels import bitfield_gluon_query_gradient as queries
 from interlace.masks import BitfieldMask
 from tests.attention import cases, test_backends, test_no_part
-from tests.kernels.gluon_interpreter import launching
+from tests.kernels.gluon_interpreter import edited, launching
 from tests.mask_strategies import mask_pairs
 from tests.sampling import given_by_tier
 
@@ -118,14 +114,6 @@ def test_the_rest_is_tritons(reason, monkeypatch):
 # ---------------------------------------------------------------------- mistakes
 
 
-def edited(name: str, old: str, new: str, module=keys) -> dict[str, str]:
-    """A function of a kernel with some of its text replaced."""
-    source = inspect.getsource(getattr(module, name).fn)
-    assert source.count(old) == 1, old
-    source = source.replace(old, new)
-    return {name: source[source.index("def ") :]}
-
-
 WAIT_FULL = "    mbarrier.wait(full.index(stage), full_phase(n, STAGES))\n"
 WAIT_EMPTY = "        mbarrier.wait(empty.index(stage), empty_phase(n + i, STAGES))\n"
 ARRIVE = "    mbarrier.arrive(empty.index(stage), count=1)\n"
@@ -133,28 +121,30 @@ ARRIVE_ONE = "    mbarrier.arrive(empty.index(one), count=1)\n"
 LAST_WAIT = "    dv, dk, _p16, _ds16 = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds16])\n"
 MIDDLE_WAIT = "    dp, dq, ds16 = warpgroup_mma_wait(1, deps=[dp, dq, ds16])\n"
 MISTAKES = {
-    "bytes not waited for": edited("_key_gradients", WAIT_FULL, ""),
-    "keys not waited for": edited("_key_scores", WAIT_FULL, "", queries),
-    "wrong phase of full barriers": edited("_key_gradients", WAIT_FULL, WAIT_FULL.replace("full_phase", "empty_phase")),
-    "handed back early": edited("_key_gradients", LAST_WAIT + ARRIVE, ARRIVE + LAST_WAIT),
-    "keys handed back early": edited("_query_gradient", MIDDLE_WAIT + ARRIVE_ONE, ARRIVE_ONE + MIDDLE_WAIT, queries),
-    "never handed back": edited("_key_gradients", ARRIVE, ""),
-    "handed back by one": edited("_key_gradients", ARRIVE, ARRIVE.replace("count=1", "count=2")),
-    "buffers not waited for": edited("_fetch_queries", WAIT_EMPTY, ""),
-    "wrong phase of empty barriers": edited("_fetch_queries", "empty_phase(n + i", "full_phase(n + i"),
-    "bytes not expected": edited("_fetch_queries", "+ 2 * lse2_desc.block_type", "+ lse2_desc.block_type"),
-    "dP not waited for": edited("_key_gradients", "wait(1, deps=[dp])", "wait(2, deps=[dp])"),
-    "S not waited for": edited("_query_gradient", "wait(2, deps=[s_other])", "wait(3, deps=[s_other])", queries),
-    "S beyond the last tile": edited("_query_gradient", "gl.minimum(n + 2, last)", "n + 2", queries),
-    "K and V not waited for": edited("_consume_queries", "    mbarrier.wait(resident, 0)\n", ""),
-    "Q and dO not waited for": edited("_consume_keys", "    mbarrier.wait(resident, 0)\n", "", queries),
-    "heads in another order": edited("_produce_queries", "member * part_tiles, batch", "part_tiles, batch"),
-    "bitmaps of the wrong tile": edited("_consume_queries", "words + at,", "words,"),
+    "bytes not waited for": edited("_key_gradients", (WAIT_FULL, "")),
+    "keys not waited for": edited("_key_scores", (WAIT_FULL, "")),
+    "wrong phase of full barriers": edited(
+        "_key_gradients", (WAIT_FULL, WAIT_FULL.replace("full_phase", "empty_phase"))
+    ),
+    "handed back early": edited("_key_gradients", (LAST_WAIT + ARRIVE, ARRIVE + LAST_WAIT)),
+    "keys handed back early": edited("_query_gradient", (MIDDLE_WAIT + ARRIVE_ONE, ARRIVE_ONE + MIDDLE_WAIT)),
+    "never handed back": edited("_key_gradients", (ARRIVE, "")),
+    "handed back by one": edited("_key_gradients", (ARRIVE, ARRIVE.replace("count=1", "count=2"))),
+    "buffers not waited for": edited("_fetch_queries", (WAIT_EMPTY, "")),
+    "wrong phase of empty barriers": edited("_fetch_queries", ("empty_phase(n + i", "full_phase(n + i")),
+    "bytes not expected": edited("_fetch_queries", ("+ 2 * lse2_desc.block_type", "+ lse2_desc.block_type")),
+    "dP not waited for": edited("_key_gradients", ("wait(1, deps=[dp])", "wait(2, deps=[dp])")),
+    "S not waited for": edited("_query_gradient", ("wait(2, deps=[s_other])", "wait(3, deps=[s_other])")),
+    "S beyond the last tile": edited("_query_gradient", ("gl.minimum(n + 2, last)", "n + 2")),
+    "K and V not waited for": edited("_consume_queries", ("    mbarrier.wait(resident, 0)\n", "")),
+    "Q and dO not waited for": edited("_consume_keys", ("    mbarrier.wait(resident, 0)\n", "")),
+    "heads in another order": edited("_produce_queries", ("member * part_tiles, batch", "part_tiles, batch")),
+    "bitmaps of the wrong tile": edited("_consume_queries", ("words + at,", "words,")),
 }
 UNCLEAN = {
-    "of queries": edited("_key_gradients", "clean_streamed(", "0 and clean_streamed("),
-    "of keys": edited("_query_gradient", "clean_streamed(streamed, one", "0 and clean_streamed(streamed, one", queries),
-    "of padding": edited("clean_held", " < 0,", " < -9,"),
+    "of queries": edited("_key_gradients", ("clean_streamed(", "0 and clean_streamed(")),
+    "of keys": edited("_query_gradient", ("clean_streamed(streamed, one", "0 and clean_streamed(streamed, one")),
+    "of padding": edited("clean_held", (" < 0,", " < -9,")),
 }
 
 

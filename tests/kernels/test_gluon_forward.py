@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import replace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,12 +13,11 @@ pytest.importorskip("triton.experimental.gluon")
 
 from interlace.attention import AttentionPlan, reference
 from interlace.attention.backend import Attention
-from interlace.kernels import bitfield_gluon_forward as kernel
-from interlace.kernels import bitfield_gluon_producer as producer
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
-from interlace.masks import BitfieldMask, visible, word
+from interlace.masks import BitfieldMask, word
 from tests.attention import cases
 from tests.kernels import gluon_interpreter
+from tests.kernels.gluon_interpreter import edited, with_bitmaps
 from tests.mask_strategies import mask_pairs
 
 
@@ -31,22 +29,9 @@ def forward(job: Attention, seed: int = 0, **mistakes: str) -> tuple[torch.Tenso
     return out, lse
 
 
-def with_maps(plan: AttentionPlan) -> AttentionPlan:
-    """With bitmaps along queries, which plans on a CPU do not have."""
-    seen = visible(plan.queries().rows(), plan.keys().columns(), plan.sinks)
-    batch, *lengths = seen.shape
-    seen = torch.nn.functional.pad(seen, (0, -lengths[1] % 128, 0, -lengths[0] % 128))
-    blocks = seen.view(batch, -1, 128, seen.shape[2] // 128, 128).transpose(2, 3).flatten(0, 1)
-    row = torch.repeat_interleave(torch.arange(len(blocks)), plan.part_q_ptr.diff())
-    bits = blocks[row, plan.part_q_idx[: len(row)]].unflatten(2, (4, 32)) << torch.arange(32)
-    lines = bits.sum(3).int()
-    return replace(plan, part_q_map=torch.cat([lines, torch.zeros_like(lines[:, :1])], 1))  # unions are not read
-
-
 def check(mask, keys=None, dim=64, dtype=torch.bfloat16, softcap=None, cap=None, mapped=True, heads=(2, 1), seed=0):
-    plan = AttentionPlan.build(mask, keys, cap=cap)
-    if mapped:
-        plan = with_maps(plan)
+    with with_bitmaps() if mapped else nullcontext():
+        plan = AttentionPlan.build(mask, keys, cap=cap)
     q, k, v = (x.detach() for x in cases.tensors(mask, keys, *heads, dim, dtype))
     wanted = reference.forward(Attention(q.float(), k.float(), v.float(), plan, 0.2, softcap))
     for x, docs in ((q, plan.q_doc), (k, plan.k_doc), (v, plan.k_doc)):
@@ -105,15 +90,6 @@ def test_random_masks(masks, cap, mapped, seed):
     check(*masks, cap=cap, mapped=mapped, heads=(1, 1), seed=seed)
 
 
-def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
-    """A function of the kernel with some of its text replaced."""
-    source = inspect.getsource(getattr(kernel, name, getattr(producer, name, None)).fn)
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return {name: source[source.index("def ") :]}
-
-
 GIVE_K = "mbarrier.arrive(k_empty.index(stage_of(n, STAGES)), count=1)"
 GIVE_V = "mbarrier.arrive(v_empty.index(stage_of(n - 1, STAGES)), count=1)"
 WAIT_FOR_S = "s = warpgroup_mma_wait(2, deps=[s])"
@@ -150,7 +126,8 @@ MISTAKES = {
 def crowded() -> Attention:
     """A block of queries with 2 FULL and 3 PARTIAL blocks of keys, two of which have absent keys."""
     tokens = documents(1, (1, 100), (0, 284), (-1, 20), (0, 108), (-1, 28), (0, 100))
-    plan = with_maps(AttentionPlan.build(tokens.select(slice(256, 384)), tokens))
+    with with_bitmaps():
+        plan = AttentionPlan.build(tokens.select(slice(256, 384)), tokens)
     assert (plan.full_q_ptr.tolist(), plan.part_q_ptr.tolist()) == ([0, 2], [0, 3])
     q, k, v = (x.detach() for x in cases.tensors(tokens, None, 1, 1, 96, torch.bfloat16))
     v.masked_fill_((plan.k_doc < 0)[:, None, :, None], torch.nan)

@@ -63,7 +63,7 @@ class _Send(NamedTuple):
     token: int  # of the recorder
 
     def is_taken(self) -> bool:
-        """Whether its payload is known to have gone, which gloo never says; then its header was read."""
+        """True if the payload is known to have gone; then its header was read. Gloo never says so."""
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
