@@ -195,9 +195,7 @@ class Cluster:
 
     def steps(self) -> list[dict[str, Any]]:
         """The steps that counted, as every rank process that saw it wrote them."""
-        return [
-            json.loads(line) for path in self.folder.glob("*.steps") for line in path.read_text().splitlines() if line
-        ]
+        return [each for path in self.folder.glob("*.steps") for each in _lines(path)]
 
     def voting(self, step: int) -> int:
         """How many rank processes have begun to vote on a step."""
@@ -216,9 +214,13 @@ class Cluster:
                 found[generation] += count
         return found
 
-    def reached(self, step: int, generation: int = 0) -> Callable[[], bool]:
-        """Whether a step has counted, in that generation or a later one."""
-        return lambda: any(each["step"] >= step and each["generation"] >= generation for each in self.steps())
+    def reached(self, step: int, generation: int = 0, ranks: int = 1) -> Callable[[], bool]:
+        """Whether so many rank processes have seen a step count, in that generation or a later one."""
+
+        def seen(path: Path) -> bool:
+            return any(each["step"] >= step and each["generation"] >= generation for each in _lines(path))
+
+        return lambda: sum(map(seen, self.folder.glob("*.steps"))) >= ranks
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
@@ -343,6 +345,10 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
     elastic.Rank._take_over = take  # type: ignore[method-assign]
     elastic.Rank._commit = commit  # type: ignore[method-assign]
     return elastic.run(config, source="test", resume=resume)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 class _Forked:

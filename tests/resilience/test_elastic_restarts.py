@@ -18,7 +18,7 @@ def test_the_coordinator_dies_in_steps_and_in_votes(tmp_path: Path) -> None:
     with Cluster(tmp_path, made, hold=2, state=True) as cluster:
         cluster.start("a", "b", "c")
         for step, following in ((2, 5), (5, 8), (8, None)):
-            cluster.wait_for(cluster.reached(step), f"step {step}")
+            cluster.wait_for(cluster.reached(step, ranks=3), f"step {step} on all ranks")
             cluster.kill_coordinator()
             cluster.hold(following)
             cluster.wait_for(lambda step=step: cluster.voting(step + 1) == 3, "votes that nobody counts")  # type: ignore[misc]
@@ -35,7 +35,7 @@ def test_a_node_dies_while_the_coordinator_is_away(tmp_path: Path) -> None:
     made = table(tmp_path / "runs", train={"steps": 10}, resilience={"nodes": 4, "coordinator_patience": 8.0})
     with Cluster(tmp_path, made, hold=3, state=True) as cluster:
         cluster.start("a", "b", "c", "d")
-        cluster.wait_for(cluster.reached(3), "step 3")
+        cluster.wait_for(cluster.reached(3, ranks=4), "step 3 on all ranks")
         cluster.kill_coordinator()
         cluster.kill("b")
         cluster.hold(None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.resilience.faults import CIRCLE, culprits
+from interlace.resilience.faults import CIRCLE, WAITS, culprits
 from interlace.resilience.watch import Stall
 
 HEARTBEAT = 5.0
@@ -44,9 +46,24 @@ def test_a_circle_is_left_alone_for_a_while_and_then_who_stood_first_is_at_fault
     assert culprits(circle, HEARTBEAT) == {1}
 
 
+def test_a_lane_whose_other_rank_waits_is_not_at_fault() -> None:
+    """Rank 1 is in a collective of its lane with rank 0, which still waits for the stopped rank 2."""
+    lane = {0: stall("waiting", (2,)), 1: stall("computing in a lane", (0, 1))}
+    assert culprits({**lane, 2: stall("waiting", (0,), stopped=True)}, HEARTBEAT) == {2}
+    assert culprits(lane, HEARTBEAT) == set()  # rank 2 moves
+
+
+def test_of_a_lane_the_rank_that_uses_a_core_is_at_fault() -> None:
+    long = CIRCLE * HEARTBEAT
+    lane = {0: stall("computing in a lane", (0, 1), 3 * long), 1: stall("computing in a lane", (0, 1), 2 * long)}
+    assert culprits(lane, HEARTBEAT) == {0}
+    assert culprits(lane | {1: replace(lane[1], at_work=True)}, HEARTBEAT) == {1}
+    assert culprits(lane | {1: replace(lane[1], seconds=long - 1)}, HEARTBEAT) == set()
+
+
 STALLS = st.builds(
     stall,
-    st.sampled_from(["waiting", "waiting", "waiting", "computing", "idle"]),
+    st.sampled_from([*WAITS, *WAITS, "computing", "idle"]),
     st.lists(st.integers(0, 6), max_size=3, unique=True).map(tuple),
     st.sampled_from([6.0, 31.0, 40.0]),
     st.sampled_from([False, False, False, False, True]),
@@ -56,7 +73,7 @@ STALLS = st.builds(
 @given(st.dictionaries(st.integers(0, 6), STALLS))
 def test_against_a_search(stalled: dict[int, Stall]) -> None:
     waits = {
-        rank: set() if each.state != "waiting" or each.stopped else set(each.ranks) - {rank}
+        rank: set() if each.state not in WAITS or each.stopped else set(each.ranks) - {rank}
         for rank, each in stalled.items()
     }
     ends = {rank for rank in stalled if not waits[rank]}

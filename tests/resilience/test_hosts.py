@@ -86,7 +86,7 @@ def test_the_coordinators_host_is_cut_off_and_another_takes_it_up(tmp_path: Path
     made = table(tmp_path / "runs", train={"steps": 12, "validate_every": 0}, resilience={"nodes": 3, "heartbeat": 2.0})
     with Cluster(tmp_path, made, hold=2, hosts=hosts, state=True) as run:
         run.start("a", "b", "c")
-        run.wait_for(run.reached(2), "step 2")
+        run.wait_for(run.reached(2, ranks=3), "step 2 on all ranks")
         hosts.cut(3)
         run.kill_coordinator()  # its last words do not arrive
         run.hold(None)

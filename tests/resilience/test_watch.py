@@ -55,12 +55,15 @@ def test_a_page_says_what_was_written(page: tuple[ProgressPage, ProgressReader],
     assert reader.read().counter > before.counter and reader.read().thread == threading.get_native_id()
 
 
-@pytest.mark.parametrize("state", ["computing", "waiting", "idle"])
+@pytest.mark.parametrize("state", ["computing", "computing in a lane", "waiting", "idle"])
 def test_what_a_page_said_before_a_wait_it_says_after_it(page: tuple[ProgressPage, ProgressReader], state: str) -> None:
     writer, reader = page
-    {"computing": writer.computing, "waiting": lambda: writer.waiting([3, 1]), "idle": lambda: writer.idle("é", 7.0)}[
-        state
-    ]()
+    {
+        "computing": writer.computing,
+        "computing in a lane": lambda: writer.computing([0, 1]),
+        "waiting": lambda: writer.waiting([3, 1]),
+        "idle": lambda: writer.idle("é", 7.0),
+    }[state]()
     before = reader.read()
     with pytest.raises(RuntimeError), writer.idle_for("another", 30.0):
         assert (reader.read().state, reader.read().what, reader.read().allowed) == ("idle", "another", 30.0)
@@ -84,6 +87,22 @@ def test_the_recorder_writes_the_page(page: tuple[ProgressPage, ProgressReader])
     assert reader.read().state == "computing" and reader.read().counter > found.counter
 
 
+def test_work_of_a_lane_names_its_ranks(page: tuple[ProgressPage, ProgressReader]) -> None:
+    writer, reader = page
+    use_page(writer)
+    recorder = FlightRecorder(0)
+    use_page(None)
+    work = recorder.begin("compute", "FORWARD", (0, 1))
+    assert (reader.read().state, reader.read().ranks) == ("computing in a lane", (0, 1))
+    recorder.end(recorder.begin("wait", "x", (5,)))  # such as for weights that are gathered
+    assert (reader.read().state, reader.read().ranks) == ("computing in a lane", (0, 1))
+    recorder.end(work)
+    assert reader.read().state == "computing"
+    alone = recorder.begin("compute", "FORWARD", ())
+    assert reader.read().state == "computing"
+    recorder.end(alone)
+
+
 def see(looks: list[tuple[Progress, Look]], seconds: float = 0.25) -> list[Stall | None]:
     rank = Watched(0, HEARTBEAT)
     return [rank.see(page, look, seconds) for page, look in looks]
@@ -100,6 +119,8 @@ def at(counter: int, state: str, allowed: float = 0.0) -> Progress:
         ("computing", Look("S", 0.0), HEARTBEAT),
         ("computing", Look("R", 0.0), HEARTBEAT * WORKING),  # kept from a core by others
         ("computing", Look("T", 0.0), HEARTBEAT),
+        ("computing in a lane", Look("S", 0.0), HEARTBEAT),
+        ("computing in a lane", Look("R", 0.0), HEARTBEAT * WORKING),
         ("waiting", Look("R", 0.0), HEARTBEAT),
         ("idle", Look("S", 0.0), 20.0),
         ("idle", Look("T", 0.0), HEARTBEAT),

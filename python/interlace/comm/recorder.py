@@ -29,7 +29,7 @@ class Page(Protocol):
     """Where a rank shows at once what it does: `interlace.resilience.progress.ProgressPage`."""
 
     def tick(self) -> None: ...
-    def computing(self) -> None: ...
+    def computing(self, lane: Sequence[int] = ()) -> None: ...
     def waiting(self, ranks: Sequence[int]) -> None: ...
     def idle(self, what: str, seconds: float) -> None: ...
 
@@ -65,6 +65,7 @@ class FlightRecorder:
         self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NOBODY, 0)] * capacity
         self._ends = [0] * capacity
         self._page = page_in_use()
+        self._lane: Sequence[int] = _NOBODY  # of the work in progress, where that is of several ranks
 
     def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
         """An event begins; returns its token.
@@ -81,6 +82,9 @@ class FlightRecorder:
         if self._page is not None:
             if kind in _WAITS:
                 self._page.waiting(ranks)
+            elif kind == "compute" and ranks:
+                self._lane = ranks
+                self._page.computing(ranks)
             else:
                 self._page.tick()
         return token
@@ -90,8 +94,10 @@ class FlightRecorder:
         place = token % self.capacity
         if self._events[place][0] == token:
             self._ends[place] = time_ns()
-            if self._page is not None and self._events[place][1] in _WAITS:
-                self._page.computing()
+            kind = self._events[place][1]
+            if self._page is not None and (kind in _WAITS or (kind == "compute" and self._lane)):
+                self._lane = _NOBODY if kind == "compute" else self._lane
+                self._page.computing(self._lane)
 
     def events(self) -> list[dict[str, Any]]:
         """What the ring holds, oldest first: id, kind, what, ranks, begin, end (wall clock in seconds), state."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interlace.resilience.errors import ResilienceError
-from interlace.resilience.faults import CIRCLE, culprits
+from interlace.resilience.faults import CIRCLE, WAITS, culprits
 from interlace.resilience.generation import Answer, Decision, Event, Generation, Node, Noticed
 from interlace.resilience.member import (
     COPIED,
@@ -449,7 +449,7 @@ class Authority:
                 # What it waits for is known of those in this generation; of others, that they do nothing for long.
                 if generation is not None and node in generation.nodes and stall.generation == generation.number:
                     here[generation.ranks_of(node)[stall.local_rank]] = suspect, stall
-                elif stall.stopped or stall.state != "waiting" or stall.seconds >= CIRCLE * heartbeat:
+                elif stall.stopped or stall.state not in WAITS or stall.seconds >= CIRCLE * heartbeat:
                     found[suspect] = stall
         for rank in culprits({rank: stall for rank, (_, stall) in here.items()}, heartbeat):
             found[here[rank][0]] = here[rank][1]

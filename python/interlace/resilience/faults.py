@@ -5,7 +5,10 @@ Most of them wait, in the end, for one that does not move. In that order:
 1. A rank whose process is stopped, or that stands still though it waits for nobody, is at fault.
 2. A rank that waits for one that moves is only late.
 3. Ranks that wait for each other in a circle look the same whether a message is lost or merely long. So a circle is
-   left alone for `CIRCLE` heartbeats; then the rank that stood still first is at fault.
+   left alone for `CIRCLE` heartbeats; then the rank that stood still first is at fault, or the first of those whose
+   processes use a core.
+
+A rank that computes in a lane waits for the lane's other ranks, in collectives inside of what it computes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Mapping
 from interlace.resilience.watch import Stall
 
 CIRCLE = 6.0  # heartbeats
+WAITS = ("waiting", "computing in a lane")  # states in which a rank may wait for others
 
 
 def culprits(stalled: Mapping[int, Stall], heartbeat: float) -> set[int]:
@@ -28,12 +32,12 @@ def culprits(stalled: Mapping[int, Stall], heartbeat: float) -> set[int]:
     found: set[int] = set()
     for circle in _circles(stalled):
         if all(stalled[rank].seconds >= CIRCLE * heartbeat for rank in circle):
-            found.add(max(circle, key=lambda rank: (stalled[rank].seconds, -rank)))
+            found.add(max(circle, key=lambda rank: (stalled[rank].at_work, stalled[rank].seconds, -rank)))
     return found
 
 
 def _waits(rank: int, stall: Stall) -> bool:
-    return stall.state == "waiting" and any(other != rank for other in stall.ranks)
+    return stall.state in WAITS and any(other != rank for other in stall.ranks)
 
 
 def _circles(stalled: Mapping[int, Stall]) -> list[set[int]]:

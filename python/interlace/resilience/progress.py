@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-State = Literal["starting", "idle", "computing", "waiting"]
+State = Literal["starting", "idle", "computing", "waiting", "computing in a lane"]
 STATES: tuple[State, ...] = get_args(State)
 MOST_RANKS = 64  # of those that a rank waits for; of more, the first ones
 LONGEST = 80  # bytes of a text
@@ -34,7 +34,8 @@ _SEQUENCE, _COUNTER, _STATE, _THREAD, _GENERATION, _ALLOWED, _COUNT, _FIRST = ra
 class Progress:
     """What a page says.
 
-    counter: grows with everything that the rank does. thread: its id in /proc, 0 before it has begun. generation:
+    counter: grows with everything that the rank does. state: what that is; collectives inside of "computing in a lane"
+    wait for `ranks`, the lane's. thread: its id in /proc, 0 before it has begun. generation:
     number of the rank's. allowed: seconds that `what`, the idle state's occasion, may take. ranks: those that it waits
     for.
     """
@@ -66,8 +67,14 @@ class ProgressPage:
         self._counter += 1
         self._words[_COUNTER] = self._counter
 
-    def computing(self) -> None:
-        """From here on this rank waits for nobody."""
+    def computing(self, lane: Sequence[int] = ()) -> None:
+        """From here on this rank waits for nobody, or, inside of what it computes, for the others of its lane.
+
+        lane: its ranks, by their numbers in the generation.
+        """
+        if lane:
+            self._set(4, lane)
+            return
         # Two stores, each whole: a reader that comes between them sees a rank that moves.
         self._words[_STATE] = 2
         self.tick()
@@ -138,7 +145,7 @@ class ProgressReader:
         _, counter, state, thread, generation, allowed, count = _FIXED.unpack_from(raw)
         ranks = _RANKS.unpack_from(raw, _FIXED.size)[: min(count, MOST_RANKS)]
         what = raw[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
-        return Progress(counter, STATES[min(state, 3)], thread, generation, allowed, ranks, what)
+        return Progress(counter, STATES[min(state, len(STATES) - 1)], thread, generation, allowed, ranks, what)
 
     def close(self) -> None:
         self._map.close()

@@ -27,7 +27,7 @@ LONGEST_PAUSE = 0.25  # seconds between two looks
 @dataclass(frozen=True)
 class Stall:
     """A rank that stands still: local_rank; generation that its numbers refer to; what it does and waits for; whether
-    its process is stopped (SIGSTOP, a debugger); since when, in seconds."""
+    its process is stopped (SIGSTOP, a debugger); since when, in seconds; whether its process uses a core."""
 
     local_rank: int
     generation: int
@@ -36,6 +36,7 @@ class Stall:
     stopped: bool
     seconds: float
     what: str
+    at_work: bool = False
 
     def to_table(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +53,7 @@ class Stall:
                 bool(table["stopped"]),
                 float(table["seconds"]),
                 str(table["what"]),
+                bool(table["at_work"]),
             )
         except (TypeError, KeyError) as error:
             raise ValueError(f"this is no stall of a rank ({type(error).__name__}: {error})") from error
@@ -86,7 +88,9 @@ class Watched:
             return None
         stopped = look.state in ("T", "t")
         what = page.what if page.state == "idle" else ""
-        return Stall(self.local_rank, page.generation, page.state, page.ranks, stopped, self._still, what)
+        return Stall(
+            self.local_rank, page.generation, page.state, page.ranks, stopped, self._still, what, self._at_work(look)
+        )
 
     def _patience(self, page: Progress, look: Look) -> float:
         if look.state in ("T", "t") or page.state == "waiting":
@@ -95,8 +99,10 @@ class Watched:
             return max(self.heartbeat, page.allowed)
         if page.state == "starting":
             return STARTING
-        at_work = look.state == "R" or self._worked > BUSY * self._still
-        return self.heartbeat * (WORKING if at_work else 1.0)
+        return self.heartbeat * (WORKING if self._at_work(look) else 1.0)
+
+    def _at_work(self, look: Look) -> bool:
+        return look.state == "R" or self._worked > BUSY * self._still
 
 
 class Watch:
