@@ -34,13 +34,16 @@ else:
         providers._get_local_constants = lambda: providers._local_constants  # none are ever added
 
 
-MOST_SLOW_CASES = 5  # of one slow test; INTERLACE_EVERY_CASE=1 runs all of them
+MOST_SLOW_CASES = 3  # of one test; INTERLACE_EVERY_CASE=1 runs all of them, and tests marked every_case
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a slow test with many cases a sample runs: all of them take longer than a check may."""
+    """Of a slow test with many cases a sample runs, and tests marked `every_case` do not: all take longer than a check
+    may."""
     cases = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("every_case") and not os.environ.get("INTERLACE_EVERY_CASE"):
+            continue
         slow = item.get_closest_marker("slow") is not None
         cases[item.nodeid.partition("[")[0] if slow else item.nodeid].append(item)
     kept = {item for each in cases.values() for item in sample(each, MOST_SLOW_CASES)}

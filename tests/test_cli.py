@@ -346,7 +346,7 @@ def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.every_case)])
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: int) -> None:
     settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=12", "--set", "checkpoint.every=5"]
     process = _start("train", tiny, *settings)

@@ -14,6 +14,7 @@ from bench import ray_kills
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.timeout(600)
 def test_a_stream_decoded_on_ray_trains_as_one_decoded_by_its_ranks(tmp_path: Path) -> None:
     out = tmp_path / "ray_kills.json"

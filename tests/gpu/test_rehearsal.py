@@ -116,6 +116,7 @@ def test_the_second_run_outlives_checks_that_hang_and_fail(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.timeout(2800)
 def test_the_extension_builds_without_setuptools(tmp_path):
     core = tmp_path / "_core.so"

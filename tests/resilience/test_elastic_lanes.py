@@ -23,7 +23,9 @@ LANES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    "lane", ["pieces", "rows of all", pytest.param("rows of the state", marks=pytest.mark.every_case)]
+)
 def test_faults_of_all_kinds_where_the_ranks_of_a_node_share_layers(tmp_path: Path, lane: str) -> None:
     """Pipelines of two and of three nodes, each two ranks that have some of each of its layers."""
     faults = ["kill", "stop", "preempt"] if lane == "pieces" else ["kill", "preempt"]

@@ -82,6 +82,7 @@ def test_one_half_of_unequal_degrees_equals_one_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 def test_the_other_half_of_unequal_degrees_equals_one_process() -> None:
     for number in HALVES[1]:
         check_case(*EVERY[number], number)
