@@ -34,7 +34,7 @@ else:
         providers._get_local_constants = lambda: providers._local_constants  # none are ever added
 
 
-MOST_SLOW_CASES = 3  # of one test; INTERLACE_EVERY_CASE=1 runs all of them, and tests marked every_case
+MOST_SLOW_CASES = 2  # of one test; INTERLACE_EVERY_CASE=1 runs all of them, and tests marked every_case
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from tests.sampling import sample
 
 @pytest.mark.slow
 def test_layouts_beside_the_plain_loops(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "LAYOUTS", dict(sample(list(trainer.LAYOUTS.items()), 3)))
+    monkeypatch.setattr(trainer, "LAYOUTS", dict(sample(list(trainer.LAYOUTS.items()), 1)))
     out = tmp_path / "trainer.json"
     arguments = ["--sizes", "1.6M", "--rounds", "1", "--steps", "3", "--microbatches", "2", "--dataset", "digits"]
     report = trainer.main([*arguments, "--out", str(out)])

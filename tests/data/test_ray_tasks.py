@@ -64,6 +64,7 @@ def tasks(cluster: Cluster, tmp_path: Path) -> Any:
     return start
 
 
+@pytest.mark.every_case
 def test_the_bits_are_those_of_the_thread_where_hardly_any_are_kept(tasks, tmp_path):
     """And no more than what comes next is decoded ahead."""
     with Loader(Pictures(60, tmp_path), 6, seed=1, wanted=seen, shuffle=False) as loader:
@@ -114,6 +115,7 @@ def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
         loader.close()
 
 
+@pytest.mark.every_case
 def test_errors_and_broken_samples_are_those_of_the_thread(tasks, tmp_path):
     dataset = Pictures(6, tmp_path, broken=(1,), deadly={4: 1000})
     with Loader(Pictures(6, tmp_path), 6, shuffle=False) as loader:
@@ -166,6 +168,7 @@ def test_what_dies_costs_nothing(cluster, tasks, tmp_path, monkeypatch):
         loader.close()
 
 
+@pytest.mark.every_case
 def test_streams_have_the_batches_of_the_thread(tasks, tmp_path):
     """Whose samples are left out that kill, or cannot be decoded."""
     mllm = tiny_mllm(layers=1)

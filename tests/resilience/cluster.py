@@ -121,6 +121,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
                 note(held=step)
             while (folder / HELD).exists():
                 time.sleep(0.01)
+            note(voting=step)
             answer = member.vote(generation, step)
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
@@ -271,12 +272,15 @@ class Cluster:
 
     @contextlib.contextmanager
     def held(self, ranks: int) -> Iterator[None]:
-        """No rank of so many votes within the block, nor is in a vote that had begun."""
+        """No vote of so many ranks ends within the block: each rank is held, or waits in a vote for one that is."""
         (self.folder / "ranks" / HELD).touch()
-        self.until(
-            lambda: sum("held" in notes[-1] for notes in noted(self.folder / "ranks").values() if notes) == ranks,
-            f"{ranks} ranks that are held",
-        )
+
+        def all_held() -> bool:
+            last = [notes[-1] for notes in noted(self.folder / "ranks").values() if notes]
+            held = sum("held" in note for note in last)
+            return held > 0 and held + sum("voting" in note for note in last) == ranks
+
+        self.until(all_held, f"{ranks} ranks that are held")
         yield
         (self.folder / "ranks" / HELD).unlink()
 
