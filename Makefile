@@ -40,9 +40,9 @@ train: $(CORE)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-# `make test test-all` runs the fast tests once.
+# `make test test-all` runs the fast tests once. Slow tests wait still more: four files at a time.
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m slow $(PYTEST_ARGS)
 	$(MAKE) test-asan
 
 # build/asan holds the instrumented interlace._core and links to the rest of the package, and comes first on the path.
