@@ -220,7 +220,7 @@ def test_random_layouts_equal_one_process(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_layouts_equal_one_process() -> None:
-    sweep(check_case, range(SEEDS, SEEDS + 34), DUE)
+    sweep(check_case, range(SEEDS, SEEDS + 51), DUE)
 
 
 def encoder_and_model(mllm: MultimodalModel, encoder: int, language: int, **more: int) -> Layout:

@@ -52,7 +52,7 @@ def test_four_ranks_are_decided_as_the_table_says(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     layers=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     freeze=st.booleans(),
