@@ -40,7 +40,7 @@ train: $(CORE)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-# `make test test-all` runs the fast tests once. Slow tests wait still more: four files at a time.
+# `make test test-all` runs the fast tests once. Slow tests wait even more for processes: four files at a time.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m slow $(PYTEST_ARGS)
 	$(MAKE) test-asan

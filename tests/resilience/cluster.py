@@ -272,7 +272,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def held(self, ranks: int) -> Iterator[None]:
-        """No vote of so many ranks ends within the block: each rank is held, or waits in a vote for one that is."""
+        """Within the block no vote ends: each of `ranks` ranks is held, or votes and waits for a held one."""
         (self.folder / "ranks" / HELD).touch()
 
         def all_held() -> bool:

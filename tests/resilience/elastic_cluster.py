@@ -215,7 +215,7 @@ class Cluster:
         return found
 
     def reached(self, step: int, generation: int = 0, ranks: int = 1) -> Callable[[], bool]:
-        """Whether so many rank processes have seen a step count, in that generation or a later one."""
+        """Whether `step` counts for at least `ranks` rank processes, in `generation` or a later one."""
 
         def seen(path: Path) -> bool:
             return any(each["step"] >= step and each["generation"] >= generation for each in _lines(path))

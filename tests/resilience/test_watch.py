@@ -133,6 +133,12 @@ def test_how_long_a_rank_may_stand_still(state: str, look: Look, patience: float
     assert stalls[0].stopped == (look.state == "T") and stalls[0].seconds == patience
 
 
+@pytest.mark.parametrize(("state", "at_work"), [("computing in a lane", True), ("computing", True), ("waiting", False)])
+def test_a_wait_that_polls_is_no_work(state: str, at_work: bool) -> None:
+    stall = see([(at(1, state), Look("R", 0.0))] * 400)[-1]
+    assert stall is not None and stall.at_work == at_work
+
+
 def test_a_rank_that_uses_a_core_is_at_work_however_long_its_action() -> None:
     working = see([(at(1, "computing"), Look("S", 0.2 * place)) for place in range(100)])
     assert working == [None] * 100

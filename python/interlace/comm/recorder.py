@@ -65,7 +65,7 @@ class FlightRecorder:
         self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NOBODY, 0)] * capacity
         self._ends = [0] * capacity
         self._page = page_in_use()
-        self._lane: Sequence[int] = _NOBODY  # of the work in progress, where that is of several ranks
+        self._lane: Sequence[int] = _NOBODY  # ranks of the lane whose work is in progress
 
     def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
         """An event begins; returns its token.
@@ -95,9 +95,11 @@ class FlightRecorder:
         if self._events[place][0] == token:
             self._ends[place] = time_ns()
             kind = self._events[place][1]
-            if self._page is not None and (kind in _WAITS or (kind == "compute" and self._lane)):
-                self._lane = _NOBODY if kind == "compute" else self._lane
+            if self._page is not None and kind in _WAITS:
                 self._page.computing(self._lane)
+            elif self._page is not None and kind == "compute" and self._lane:
+                self._lane = _NOBODY
+                self._page.computing()
 
     def events(self) -> list[dict[str, Any]]:
         """What the ring holds, oldest first: id, kind, what, ranks, begin, end (wall clock in seconds), state."""

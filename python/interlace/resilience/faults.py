@@ -5,10 +5,10 @@ Most of them wait, in the end, for one that does not move. In that order:
 1. A rank whose process is stopped, or that stands still though it waits for nobody, is at fault.
 2. A rank that waits for one that moves is only late.
 3. Ranks that wait for each other in a circle look the same whether a message is lost or merely long. So a circle is
-   left alone for `CIRCLE` heartbeats; then the rank that stood still first is at fault, or the first of those whose
-   processes use a core.
+   left alone for `CIRCLE` heartbeats; then the rank that stood still first is at fault. Ranks that compute on a core
+   come before those that do not.
 
-A rank that computes in a lane waits for the lane's other ranks, in collectives inside of what it computes.
+Computing in a lane counts as waiting for the lane's other ranks: its collectives do.
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ _SEQUENCE, _COUNTER, _STATE, _THREAD, _GENERATION, _ALLOWED, _COUNT, _FIRST = ra
 class Progress:
     """What a page says.
 
-    counter: grows with everything that the rank does. state: what that is; collectives inside of "computing in a lane"
-    wait for `ranks`, the lane's. thread: its id in /proc, 0 before it has begun. generation:
-    number of the rank's. allowed: seconds that `what`, the idle state's occasion, may take. ranks: those that it waits
-    for.
+    counter: grows with everything that the rank does. state: its present activity. thread: its id in /proc, 0 before it
+    has begun. generation: number of the rank's. allowed: seconds that `what`, the idle state's occasion, may take.
+    ranks: those that it waits for; when computing in a lane, those of the lane, for which collectives may wait.
     """
 
     counter: int
@@ -68,9 +67,9 @@ class ProgressPage:
         self._words[_COUNTER] = self._counter
 
     def computing(self, lane: Sequence[int] = ()) -> None:
-        """From here on this rank waits for nobody, or, inside of what it computes, for the others of its lane.
+        """Marks this rank as computing.
 
-        lane: its ranks, by their numbers in the generation.
+        lane: ranks of its lane, by their numbers in the generation; collectives inside of the work may wait for them.
         """
         if lane:
             self._set(4, lane)

@@ -27,7 +27,8 @@ LONGEST_PAUSE = 0.25  # seconds between two looks
 @dataclass(frozen=True)
 class Stall:
     """A rank that stands still: local_rank; generation that its numbers refer to; what it does and waits for; whether
-    its process is stopped (SIGSTOP, a debugger); since when, in seconds; whether its process uses a core."""
+    its process is stopped (SIGSTOP, a debugger); since when, in seconds; whether its process uses a core, other
+    than for a wait."""
 
     local_rank: int
     generation: int
@@ -88,9 +89,8 @@ class Watched:
             return None
         stopped = look.state in ("T", "t")
         what = page.what if page.state == "idle" else ""
-        return Stall(
-            self.local_rank, page.generation, page.state, page.ranks, stopped, self._still, what, self._at_work(look)
-        )
+        at_work = page.state != "waiting" and self._at_work(look)  # a wait may poll
+        return Stall(self.local_rank, page.generation, page.state, page.ranks, stopped, self._still, what, at_work)
 
     def _patience(self, page: Progress, look: Look) -> float:
         if look.state in ("T", "t") or page.state == "waiting":
