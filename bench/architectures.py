@@ -1,20 +1,20 @@
-"""Every architecture of transformers inside MultimodalModel: right, refused, or not built this small. Wrong: none.
+"""Sweep over every architecture of transformers inside MultimodalModel: right, refused, or not built this small.
 
-All model types with a causal or multimodal language model, all whose main input is images or sound, and the encoders
-inside larger models are built from configs shrunk by rule (architectures_tiny.py; each hybrid also with its other kinds
-of layers, windows switched on) and held against their own eager attention on one sample at a time
-(architectures_check.py). Outcomes:
+The sweep covers all model types with a causal or multimodal language model, all whose main input is images or sound,
+and the encoders inside larger models. They are built from configs that are shrunk by rule (architectures_tiny.py). Each
+hybrid is also built with its other kinds of layers, and with windows switched on. Every model is compared with its own
+eager attention, one sample at a time (architectures_check.py). Outcomes:
 
-    right      outputs, gradients, cuts, generation and the drop-in are those of the model itself
-    refused    interlace raised ValueError, saying why and what to do instead
-    raised     something else was raised: nothing wrong came out, but nobody was told why
-    not built  no tiny config was found that runs, or the model cannot be run on its main input alone
-    WRONG      what came out differs
+    right      outputs, gradients, cuts, generation and the drop-in equal those of the model itself
+    refused    interlace raised ValueError with the cause and the remedy
+    raised     another exception: no wrong result, but no clear message either
+    not built  no tiny config was found that runs, or the model cannot run on its main input alone
+    WRONG      the results differ
 
     python -m bench.architectures [NAME ...] [--out bench/results/architectures.json] [--table docs/architectures.md]
 
-Each architecture runs in a process of its own, bounded in time and memory; all take about an hour on one core. Rows
-that the file has are kept: a sweep that was stopped goes on, and architectures that are named run again.
+Each architecture runs in its own process, bounded in time and memory. All of them take about an hour on one core. A
+stopped sweep resumes: rows in the file are kept. Architectures that are named run again.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ from bench.architectures_table import table
 from bench.architectures_tiny import STRATEGIES, tiny_config, variants
 from bench.measure import command, machine, versions, write_json
 from interlace.model import ModalityModule
-from interlace.model.patches import GRID
+from interlace.model.inputs.patches import GRID
 
 ROOT = Path(__file__).parents[1]
-LARGEST = 40_000_000  # parameters that still count as tiny
+LARGEST = 40_000_000  # number of parameters that still counts as tiny
 MEMORY = 6 << 30
 MEDIA = {"pixel_values", "input_features", "input_values", "pixel_values_videos", "audio_mel"}
 LANGUAGE, ENCODER = KINDS = "language", "encoder"
-OUTCOMES = ("WRONG", "raised", "right", "refused", "not built")  # of its variants, the first says the outcome of a type
-WARM = ((LANGUAGE, "llama"), (ENCODER, "siglip_vision_model"))  # what all need is imported before the processes part
+# The outcome of a type is the first of these that any of its variants has.
+OUTCOMES = ("WRONG", "raised", "right", "refused", "not built")
+WARM = ((LANGUAGE, "llama"), (ENCODER, "siglip_vision_model"))  # imported once, before processes fork
 
 
 def population() -> list[tuple[str, str]]:
-    """(kind, model type) of all that could be a language model or an encoder of a MultimodalModel."""
+    """(kind, model type) of every candidate for a language model or an encoder of a MultimodalModel."""
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     multimodal = set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     multimodal |= set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
@@ -80,7 +81,7 @@ def population() -> list[tuple[str, str]]:
             made = model_class(ENCODER, name)
             inputs = made.main_input_name
         except (ImportError, AttributeError):
-            continue  # needs a library that is not there
+            continue  # needs a library that is not installed
         if MEDIA & {*([inputs] if isinstance(inputs, str) else inputs or [])}:
             found.append((ENCODER, name))
             configs.add(made.config_class)
@@ -89,14 +90,14 @@ def population() -> list[tuple[str, str]]:
 
 @cache
 def towers() -> dict[str, Any]:
-    """Class name -> encoder that no table of transformers names: parts of larger models, with forwards of their own."""
+    """Class name -> encoder that no table of transformers names: parts of larger models, with their own forwards."""
     found = {}
     folders = [folder.name for folder in pkgutil.iter_modules(transformers.models.__path__) if folder.ispkg]
     for folder in folders:
         try:
             module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
         except ImportError:
-            continue  # a folder without models, or one that needs a library that is not there
+            continue  # a folder without models, or one that needs a library that is not installed
         for name, made in vars(module).items():
             if (
                 isinstance(made, type)
@@ -112,19 +113,19 @@ def towers() -> dict[str, Any]:
 
 
 def is_tower(kind: str, model_type: str) -> bool:
-    """Whether it is the name of a class, one of `towers`."""
+    """True if model_type is a class name, one of `towers`."""
     return kind == ENCODER and model_type not in modeling_auto.MODEL_MAPPING_NAMES
 
 
 def _takes_media(arguments: list[str]) -> bool:
-    """Whether a forward with these arguments takes media, and neither ids nor what a decoder reads."""
+    """True if a forward with these arguments takes media, and neither ids nor decoder inputs."""
     if any(name == "input_ids" or "decoder" in name or name.startswith("inputs_embeds") for name in arguments):
         return False
     return GRID in arguments or (bool(arguments) and arguments[0] in MEDIA)
 
 
 def model_class(kind: str, model_type: str) -> Any:
-    """The class that is built for a model type: its language model, or its base model; or of that name, see towers."""
+    """Class of a model type: its language model, its base model, or the class of that name (see `towers`)."""
     if is_tower(kind, model_type):
         return getattr(transformers, model_type, None) or towers()[model_type]
     tables = [modeling_auto.MODEL_MAPPING_NAMES]
@@ -144,7 +145,7 @@ def model_class(kind: str, model_type: str) -> Any:
 
 
 class NotBuilt(Exception):
-    """No strategy gave a tiny model that runs; the message says what was wrong with the first."""
+    """No strategy gave a tiny model that runs; the message has the error of the first strategy."""
 
 
 def build(kind: str, model_type: str, variant: dict[str, Any] | None = None, seed: int = 0) -> nn.Module:
@@ -167,22 +168,22 @@ def build(kind: str, model_type: str, variant: dict[str, Any] | None = None, see
             if kind == LANGUAGE:
                 spread_language(model)
             return model
-        except Exception as error:  # whatever a config or a model may raise
+        except Exception as error:  # any exception that a config or a model raises
             reasons.append(_where(error))
     raise NotBuilt(reasons[0])
 
 
 def _part_for(made: Any, config: Any) -> Any:
-    """The part of a composite config that a class wants."""
+    """The part of a composite config that a class expects."""
     parts = (part for part in [config, *vars(config).values()] if isinstance(part, made.config_class))
     return next(parts, config)
 
 
 def examine(kind: str, model_type: str) -> dict[str, Any]:
-    """What holds for a model type, in all variants of its config."""
+    """Result of a model type in all variants of its config."""
     try:
         settings = variants(model_type) if kind == LANGUAGE else {"default": {}}
-    except Exception:  # its default config cannot be made: build says why
+    except Exception:  # its default config cannot be created: build reports the cause
         settings = {"default": {}}
     found = {name: examine_variant(kind, model_type, variant) for name, variant in settings.items()}
     outcomes = {one["outcome"] for one in found.values()}
@@ -192,7 +193,7 @@ def examine(kind: str, model_type: str) -> dict[str, Any]:
 
 
 def examine_variant(kind: str, model_type: str, variant: dict[str, Any], *, thorough: bool = True) -> dict[str, Any]:
-    """The same of one variant. thorough: try cuts, generation and the drop-in, too."""
+    """Result of one variant. thorough: also check cuts, generation and the drop-in."""
     found: dict[str, Any] = {}
     try:
         model = build(kind, model_type, variant)
@@ -203,7 +204,7 @@ def examine_variant(kind: str, model_type: str, variant: dict[str, Any], *, thor
             shapes = ModalityModule(copy.deepcopy(model), projector=nn.Identity())
             try:
                 items = spread_encoder(model, shapes)
-            except Exception as error:  # the model refuses its own sizes
+            except Exception as error:  # the model rejects its own sizes
                 raise NotBuilt(_where(error)) from error
             check_encoder(model, items, found, thorough=thorough)
         found["outcome"] = "WRONG" if any("WRONG" in str(value) for value in found.values()) else "right"
@@ -211,7 +212,7 @@ def examine_variant(kind: str, model_type: str, variant: dict[str, Any], *, thor
         found |= {"outcome": "not built", "note": str(error)}
     except Wrong as error:
         found |= {"outcome": "WRONG", "note": str(error)}
-    except Exception as error:  # anything: it belongs into the table
+    except Exception as error:  # any exception is recorded in the table
         if is_refusal(error):
             found |= {"outcome": "refused", "note": first_line(error)}
         else:
@@ -225,7 +226,7 @@ def _where(error: BaseException) -> str:
 
 
 def apart(kind: str, model_type: str, seconds: int) -> dict[str, Any]:
-    """`examine` in a process of its own."""
+    """`examine` in a separate process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -259,12 +260,12 @@ def sweep(todo: list[tuple[str, str]], seconds: int) -> Iterator[dict[str, Any]]
 
 
 def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is written: counts of outcomes, and the rows by kind and name."""
+    """Content of the report: counts of outcomes, and the rows by kind and name."""
     rows = sorted(rows, key=lambda row: (row["kind"] != LANGUAGE, row["model_type"]))
     counts = {kind: collections.Counter(row["outcome"] for row in rows if row["kind"] == kind) for kind in KINDS}
     return {
         "benchmark": "architectures",
-        "command": command("architectures", ()),  # the file holds all of them, whichever ran last
+        "command": command("architectures", ()),  # the file holds all architectures, whichever ran last
         "machine": machine(),
         "versions": versions("torch", "transformers", "interlace"),
         "counts": {kind: {name: found[name] for name in OUTCOMES} for kind, found in counts.items()},
@@ -288,7 +289,7 @@ def main() -> None:
     for row in sweep(todo, options.seconds):
         rows[row["kind"], row["model_type"]] = row
         print(f"{row['kind']:8} {row['model_type']:36} {row['outcome']:9} {row['seconds']:5.1f} s", flush=True)
-        write_json(options.out, report_of(list(rows.values())))  # each time: a sweep that is stopped goes on from here
+        write_json(options.out, report_of(list(rows.values())))  # after each row: a stopped sweep resumes from here
     report = report_of(list(rows.values()))
     options.table.write_text(table(report))
     print(json.dumps(report["counts"]))

@@ -1,8 +1,11 @@
-"""What `bench.architectures` asks of one model: does MultimodalModel give what the model gives by itself?
+"""Check of one architecture for `bench.architectures`: MultimodalModel against the model by itself.
 
-The oracle is the model's own eager attention, one sample (or one item) at a time, whole. Compared are the outputs and
-the gradient of every parameter of several samples in one batch; the same cut into stages at every layer; greedy
-generation of several prompts at once; and the drop-in attention under a plan that a user passes.
+The oracle is the model's own eager attention on one whole sample (or one item) at a time. Compared are:
+
+- the outputs and the gradient of every parameter, of several samples in one batch;
+- the same, cut into stages at every layer;
+- greedy generation of several prompts at once;
+- the drop-in attention under a plan that a user passes.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from interlace.attention import AttentionPlan
 from interlace.attention.hf import NAME, carrier, use_plan
 from interlace.masks import BitfieldMask
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
-from interlace.model.clips import ClipInputs
-from interlace.model.feed import Item
-from interlace.model.images import ImageInputs
-from interlace.model.patches import PatchInputs
+from interlace.model.inputs.base import Item
+from interlace.model.inputs.clips import ClipInputs
+from interlace.model.inputs.images import ImageInputs
+from interlace.model.inputs.patches import PatchInputs
 
 LENGTHS = (9, 13, 6)  # longer than the window and the chunk of a tiny config
 NEW_TOKENS = 4
@@ -39,9 +42,9 @@ class Wrong(Exception):
 
 
 def spread(model: nn.Module, outputs: Callable[[], list[Tensor]], seed: int = 0) -> None:
-    """Move every weight away from its initial value, so that each of them matters, as far as `outputs` stay finite.
+    """Move every weight away from its initial value, so that each of them matters, while `outputs` stay finite.
 
-    Raises ValueError where they never are.
+    Raises ValueError if the outputs are never finite.
     """
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for scale in (0.2, 0.1, 0.03, 0.0):
@@ -66,7 +69,7 @@ def spread_language(model: nn.Module) -> None:
 
 
 def prompts(model: nn.Module, seed: int = 0) -> list[Tensor]:
-    """Token ids of samples, without the ids that mean something to the model."""
+    """Token ids of samples, without the model's special ids."""
     config: Any = model.config
     taken = special_ids(config)
     plain = torch.tensor([token for token in range(3, int(config.get_text_config().vocab_size)) if token not in taken])
@@ -75,7 +78,7 @@ def prompts(model: nn.Module, seed: int = 0) -> list[Tensor]:
 
 
 def samples_of(ids: list[Tensor]) -> list[Sample]:
-    """A sample of each row of ids; every third position has no target."""
+    """A sample from each row of ids; every third position has no target."""
     made = []
     for number, row in enumerate(ids):
         labels = row.roll(-1).clone()
@@ -86,7 +89,7 @@ def samples_of(ids: list[Tensor]) -> list[Sample]:
 
 
 def eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits [T, V] of a sample alone. Raises ValueError for a model that makes no logits of its ids."""
+    """Logits [T, V] of a sample alone. Raises ValueError for a model that computes no logits from its ids."""
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in _parameters(model) else {}
     logits: Tensor = model(input_ids=ids[None], **options).logits[0]
     if len(logits) != len(ids):
@@ -95,9 +98,9 @@ def eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def check_language(model: nn.Module, found: dict[str, Any], *, thorough: bool = True) -> None:
-    """Fill `found` with what holds for a language model whose attention is eager.
+    """Fill `found` with the results of a language model with eager attention.
 
-    Raises Wrong, or what the model raises in the forward or backward of a batch.
+    Raises Wrong, or the model's own exception in the forward or backward of a batch.
     """
     eager = copy.deepcopy(model)
     ids = prompts(model)
@@ -126,12 +129,12 @@ def check_language(model: nn.Module, found: dict[str, Any], *, thorough: bool = 
 
 
 def _gradients(mllm: MultimodalModel) -> dict[str, Tensor | None]:
-    """Those of the language model, by its own names."""
+    """Gradients of the language model, by its own parameter names."""
     return {name: parameter.grad for name, parameter in mllm.language_model.named_parameters()}
 
 
 def by_sample(logits: Tensor, inputs: dict[str, Any]) -> list[Tensor]:
-    """Logits of each sample [T, V] out of a batch of either layout."""
+    """Logits of each sample [T, V] from a batch of either layout."""
     valid = inputs["mask"].doc >= 0
     return list(logits[valid].split(LENGTHS))
 
@@ -167,7 +170,7 @@ def _summary(refusals: list[str], cuts: int) -> str:
 
 
 def check_generation(mllm: MultimodalModel, eager: nn.Module, batch: list[Sample]) -> str:
-    """Greedy answers to all samples at once."""
+    """Greedy generation for all samples at once."""
     with torch.no_grad():
         answers = []
         for one in batch:
@@ -207,7 +210,7 @@ def check_dropin(eager: nn.Module, ids: Tensor, expected: Tensor) -> str:
 
 
 def spread_encoder(model: nn.Module, geometry: ModalityModule) -> list[Media]:
-    """`spread`, judged by the features of random items of several sizes, which are returned."""
+    """`spread`, judged by the features of random items of several sizes; returns these items."""
     g = torch.Generator().manual_seed(1)
     items = [
         Media(one.shape, geometry.tokens(*one), torch.randn(one.shape, generator=g), about=one.about)
@@ -218,7 +221,7 @@ def spread_encoder(model: nn.Module, geometry: ModalityModule) -> list[Media]:
 
 
 def items_for(geometry: ModalityModule) -> list[Item]:
-    """Items of several sizes, as far as an encoder takes them; the first and the last are alike."""
+    """Items of several sizes, if the encoder supports them; the first and the last are identical."""
     feed, default = geometry.feed, geometry.default
     items = [default, default, default]
     if isinstance(feed, PatchInputs):
@@ -232,7 +235,7 @@ def items_for(geometry: ModalityModule) -> list[Item]:
 
 
 def eager_features(model: nn.Module, geometry: ModalityModule, item: Media) -> Tensor:
-    """[n, D] of an item alone, class tokens included."""
+    """Features [n, D] of an item alone, class tokens included."""
     return geometry.features_of(model(**geometry.kwargs_of([item])))[0]
 
 
@@ -284,7 +287,7 @@ def check_encoder_cuts(encoder: ModalityModule, inputs: dict[str, Any], expected
 
 
 def attempt(found: dict[str, Any], what: str, check: Callable[[], str]) -> None:
-    """Note what `check` says, or that it is wrong, or what it raised."""
+    """Record the result of `check`, that it is wrong, or the exception that it raised."""
     try:
         found[what] = check()
     except Wrong as error:
@@ -294,7 +297,7 @@ def attempt(found: dict[str, Any], what: str, check: Callable[[], str]) -> None:
 
 
 def compare(what: str, found: list[Tensor], expected: list[Tensor]) -> None:
-    """Raise Wrong unless the tensors are equal but for rounding."""
+    """Raise Wrong unless the tensors are equal up to rounding."""
     if [tuple(x.shape) for x in found] != [tuple(x.shape) for x in expected]:
         raise Wrong(f"{what}: shapes {[list(x.shape) for x in found]}, expected {[list(x.shape) for x in expected]}")
     for i, (got, want) in enumerate(zip(found, expected)):
@@ -306,7 +309,7 @@ def compare(what: str, found: list[Tensor], expected: list[Tensor]) -> None:
 def compare_gradients(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], where: str = ""
 ) -> None:
-    """Raise Wrong unless every parameter has the gradient that is expected; none and one that is nothing are alike."""
+    """Raise Wrong unless every parameter has the expected gradient; a missing gradient equals a zero gradient."""
     floor = 1e-3 * max((float(want.norm()) for want in expected.values() if want is not None), default=0.0)
     for name, want in expected.items():
         got = found.get(name)
@@ -324,7 +327,7 @@ def _there(gradient: Tensor | None) -> str:
 
 
 def special_ids(config: Any) -> set[int]:
-    """Ids that a config names, of the model itself and its parts."""
+    """Special ids in a config, of the model itself and its parts."""
     found = set()
     for key, value in vars(config).items():
         if key.startswith("_"):
@@ -337,7 +340,7 @@ def special_ids(config: Any) -> set[int]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it is a ValueError of interlace, and not of the model."""
+    """True for a ValueError of interlace, False for one of the model."""
     return (
         isinstance(error, ValueError)
         and PACKAGE in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents

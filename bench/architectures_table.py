@@ -1,4 +1,4 @@
-"""The page that `bench.architectures` writes: docs/architectures.md."""
+"""Writes the page of `bench.architectures`: docs/architectures.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASIDE = {"cut": "Stages", "generate": "Generation", "dropin": "The drop-in atten
 
 
 def table(report: dict[str, Any]) -> str:
-    """The page of a report of bench.architectures."""
+    """The page for a report of bench.architectures."""
     rows = report["rows"]
     lines = [INTRODUCTION.format(transformers=report["versions"]["transformers"])]
     lines += [f"| | tried | {' | '.join(OUTCOMES)} |", f"|---|{'---|' * (len(OUTCOMES) + 1)}"]
@@ -50,7 +50,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def section(kind: str, rows: list[dict[str, Any]]) -> list[str]:
-    """What was found of the language models, or of the encoders."""
+    """Results of the language models, or of the encoders."""
     lines = ["", f"## {KINDS[kind]}", "", "| right | model types |", "|---|---|"]
     cases = [(row, name, one) for row in rows for name, one in row["variants"].items()]
     lines += grouped((row, name, one["layout"]) for row, name, one in cases if one["outcome"] == "right")
@@ -66,12 +66,12 @@ def section(kind: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def is_right(said: str) -> bool:
-    """Whether a check of a row has nothing to add."""
+    """True if a check of a row has nothing to add."""
     return said in ("right", "a single layer", "carrier right; use_plan right")
 
 
 def grouped(found: Iterable[tuple[dict[str, Any], str, str]]) -> list[str]:
-    """Lines of a table: what is said, without names and numbers of its own, and of whom; most said first."""
+    """Table lines: a message without names and numbers, and its models; most frequent message first."""
     of: dict[str, list[str]] = {}
     for row, variant, said in found:
         name = row["model_type"] if variant == "default" else f"{row['model_type']} ({variant})"
@@ -81,12 +81,12 @@ def grouped(found: Iterable[tuple[dict[str, Any], str, str]]) -> list[str]:
 
 
 def general(said: str, name: str) -> str:
-    """A message without what differs from model to model, as a cell of a table."""
+    """A message without model-specific parts, as a table cell."""
     if name:
         said = said.replace(name, "the model")
     said = re.sub(r"\b[A-Z]\w+(Attention|Mixer)\b( \(in the model\))?", "a layer", said)
     said = re.sub(r"'\w+Config' object", "its config", said)
     said = re.sub(r" \((relative error|model\.|git\.|__getitem__|ne\)|[\w ]+ of size)[^)]*\)?", "", said)
     said = re.sub(r"^refused at \d+: (language_model: |encoder: )?", "refused: ", said)
-    said = said.split(". ")[0]  # what to do instead is in the message itself
+    said = said.split(". ")[0]  # the remedy is in the message itself
     return said.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -1,8 +1,8 @@
-"""Tiny random models of every architecture that transformers has, without a line per architecture.
+"""Tiny random models of every architecture in transformers, without a line per architecture.
 
-A config's default is shrunk by what its fields are called: sizes, heads, layers, vocabularies, windows. Lists with one
-entry per layer keep one of each kind of entry, so that a hybrid stays one. Where a rule of thumb does not fit (heads
-that must divide, two sizes that must agree), the next of `STRATEGIES` is tried.
+A default config is shrunk by the names of its fields: sizes, heads, layers, vocabularies, windows. Lists with one entry
+per layer keep one entry of each kind, so that a hybrid stays a hybrid. If a rule does not fit (heads that must divide,
+two sizes that must be equal), the next of `STRATEGIES` is used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ VOCAB, LAYERS, WINDOW, POSITIONS, IMAGE, PATCH, MELS = 64, 4, 4, 64, 16, 4, 8
 
 @dataclass(frozen=True)
 class Strategy:
-    """Sizes to try. others: what integers above 64 of unknown meaning become (None: they stay); fill: give sizes that
-    the default config leaves out a value."""
+    """Sizes to try. others: replacement for integers above 64 of unknown meaning (None: unchanged); fill: set sizes
+    that the default config leaves empty."""
 
     hidden: int = 32
     heads: int = 4
@@ -55,7 +55,7 @@ def _at_most(limit: int) -> Rule:
     return lambda strategy, value: min(value, limit)
 
 
-# The first row whose pattern matches the whole name of a field that holds an integer decides.
+# The first row whose pattern matches the whole name of an integer field decides.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"(type|task_type|segment)_vocab_size|pretraining_tp|seed|chunk_size_feed_forward", lambda s, v: v),
     (r".*vocab_size.*|.*_vocab|num_embeddings", _at_most(VOCAB)),
@@ -78,7 +78,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(num|n)_.*heads?|.*attention_heads(_.*)?|num_heads|n_heads?", lambda s, v: min(v, s.heads)),
     (r"qk_head_dim", lambda s, v: 2 * s.head_dim),
     (r".*_input_size", lambda s, v: min(v, s.hidden)),
-    (r"attention_hidden_size", lambda s, v: 2 * s.hidden),  # Zamba's, of two hidden states side by side
+    (r"attention_hidden_size", lambda s, v: 2 * s.hidden),  # Zamba's, of two concatenated hidden states
     (r"attention_head_dim", lambda s, v: 2 * s.head_dim),
     (r".*head_dim|d_head|kv_channels|attention_head_size|dim_head|query_pre_attn_scalar|rotary_dim|head_size",
      lambda s, v: min(v, s.head_dim)),
@@ -113,15 +113,15 @@ def tiny_config(
     variant: dict[str, Any] | None = None,
     config_class: type[PreTrainedConfig] | None = None,
 ) -> PreTrainedConfig:
-    """The shrunk default config of a model type. Raises what the config class raises for sizes that it refuses.
+    """The shrunk default config of a model type. Passes on what the config class raises for invalid sizes.
 
-    variant: one of `variants`. config_class: in place of that of the model type.
+    variant: one of `variants`. config_class: replaces the config class of the model type.
     """
     return _shrunk((config_class or CONFIG_MAPPING[model_type])(), strategy, variant or {})
 
 
 def variants(model_type: str) -> dict[str, dict[str, Any]]:
-    """Name -> settings that turn on what the default config leaves off: a window, kinds of layers."""
+    """Name -> settings that enable features which the default config disables: a window, kinds of layers."""
     config = CONFIG_MAPPING[model_type]()
     config = config.get_text_config()
     given = vars(config)
@@ -129,7 +129,7 @@ def variants(model_type: str) -> dict[str, dict[str, Any]]:
     if "sliding_window" in given and given["sliding_window"] is None:
         found["sliding_window"] = {"sliding_window": WINDOW}
     if given.get("is_decoder") is False and not given.get("is_encoder_decoder"):
-        found["is_decoder"] = {"is_decoder": True}  # BERT's family: causal only if the config says so
+        found["is_decoder"] = {"is_decoder": True}  # BERT's family: causal only if the config sets it
     for key in ("attn_layer_indices", "full_attn_idxs"):
         if key in inspect.signature(type(config).__init__).parameters:
             found[key] = {key: [1, 3]}
@@ -189,7 +189,7 @@ def _layer_count(given: dict[str, Any]) -> int:
 
 
 def _kept_layers(given: dict[str, Any], layers: int) -> list[int]:
-    """Indices of LAYERS layers (if there are as many): the first of each kind, then the second of each, and so on."""
+    """Indices of LAYERS layers (or all, if fewer): the first of each kind, then the second of each, and so on."""
     lists = [value for value in given.values() if isinstance(value, (list, tuple, str)) and len(value) == layers > 1]
     kinds: dict[str, list[int]] = {}
     for i in range(layers):
@@ -199,7 +199,7 @@ def _kept_layers(given: dict[str, Any], layers: int) -> list[int]:
 
 
 def _value(key: str, value: Any, strategy: Strategy, layers: int, kept: list[int]) -> Any:
-    """What becomes of a field; `value` itself where nothing does."""
+    """New value of a field; `value` itself if no rule applies."""
     if value is None and strategy.fill and re.fullmatch(FILLED, key):
         return _value(key, 1 << 30, strategy, layers, kept)
     if isinstance(value, bool) or value is None:
@@ -227,12 +227,12 @@ def _value(key: str, value: Any, strategy: Strategy, layers: int, kept: list[int
 
 
 def _is_repeated(item: Any, layers: int) -> bool:
-    """Whether it says [kinds, how often], for all layers."""
+    """True if item has the form [kinds, repeats] for all layers."""
     return isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and len(item[0]) * item[1] == layers
 
 
 def _rope(value: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
-    """Rotary settings whose lists fit the head size; sections of three where a model has them by default."""
+    """Rotary settings whose lists fit the head size; three sections if a model has them by default."""
     out: dict[str, Any] = {}
     if "rope_type" in value:
         value = {"mrope_section": [0, 0, 0], **value}

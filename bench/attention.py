@@ -1,23 +1,25 @@
 """Attention under multimodal masks against its peers, measured side by side in one run.
 
-    python -m bench.attention                        the preset of this machine: cpu, or gpu where there is one
+    python -m bench.attention                        the preset of this machine: gpu if it has one, else cpu
     python -m bench.attention --preset smoke         seconds: every line of the benchmark at toy sizes
     python -m bench.attention --masks video gemma3_images --lengths 8192 32768 --heads 32:8 --peers flex sdpa_dense
     python -m bench.attention --check-only           compare with the peers and the exact rows, time nothing
-    python -m bench.attention --dtype bfloat16       another type, into a JSON of its own
+    python -m bench.attention --dtype bfloat16       another type, into its own JSON
 
-Masks are those of `bench.attention_masks`, contenders those of `bench.attention_peers`. For each case (mask, length):
+Masks are in `bench.attention_masks`, contenders in `bench.attention_peers`. For each case (mask, length):
 
-1. Our output at sampled rows is compared with dense fp32 arithmetic, each peer's output and gradients with ours. A peer
-   that differs, does not fit in memory, is not installed or cannot say the mask is listed with the reason.
-2. Calls of all contenders alternate (round robin), forward and backward timed apart; medians count. Slow contenders
-   sit out later rounds, but never run fewer than three.
-3. The report gives milliseconds with and without building the plan (for one layer; a plan serves all), TFLOP/s over
-   visible pairs (4 * pairs * head_dim * heads forward, 2.5 times that backward), the share of the matmul peak measured
-   in the same run, memory over inputs and outputs, and ratios (peer's time / ours: above 1 we are faster).
+1. Our output at sampled rows is compared with dense fp32 arithmetic. The output and gradients of each peer are compared
+   with ours. A peer that differs, does not fit in memory, is not installed or cannot express the mask is listed with
+   the reason.
+2. Calls of all contenders alternate (round robin). Forward and backward are timed separately, and medians are reported.
+   Slow contenders skip later rounds, but run at least three.
+3. The report gives milliseconds with and without building the plan (for one layer; all layers share a plan), TFLOP/s
+   over visible pairs (4 * pairs * head_dim * heads forward, 2.5 times that backward), the share of the matmul peak
+   measured in the same run, memory in addition to inputs and outputs, and ratios (peer's time / ours: above 1 we are
+   faster).
 
-The JSON is rewritten after every case, so a run that is cut off loses nothing; `--budget` seconds stop it in order.
-A chart of TFLOP/s is drawn where matplotlib is installed. Exit status 1 if our op was wrong or failed anywhere.
+The JSON is rewritten after every case, so an interrupted run loses nothing. `--budget` seconds stop the run in order.
+A chart of TFLOP/s is drawn if matplotlib is installed. Exit status 1 if our op was wrong or failed in any case.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from bench.attention_report import chart, summary, table
 from bench.measure import Clock, command, device, machine, matmul_peak, parse_heads, versions, write_json
 from interlace import _core
 
-CPU_FIRST = ("packed_images", "causal")  # what the project's CPU targets are stated on
+CPU_FIRST = ("packed_images", "causal")  # cases of the project's CPU targets
 
 
 class Preset(NamedTuple):
-    """`cases` in the order of their worth, since a budget may cut the run. `memory`: (mask, length), CPU only."""
+    """`cases` are in order of importance, since a budget may end the run. `memory`: (mask, length), CPU only."""
 
     cases: list[tuple[str, int]]
     dtype: str
@@ -90,7 +92,7 @@ PRESETS = {
         repeats=15,
         seconds=0.5,
         dense_limit=16384,
-        formula_lengths=[8192],  # at 10 to 20 s of compilation per mask and length, the others are asked for by name
+        formula_lengths=[8192],  # compilation takes 10 to 20 s per mask and length; the others are requested by name
     ),
     "smoke": Preset(
         cases=[(name, 257) for name in ("packed_images", "causal", "full", "document_causal")],
@@ -170,7 +172,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Peak resident bytes over inputs and outputs of one step, ours and dense SDPA's, each in a fresh process."""
+    """Peak resident bytes of one step beyond inputs and outputs, ours and dense SDPA's, each in a fresh process."""
     mask, length = options.memory
     found: dict[str, Any] = {"mask": mask, "length": length}
     for name in ("interlace", "sdpa_dense"):

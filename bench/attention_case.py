@@ -1,4 +1,4 @@
-"""One case of `bench.attention`: a mask at a length, every contender checked and then timed in alternation."""
+"""One case of `bench.attention`: a mask at a length; every contender is checked, then timed in alternation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.attention_peers import INTERLACE, Contender, Problem, sampled_rows, visible_pairs
 from bench.measure import Clock, out_of_memory, reason
 
-BACKWARD_FLOPS = 2.5  # five products against the forward's two
+BACKWARD_FLOPS = 2.5  # five products against two in the forward
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of ||a - b|| / ||b||
 GRADIENTS = 2.0  # times the tolerance of the output
 LEAST_ROUNDS = 3
@@ -29,7 +29,7 @@ class Rounds(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One forward and backward: what came out, and how long each took in milliseconds."""
+    """One forward and backward: the results, and the milliseconds of each."""
 
     out: Tensor
     grads: tuple[Tensor, ...] | None
@@ -50,9 +50,9 @@ def run_case(
     skip: Mapping[str, str],
     peak: float,
 ) -> Record:
-    """Check all, time those that are right (rounds None: time nothing) and return the case's record.
+    """Check all contenders, time the correct ones (rounds None: time nothing) and return the case's record.
 
-    skip: peer -> why it does not run here. peak: TFLOP/s of a matrix product.
+    skip: peer -> reason why it does not run here. peak: TFLOP/s of a matrix product.
     """
     pairs = visible_pairs(problem.mask)
     records: dict[str, Record] = {}
@@ -88,7 +88,7 @@ def run_case(
 
 
 def release(clock: Clock) -> None:
-    """Give the memory of what was deleted back, so that one contender's cache is not another's shortage."""
+    """Free the memory of deleted tensors, so that the cache of one contender does not limit the next."""
     gc.collect()
     if clock.cuda:
         torch.cuda.empty_cache()
@@ -108,9 +108,9 @@ def _run(runner: Runner, problem: Problem, clock: Clock) -> Trial:
 def _try_out(
     contender: Contender, problem: Problem, ours: Trial | None, clock: Clock
 ) -> tuple[Record, Any, Trial | None]:
-    """(record, state, trial): build, warm up, measure memory and compare; no trial from one that is not right.
+    """(record, state, trial): build, warm up, measure memory and compare; no trial if the result is wrong.
 
-    ours: what peers are compared with; None for our own op, which meets exact rows.
+    ours: reference for the peers; None for our own op, which is compared with exact rows.
     """
     if (why := contender.why_not(problem)) is not None:
         return {"status": "not applicable", "reason": why}, None, None
@@ -130,7 +130,7 @@ def _try_out(
             results = trial.out.nbytes + sum(grad.nbytes for grad in trial.grads or ())
             record["extra_bytes"] = torch.cuda.max_memory_allocated() - before - results
         record["difference"] = errors = _compare(trial, problem, ours)
-    except Exception as error:  # whatever a contender raises is its result, not the end of the benchmark
+    except Exception as error:  # an exception is the contender's result, not the end of the benchmark
         status = "out of memory" if out_of_memory(error) else "failed"
         return record | {"status": status, "reason": reason(error)}, None, None
     tolerance = TOLERANCE[problem.q.dtype]
@@ -152,7 +152,7 @@ def _compare(trial: Trial, problem: Problem, ours: Trial | None) -> dict[str, fl
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:
-    """||got - wanted|| / ||wanted|| in fp32, head by head so that no fp32 copy of the whole is made."""
+    """||got - wanted|| / ||wanted|| in fp32, head by head to avoid an fp32 copy of the whole tensor."""
     square, size = 0.0, 0.0
     for one, other in zip(got.unbind(1), wanted.unbind(1)):
         square += float((one.float() - other.float()).square().sum())
@@ -163,7 +163,7 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
 def _time(
     runners: Sequence[Runner], problem: Problem, records: dict[str, Record], clock: Clock, rounds: Rounds
 ) -> None:
-    """Fill in build_ms and the samples: round robin, so that all contenders see the same machine."""
+    """Fill in build_ms and the samples: round robin, so that all contenders run under the same machine load."""
     left: dict[str, int] = {}
     for runner in runners:
         record = records[runner.contender.name]
@@ -196,7 +196,7 @@ def _time(
 
 
 def _summarise(record: Record, flops: int, peak: float) -> None:
-    """Medians, TFLOP/s and the share of the matmul peak into a record that was timed. flops: of the forward."""
+    """Add medians, TFLOP/s and the share of the matmul peak to a timed record. flops: of the forward."""
     if record["status"] != "ok":
         return
     work = {"forward": 1.0, "backward": BACKWARD_FLOPS}
@@ -214,7 +214,7 @@ def _summarise(record: Record, flops: int, peak: float) -> None:
 
 
 def _ratios(other: Record, mine: Record) -> dict[str, float]:
-    """Their time / ours for everything that both were timed at."""
+    """Other's time / mine for everything that was timed for both."""
     keys = ("forward_ms", "backward_ms", "total_ms", "forward_with_build_ms", "total_with_build_ms")
     if other["status"] != "ok" or mine["status"] != "ok":
         return {}

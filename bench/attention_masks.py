@@ -1,13 +1,13 @@
-"""The masks that attention is benchmarked and tested on, each by its length, twice: as a mask and as a formula.
+"""Masks for attention benchmarks and tests, each as a function of its length, as a mask and as a formula.
 
-`MASKS[name](length)` is a BitfieldMask of one row. `FORMULAS[name](length, device)` is the same mask said in another
-way, by arithmetic on the indices i (query) and j (key), as a FlexAttention user would write it by hand: it shares only
-the layout (which token is in which document or image) with the mask, so each checks the other
-(tests/attention/test_bench_masks.py), and it serves as FlexAttention's own best case in the benchmark.
+`MASKS[name](length)` is a BitfieldMask of one row. `FORMULAS[name](length, device)` is the same mask as arithmetic on
+the indices i (query) and j (key), as a FlexAttention user would write it by hand. The two share only the layout (the
+document or image of each token), so each checks the other (tests/attention/test_bench_masks.py). The formula is also
+FlexAttention's own best case in the benchmark.
 
-Everything is deterministic. Sizes that a source fixes (256 tokens per image, a window of 4,096) are kept from the
-length on at which they fit and shrink below it, so every mask exists at every length. Runs are not multiples of 128:
-boundaries fall inside blocks, as they do in training.
+Everything is deterministic. Sizes that a source fixes (256 tokens per image, a window of 4,096) apply from the length
+at which they fit, and shrink below it, so every mask exists at every length. Runs are not multiples of 128: boundaries
+fall inside blocks, as in training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def full(length: int) -> BitfieldMask:
 
 
 def causal(length: int) -> BitfieldMask:
-    """Every token sees itself and what is before it."""
+    """Every token sees itself and the tokens before it."""
     return BitfieldMask.causal(1, length)
 
 
@@ -138,7 +138,7 @@ def cut(length: int, weights: Sequence[int]) -> list[int]:
 
 
 def ids(lengths: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-    """int32 [sum of lengths]: the number of the piece that each token belongs to."""
+    """int32 [sum of lengths]: the index of each token's piece."""
     return torch.repeat_interleave(torch.tensor(lengths)).to(device=device, dtype=torch.int32)
 
 
@@ -174,7 +174,7 @@ def _mp(length: int) -> list[list[Run]]:
 
 
 def _interleaved(length: int) -> list[Run]:
-    """Runs of text of five lengths in turn, an image after each, until the row is full; it ends in text."""
+    """Runs of text of five lengths in turn, an image after each, until the row is full; it ends with text."""
     image = max(1, min(256, length // 8))
     runs: list[Run] = []
     left = length
@@ -191,7 +191,7 @@ def _interleaved(length: int) -> list[Run]:
 
 
 def _video(length: int) -> list[Run]:
-    """A sixteenth is the prompt, 7/8 the frames with 3 tokens of timestamp each, what remains the question."""
+    """A sixteenth is the prompt, 7/8 the frames with 3 timestamp tokens each, the rest is the question."""
     share = length * 7 // 8 // FRAMES
     stamp = min(3, share // 2)
     runs: list[Run] = [("text", length // 16)]
@@ -210,7 +210,7 @@ def _four_documents(length: int) -> list[list[Run]]:
 
 
 def _cornstarch(runs: Sequence[Run]) -> BitfieldMask:
-    """Cornstarch's words in the dialect of the 2025 papers: text has every bit, an encoder's token its own."""
+    """Cornstarch's words in the dialect of the 2025 papers: text has every bit, an encoder's token only its own."""
     words = {"text": 0b111, "image": 0b010, "audio": 0b100}
     field = torch.cat([torch.full((n,), words[kind], dtype=torch.int64) for kind, n in runs])
     return BitfieldMask.from_cornstarch(field[None], dialect="text_bit")
@@ -269,7 +269,7 @@ def _kinds(documents: Sequence[Sequence[Run]], device: torch.device | str) -> Te
 
 
 def _media(documents: Sequence[Sequence[Run]], device: torch.device | str) -> Tensor:
-    """int32 [T]: the number of the image or frame that each token belongs to, -1 for text."""
+    """int32 [T]: the index of each token's image or frame, -1 for text."""
     runs = [run for runs in documents for run in runs]
     number = torch.tensor([-1 if kind == "text" else n for n, (kind, _) in enumerate(runs)])
     return torch.repeat_interleave(number, torch.tensor([n for _, n in runs])).to(device=device, dtype=torch.int32)

@@ -1,10 +1,10 @@
-"""Peak memory of one forward and backward over its inputs and outputs, in a process of its own (CPU).
+"""Peak memory of one forward and backward beyond its inputs and outputs, in a separate process (CPU).
 
     python -m bench.attention_memory CONTENDER MASK LENGTH HEADS HEAD_DIM DTYPE THREADS      prints one JSON line
 
-The high-water mark of resident memory is a process's property, so a fresh process is started for each figure: it
-imports everything, warms up on a small problem (thread pools, code pages), makes its inputs, outputs and mask, and
-only then starts to watch.
+The high-water mark of resident memory belongs to a process, so each figure is measured in a fresh process. The process
+imports everything, warms up on a small problem (thread pools, code pages), and creates its inputs, outputs and mask.
+Measurement starts after that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PAGE = resource.getpagesize()
 
 
 def measure(contender: Contender, problem: Problem) -> dict[str, Any]:
-    """Bytes beyond q, k, v, dout, out and the three gradients, split in what the mask takes and what a step takes.
+    """Bytes beyond q, k, v, dout, out and the three gradients, split into those of the mask and those of a step.
 
-    The allocations of a step (scores, workspaces, saved tensors such as the LSE) all count; the dense mask or the plan
-    is made before and counted as `mask_bytes`.
+    All allocations of a step count (scores, workspaces, saved tensors such as the LSE). The dense mask or the plan is
+    built before the step and counted as `mask_bytes`.
     """
     _give_back()
     before = _resident()
@@ -55,7 +55,7 @@ def measure(contender: Contender, problem: Problem) -> dict[str, Any]:
 def in_a_fresh_process(
     contender: str, mask: str, length: int, heads: str, head_dim: int, dtype: str, threads: int
 ) -> dict[str, Any]:
-    """`measure` there. A failure comes back as {"failed": its last line}."""
+    """`measure` in a fresh process. A failure is returned as {"failed": its last line}."""
     arguments = [contender, mask, str(length), heads, str(head_dim), dtype, str(threads)]
     done = subprocess.run(
         [sys.executable, "-m", "bench.attention_memory", *arguments], capture_output=True, text=True, timeout=900
@@ -68,7 +68,7 @@ def in_a_fresh_process(
 
 
 def _give_back() -> None:
-    """Return freed memory to the system, or a step would find room there that is not counted (glibc only)."""
+    """Return freed memory to the system; otherwise a step would reuse memory that is not counted (glibc only)."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -88,7 +88,7 @@ def _peak() -> int:
 
 
 def _reset_peak() -> bool:
-    """Start the high-water mark anew. Where the kernel refuses, the mark of the whole process is an upper bound."""
+    """Restart the high-water mark. If the kernel refuses, the mark of the whole process is an upper bound."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

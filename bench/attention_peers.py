@@ -1,4 +1,4 @@
-"""What attention is compared with: each contender says why it does not apply, builds its mask, and runs.
+"""Contenders of `bench.attention`: each reports why it does not apply, builds its mask, and runs.
 
     interlace       bitfield_attention with an AttentionPlan built from the mask
     sdpa_dense      scaled_dot_product_attention with the mask as a dense bool [1, 1, T, T]
@@ -9,7 +9,8 @@
     flex_flash      as flex_formula with kernel_options BACKEND=FLASH (FlashAttention-4), where that is installed
     flash_attn      FlashAttention (3, else 2) where it is installed and can say the mask
 
-`build` makes what a training step would make once per microbatch and use in every layer; it is timed apart.
+`build` creates the objects that a training step creates once per microbatch and uses in every layer. It is timed
+separately.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Problem:
 
 
 class Contender(NamedTuple):
-    """why_not(problem): why it is left out, None when it runs. build(problem) -> state. forward(problem, state) -> out
-    [1, Hq, T, D]. `trains`: whether it has a backward on this problem's device."""
+    """why_not(problem): why it is left out, None if it runs. build(problem) -> state. forward(problem, state) -> out
+    [1, Hq, T, D]. `trains`: True if it has a backward on this problem's device."""
 
     name: str
     why_not: Callable[[Problem], str | None]
@@ -96,7 +97,7 @@ def _interlace(problem: Problem, plan: AttentionPlan) -> Tensor:
 
 
 def dense_mask(mask: BitfieldMask) -> Tensor:
-    """bool [B, 1, T, T], made a few rows at a time: to_dense needs several int64 [T, T] on the way."""
+    """bool [B, 1, T, T], built a few rows at a time: to_dense needs several int64 [T, T] temporaries."""
     tokens = mask.tokens()
     dense = torch.empty(mask.batch, 1, mask.length, mask.length, dtype=torch.bool, device=mask.device)
     step = max(1, PAIRS_AT_ONCE // max(1, mask.length * mask.batch))
@@ -112,7 +113,7 @@ def _sdpa(problem: Problem, **options: Any) -> Tensor:
 
 
 def _sdpa_dense(problem: Problem, dense: Tensor) -> Tensor:
-    """Heads of k and v are repeated as HuggingFace's models do it: no fused kernel takes both a mask and groups."""
+    """Heads of k and v are repeated as in HuggingFace's models: no fused kernel supports both a mask and groups."""
     group = problem.q.shape[1] // problem.k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (problem.k, problem.v))
     return F.scaled_dot_product_attention(problem.q, k, v, attn_mask=dense)
@@ -127,10 +128,10 @@ def _only(name: str) -> Callable[[Problem], str | None]:
 
 @cache
 def _flex() -> tuple[Any, Any]:
-    """(flex_attention, create_block_mask), both compiled for static shapes, which is where FlexAttention is fastest."""
+    """(flex_attention, create_block_mask), both compiled for static shapes, FlexAttention's fastest mode."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Past its limit of recompilations torch would run the eager, dense form and be timed for it.
+    # Above its recompilation limit torch would run the eager, dense form and time that.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 4096
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -142,7 +143,7 @@ def _block_mask(problem: Problem, mask_mod: Any) -> Any:
 
 
 def _flex_build(problem: Problem) -> Any:
-    """Every companion is given explicitly, so that masks of one length differ in data only and share a compilation."""
+    """Every companion is passed explicitly, so that masks of one length differ only in data and share a compilation."""
     mask, tokens = problem.mask, problem.mask.tokens()(lambda field: field.clone(memory_format=torch.contiguous_format))
     plain = BitfieldMask(
         tokens.bits, doc=tokens.doc, span=tokens.span, pos=tokens.pos, window=tokens.window, sinks=mask.sinks
@@ -157,7 +158,7 @@ def _flex_formula_build(problem: Problem) -> Any:
 def _flex_forward(problem: Problem, block_mask: Any, **options: Any) -> Tensor:
     q, k, v = (problem.q, problem.k, problem.v)
     if not _on_gpu(problem):
-        q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it refuses tensors that require gradients
+        q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it rejects tensors that require gradients
     out = _flex()[0](q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1], **options)
     assert isinstance(out, Tensor)
     return out
@@ -196,7 +197,7 @@ def _no_flash_attn(problem: Problem) -> str | None:
 
 
 def _flash_build(problem: Problem) -> Any:
-    """Document boundaries, int32 [documents + 1], for the mask that has documents."""
+    """Document boundaries, int32 [documents + 1], for a mask with documents."""
     if problem.name != "document_causal":
         return None
     assert problem.mask.doc is not None
@@ -263,7 +264,7 @@ def sampled_rows(problem: Problem, count: int = 32) -> tuple[Tensor, Tensor]:
     """(rows int64 [n], exact output fp32 [1, Hq, n, D]) of evenly spaced queries, by dense arithmetic in fp32."""
     rows = torch.linspace(0, problem.length - 1, min(count, problem.length), device=problem.device).long().unique()
     q, k, v = (x.detach().float() for x in (problem.q[:, :, rows], problem.k, problem.v))
-    grouped = q.reshape(1, k.shape[1], -1, rows.numel(), q.shape[3])  # query heads by the key head that they share
+    grouped = q.reshape(1, k.shape[1], -1, rows.numel(), q.shape[3])  # query heads grouped by their shared key head
     scores = grouped @ k.unsqueeze(2).mT * q.shape[3] ** -0.5
     tokens = problem.mask.tokens()
     seen = visible(tokens(lambda field: field[:, rows]).rows(), tokens.columns(), problem.mask.sinks)

@@ -1,4 +1,4 @@
-"""What `bench.attention` and `bench.subblocks` print and draw from their reports.
+"""Tables and pictures of `bench.attention` and `bench.subblocks`.
 
 python -m bench.attention_report REPORT.json ...      the short tables again, of runs that were cut off too
 """
@@ -16,7 +16,7 @@ COLOURS = ("#4063d8", "#b5b5b5", "#8c8c8c", "#d2d2d2", "#e69f00", "#cb7a00", "#0
 
 
 def table(case: dict[str, Any]) -> str:
-    """A case as lines: one per contender that was timed, checked or that failed."""
+    """Lines of a case: one per contender that was timed, was checked or failed."""
     scale, unit = _unit(case["contenders"].values())
     lines = [f"{case['mask']} {case['length']} ({case['density']:.1%} of pairs)"]
     for name, record in case["contenders"].items():
@@ -41,18 +41,18 @@ def table(case: dict[str, Any]) -> str:
 
 
 def _unit(records: Iterable[dict[str, Any]]) -> tuple[float, str]:
-    """(factor, unit) in which speeds are readable: CPUs do not reach a TFLOP/s."""
+    """(factor, unit) that makes speeds readable: CPUs do not reach a TFLOP/s."""
     fastest = max((record.get("forward_tflops", 0.0) for record in records), default=0.0)
     return (1.0, "TFLOP/s") if fastest >= 5 else (1e3, "GFLOP/s")
 
 
 def _short(value: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """Three digits, or all digits before the decimal point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """The short table of the whole run: our speed per case and the ratio to each peer, then what is missing and why."""
+    """The short table of the whole run: our speed per case, the ratio to each peer, and what is missing and why."""
     peak, settings = report["matmul_peak"], report["settings"]
     where = report["machine"].get("gpu") or report["machine"]["cpu"]
     scale, unit = (1.0, "TFLOP/s") if peak["tflops"] >= 5 else (1e3, "GFLOP/s")
@@ -92,7 +92,7 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 def _left_out(report: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Peer -> reason -> number of cases, without the reason that a mask is not the peer's own."""
+    """Peer -> reason -> number of cases, without cases in which the mask is not one of the peer's own."""
     found: dict[str, dict[str, int]] = {}
     for case in report["cases"]:
         for name, record in case["contenders"].items():
@@ -104,7 +104,7 @@ def _left_out(report: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def chart(report: dict[str, Any], path: Path) -> str | None:
-    """TFLOP/s over visible pairs, forward and backward together, a panel per length. None, or why there is none."""
+    """TFLOP/s over visible pairs, forward and backward together, a panel per length. None, or why not drawn."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

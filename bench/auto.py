@@ -1,13 +1,13 @@
-"""`parallel = "auto"` on this machine: what it takes, and what every layout of up to 2 processes takes for a step.
+"""`parallel = "auto"` on this machine: its cost, and the step time of every layout of up to 2 processes.
 
     python -m bench.auto                  configs/digits.toml; --config FILE for another, --steps N for longer runs
     python -m bench.auto --json FILE      also written there
 
-Each layout trains in processes of its own, one after the other, in rounds; of each round the median of its steps
-counts, and of the rounds the least: what shares the machine only makes steps longer. Layouts are those that the list of
-candidates has, without shards, tensor and context parallelism, which need more ranks to pay; `--all` takes all of them.
+Each layout trains in its own processes, one layout after the other, in rounds. The result is the least of the rounds'
+median step times, since other load on the machine only makes steps longer. Layouts are those of the candidate list
+without shards, tensor and context parallelism, which need more ranks to pay off; `--all` includes them.
 
-auto is to be within 10 % of the fastest.
+Target: auto is within 10 % of the fastest layout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 from bench.measure import command, machine, versions, write_json
 from interlace.train.auto import planlock
 from interlace.train.auto.candidates import Candidate, applied, listed
-from interlace.train.auto.decide import openings_of
+from interlace.train.auto.choose import openings_of
 from interlace.train.auto.machine import threads
-from interlace.train.auto.settle import choose
-from interlace.train.config import dumps, load
-from interlace.train.schema import Config
+from interlace.train.auto.resolve import choose
+from interlace.train.config.load import dumps, load
+from interlace.train.config.sections import Config
 
 ROOT = Path(__file__).parents[1]
 MOST_RANKS = 2
@@ -39,7 +39,7 @@ WITHIN = 1.10
 
 
 def layouts_of(config: Config, everything: bool) -> dict[str, Config]:
-    """Name -> the config with a layout of 1 or 2 processes; those that the config refuses are left out."""
+    """Name -> the config with a layout of 1 or 2 processes; layouts that the config rejects are left out."""
     found: dict[str, Config] = {}
     for world in range(1, MOST_RANKS + 1):
         for candidate in listed(config.modules(), world, openings_of(config)):
@@ -61,7 +61,7 @@ def _plain(candidate: Candidate) -> bool:
 
 
 def seconds_of(config: Config, steps: int, folder: Path) -> float:
-    """The median step of a short run of its own processes."""
+    """The median step of a short run in separate processes."""
     quiet = {
         "train": {"steps": steps, "warmup_steps": 0, "validate_every": 0, "validation_samples": 2, "epochs": None},
         "log": {"every": 1, "trace_step": 0, "samples": 0, "accuracy_samples": 0, "trackers": []},
@@ -85,7 +85,7 @@ def seconds_of(config: Config, steps: int, folder: Path) -> float:
 
 
 def main() -> None:
-    """Prints a line per layout, fastest first, and where auto is among them."""
+    """Print a line per layout, fastest first, and the rank of auto."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "digits.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -109,7 +109,7 @@ def main() -> None:
                 rounds[-1][name] = seconds_of(each, options.steps, Path(folder))
             print(f"round {turn}: {1e3 * rounds[-1][name]:8.1f} ms  {name}", flush=True)
         measured = {name: min(each[name] for each in rounds) for name in configs}
-        if options.json is not None:  # after each round: they take minutes
+        if options.json is not None:  # after each round: rounds take minutes
             write_json(options.json, report_of(options, auto, rounds, measured, predicted))
     for name, seconds in sorted(measured.items(), key=lambda item: item[1]):
         simulated = f"{1e3 * predicted[name]:8.1f} ms simulated" if name in predicted else " " * 21
@@ -125,7 +125,7 @@ def report_of(
     measured: dict[str, float],
     predicted: dict[str, float],
 ) -> dict[str, Any]:
-    """What the JSON says."""
+    """Content of the JSON."""
     return {
         "benchmark": "auto",
         "command": command("auto", sys.argv[1:]),

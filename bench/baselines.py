@@ -1,17 +1,18 @@
-"""Other systems' steps as step tables and schedules, to compare with: what they do is what these lists do.
+"""Other systems' steps as step tables and schedules, for comparison.
 
-Each is made of the same two things as a step of ours, so the checker proves it and the simulator plays it:
+Each has the same two parts as a step of ours, so the checker proves it and the simulator runs it:
 
-- `static`: samples in the order in which they come, equally many to a microbatch; 1F1B. Megatron-LM's.
+- `static`: samples in their given order, the same number in each microbatch; 1F1B. Megatron-LM's.
 - `disttrain`: the same microbatches in the order of DistTrain's algorithm 3 (section 6.2), as printed; 1F1B.
 - `dip`: each rank has a stage of the encoder and one of the language model. Encoder microbatches are cut into
-  sub-microbatches of about equal work, all of them go forward before the language model, and backward after it
+  sub-microbatches of about equal work. All of them go forward before the language model, and backward after it
   (dissertation 4.2.3, 4.7.2 and figure 4.2c on DIP; its own paper is not among our sources).
-- `eager`: any table, with as many forwards ahead as a stage may hold. Entrain's, beside `interlace.run.assign`.
-- `optimus`: as many stages of both on each rank; whole encoder microbatches run where the language model's 1F1B leaves
-  a rank idle, and the language model waits only for what it needs (dissertation 4.2.3 on Optimus, likewise).
+- `eager`: any table, with as many forwards ahead as a stage may hold. Entrain's, beside `interlace.run.tables.assign`.
+- `optimus`: the same number of stages of both on each rank. Whole encoder microbatches run while the language model's
+  1F1B leaves a rank idle, and the language model waits only for its own inputs (dissertation 4.2.3 on Optimus;
+  its own paper is not among our sources either).
 
-DIP and Optimus are as far as the dissertation describes them. What it leaves open is said at the functions.
+DIP and Optimus follow the dissertation's description. Details that it leaves open are named in the functions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Work = tuple[Op, str, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A step that can be played. durations: seconds of its compute actions."""
+    """A step for the simulator. durations: seconds of its compute actions."""
 
     schedule: Schedule
     durations: Durations
@@ -52,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Samples of one replica of an encoder and a language model, whose backwards take `backward` times a forward.
+    """Samples of one replica of an encoder and a language model. A backward takes `backward` times a forward.
 
     encoder, llm: float64 [n], seconds of a forward of each sample on one rank; 0 for one without media. ranks: in all.
     """
@@ -63,13 +64,13 @@ class Problem:
     backward: float = 2.0
 
     def split(self) -> tuple[int, int]:
-        """The ranks of encoder and language model where each has its own: in proportion to their work."""
+        """Numbers of ranks of encoder and language model if each has its own: in proportion to their work."""
         share = self.encoder.sum() / (self.encoder.sum() + self.llm.sum())
         own = min(self.ranks - 1, max(1, round(self.ranks * float(share))))
         return own, self.ranks - own
 
     def graph(self, *, colocated: bool = False) -> StageGraph:
-        """Encoder stages before those of the language model, or each rank with one of both."""
+        """Encoder stages before those of the language model, or one stage of each on every rank."""
         own, rest = self.split()
         places: dict[str, Sequence[int | Sequence[int]]] = {ENCODER: range(own), LLM: range(own, own + rest)}
         if colocated:
@@ -77,7 +78,7 @@ class Problem:
         return StageGraph.build(places, [(ENCODER, LLM)])
 
     def durations(self, graph: StageGraph, table: StepTable) -> Durations:
-        """Seconds of the actions of a table's chunks, whose stages share them evenly."""
+        """Seconds of the actions of a table's chunks; stages share the work evenly."""
         costs, counts = {ENCODER: self.encoder, LLM: self.llm}, {}
         for name in graph.modules:
             counts[name] = len(graph.layout.pipelines(name)[0].stages)
@@ -86,7 +87,7 @@ class Problem:
 
 
 def table_of(encoder_chunks: Sequence[Ints], llm_slot: Ints) -> StepTable:
-    """The table of one replica: what the encoder takes together, and the microbatch that reads each sample."""
+    """The table of one replica: the encoder's chunks of samples, and the microbatch that reads each sample."""
     chunks = [Chunk(ENCODER, 0, i, samples.astype(np.int32)) for i, samples in enumerate(encoder_chunks)]
     home = {int(s): (i, row) for i, samples in enumerate(encoder_chunks) for row, s in enumerate(samples)}
     pieces = []
@@ -100,18 +101,18 @@ def table_of(encoder_chunks: Sequence[Ints], llm_slot: Ints) -> StepTable:
 
 
 def together(problem: Problem, slot: Ints) -> StepTable:
-    """The table of an encoder that takes the samples of a microbatch together, if they have media."""
+    """The table of an encoder that computes the samples of a microbatch together, if they have media."""
     members = [np.flatnonzero((slot == k) & (problem.encoder > 0)) for k in range(int(slot.max()) + 1)]
     return table_of([each for each in members if len(each)], slot)
 
 
 def one_by_one(problem: Problem, microbatches: int) -> Ints:
-    """The microbatch of each sample in the order in which they come, equally many (or one more) to each."""
+    """The microbatch of each sample in the given order, the same number (or one more) in each."""
     return np.arange(len(problem.llm)) * microbatches // len(problem.llm)
 
 
 def static(problem: Problem, microbatches: int) -> Step:
-    """1F1B over microbatches as they come."""
+    """1F1B over microbatches in the given order."""
     return by_1f1b(problem, together(problem, one_by_one(problem, microbatches)))
 
 
@@ -123,9 +124,9 @@ def by_1f1b(problem: Problem, table: StepTable) -> Step:
 
 
 def disttrain(problem: Problem, microbatches: int, *, evaluations: int = 0) -> Step:
-    """1F1B over microbatches as they come, in DistTrain's order. evaluations: of our search from there; 0: as printed.
+    """1F1B over microbatches in DistTrain's order. evaluations: of our search that starts from it; 0: as printed.
 
-    Its reordering among data-parallel groups (algorithm 2) is for several replicas, and not part of this.
+    Its reordering among data-parallel groups (algorithm 2) applies to several replicas, and is not included.
     """
     slot = one_by_one(problem, microbatches)
     stages = problem.split()
@@ -145,8 +146,8 @@ def disttrain(problem: Problem, microbatches: int, *, evaluations: int = 0) -> S
 def dip(problem: Problem, microbatches: int, *, parts: int = 2) -> Step:
     """Encoder and language model on the same ranks, phase by phase, encoder microbatches in `parts` sub-microbatches.
 
-    Open in the dissertation: how many parts (here those of equal work, by `balance.assign`) and in which order the
-    encoder's backwards run (here that of its forwards, whose gradients come first).
+    Open in the dissertation: the number of parts (here parts of equal work, by `balance.assign`) and the order of the
+    encoder's backwards (here that of its forwards, whose gradients are ready first).
     """
     slot = one_by_one(problem, microbatches)
     cut: list[Ints] = []
@@ -160,7 +161,7 @@ def dip(problem: Problem, microbatches: int, *, parts: int = 2) -> Step:
     table = table_of(cut, slot)
     graph = problem.graph(colocated=True)
     durations = problem.durations(graph, table)
-    # The phase of an action says all: a rank takes what is ready, of the earliest phase, in the order of chunks.
+    # The phase of an action decides: a rank runs a ready action of the earliest phase, in the order of chunks.
     phase = {(Op.FORWARD, ENCODER): 0, (Op.BACKWARD, ENCODER): 2}
     inner = llm_order(table, problem.ranks)
     place = {work: i for i, work in enumerate(inner)}
@@ -169,10 +170,10 @@ def dip(problem: Problem, microbatches: int, *, parts: int = 2) -> Step:
 
 
 def optimus(problem: Problem, microbatches: int) -> Step:
-    """Encoder and language model on the same ranks, encoder work where the language model's 1F1B leaves a rank idle.
+    """Encoder and language model on the same ranks; encoder work fills the idle time of the language model's 1F1B.
 
-    Open in the dissertation: how the bubbles are chosen. Here a rank that has no action of the language model to run
-    takes the encoder's backward that is ready, else its next forward; once begun an action is not interrupted.
+    Open in the dissertation: how bubbles are selected. Here a rank without a ready action of the language model runs
+    the encoder's backward that is ready, else its next forward. A started action is not interrupted.
     """
     table = together(problem, one_by_one(problem, microbatches))
     graph = problem.graph(colocated=True)
@@ -188,7 +189,7 @@ def optimus(problem: Problem, microbatches: int) -> Step:
 
 
 def llm_order(table: StepTable, stages: int) -> list[Work]:
-    """1F1B of the language model alone: one sequence, of which each rank takes its part."""
+    """1F1B of the language model alone: one sequence; each rank runs its part."""
     chunks = [i for i, chunk in enumerate(table.chunks) if chunk.module == LLM]
     graph = StageGraph.build({LLM: range(stages)})
     alone = one_f_one_b(graph, StepTable.aligned((), [(LLM,)] * len(chunks)), reduce_grad=False)
@@ -209,12 +210,12 @@ def play(
     strict: bool = False,
     limits: Mapping[tuple[str, int], int] | None = None,
 ) -> list[Work]:
-    """The order in which ranks start what they compute, each the most urgent of what is ready; transfers take no time.
+    """The order in which ranks start their compute actions, the most urgent ready one first; transfers take no time.
 
-    The language model's actions of a rank start in the order of their urgency only; strict: all actions do, so that a
-    rank waits for the next one rather than take a later one. limits: (module, stage) -> forwards that it may hold; then
-    the language model's forwards and backwards are in order among themselves alone. Raises ValueError where ranks would
-    wait for ever.
+    Only the language model's actions of a rank start strictly in the order of their urgency. strict: all actions do, so
+    a rank waits for the next action instead of running a later one. limits: (module, stage) -> forwards that it may
+    hold; then the language model's forwards are in order, and so are its backwards, each among themselves alone. Raises
+    ValueError on a deadlock.
     """
     needs, work_of = demands(graph, table)
     readers: dict[Work, list[Work]] = {}
@@ -233,7 +234,7 @@ def play(
                 continue
             blocked = set[object]()
             for i, work in enumerate(queue):
-                # Those of one kind are in order.
+                # Actions of one kind are in order.
                 kind = work[:3] if limits is not None else strict or work[1] == LLM
                 full = limits is not None and work[0] is Op.FORWARD and held[work[1:3]] >= limits[work[1:3]]
                 if waits[work] == 0 and kind not in blocked and not full:
@@ -261,13 +262,13 @@ def play(
 
 
 def eager(problem: Problem, table: StepTable, in_flight: int) -> Step:
-    """1F1B that runs as many forwards ahead as a stage may hold (dissertation 4.5.3), backwards first as before."""
+    """1F1B with as many forwards ahead as a stage may hold (dissertation 4.5.3); backwards still come first."""
     graph = problem.graph()
     durations = problem.durations(graph, table)
     schedule = one_f_one_b(graph, table, reduce_grad=False, durations=durations)
     held: dict[tuple[str, int], list[int]] = {}
     limits: dict[tuple[str, int], int] = {}
-    for actions in schedule.actions:  # no stage holds less than it does under 1F1B
+    for actions in schedule.actions:  # no stage holds less than under 1F1B
         for action in actions:
             if action.op in (Op.FORWARD, Op.BACKWARD):
                 own = held.setdefault((action.module, action.stage), [0, 0])
@@ -280,7 +281,7 @@ def eager(problem: Problem, table: StepTable, in_flight: int) -> Step:
 
 
 def demands(graph: StageGraph, table: StepTable) -> tuple[dict[Work, list[Work]], Mapping[int, list[Work]]]:
-    """Of every compute action what must be over before it; and per rank its actions."""
+    """Predecessors of every compute action; and the actions of each rank."""
     stages = {name: graph.layout.pipelines(name)[0].stages for name in graph.modules}
     feeds: dict[int, list[int]] = {}
     read: dict[int, list[int]] = {}
@@ -306,7 +307,7 @@ def demands(graph: StageGraph, table: StepTable) -> tuple[dict[Work, list[Work]]
 
 
 def lists(graph: StageGraph, table: StepTable, order: Sequence[Work]) -> Schedule:
-    """The lists of ranks, one stage of a module each, that compute in this order: with what they send and receive."""
+    """Action lists of ranks, one stage of a module each, for this compute order, with sends and receives."""
     needs, _ = demands(graph, table)
     readers: dict[Work, list[Work]] = {}
     for work, before in needs.items():
@@ -319,7 +320,7 @@ def lists(graph: StageGraph, table: StepTable, order: Sequence[Work]) -> Schedul
     wires: dict[tuple[int, int], list[Action]] = {}
 
     def message(op: Op, source: Work, reader: Work, peer: int) -> Action:
-        """SEND or RECV of what `source` made for `reader`; of a gradient, named by the forward that it is of."""
+        """SEND or RECV of the result of `source` for `reader`; a gradient is named by its forward."""
         grad = source[0] is Op.BACKWARD
         forward, other = (reader, source) if grad else (source, reader)
         return Action(op, forward[1], forward[2], forward[3], other[3], lane[peer], grad)
@@ -332,7 +333,7 @@ def lists(graph: StageGraph, table: StepTable, order: Sequence[Work]) -> Schedul
                 continue
             wanted = message(Op.RECV, source, work, there)
             wire = wires[there, here]
-            while wanted in wire:  # what was sent before comes before
+            while wanted in wire:  # earlier sends come first
                 made[here].append(wire.pop(0))
         made[here].append(Action(work[0], work[1], work[2], work[3]))
         for reader in readers.get(work, ()):

@@ -1,9 +1,9 @@
-"""A link of given speed between two processes, in the time of the thread that computes: for a machine that others use.
+"""Emulated link of given speed between two processes, in the time of the computing thread: for a shared machine.
 
-Time goes on while that thread has a core, and where it waits for a transfer, to when the link would have brought it.
-The link takes one transfer after the other, each from when all ranks have asked for it, for bytes / bandwidth, and
-`LATENCY` later it is there. To add what has arrived counts as computation of who waits for it. What copies cost a core
-is left out.
+Time advances while that thread has a core. If the thread waits for a transfer, time advances to the transfer's end on
+the link. The link carries one transfer after the other. A transfer starts when all ranks have requested it, takes
+bytes / bandwidth, and arrives `LATENCY` later. Adding received data counts as computation of the waiting rank. The core
+time of copies is left out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.overlap import LATENCY, Absent
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.transports import Transport
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Forwarding, Ticket
+from interlace.comm.transports.base import Copy, Forwarding, Ticket
 
 
 class Counted(Absent):
-    """Brings zeros, with which a step computes something finite; notes by operation [batches, bytes]."""
+    """Delivers zeros, so that a step computes finite values; counts [batches, bytes] by operation."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -45,8 +46,8 @@ class Counted(Absent):
 class Link(Forwarding):
     """Bytes move over `inner`. bandwidth: bytes per second.
 
-    waited: seconds since `begin` for which the computing thread waited for the link, by operation; late: for how many
-    it waited for ranks that had not asked yet.
+    waited: seconds since `begin` for which the computing thread waited for the link, by operation. late: seconds it
+    waited for ranks that had not issued their request yet.
     """
 
     def __init__(self, inner: Transport, bandwidth: float) -> None:
@@ -56,7 +57,7 @@ class Link(Forwarding):
         self.begin()
 
     def begin(self) -> None:
-        """Time starts here, on every rank."""
+        """Start of time, on every rank."""
         self._thread, self._began = threading.get_ident(), time.thread_time()
         self._free = self._ready = self._added = self.late = 0.0
         self._issued.clear()
@@ -93,7 +94,7 @@ class Link(Forwarding):
         return issued
 
     def settle(self, issued: _Issued) -> None:
-        """Time goes on to when a batch has arrived, which it has; so have all that were issued before it."""
+        """Advance time to the arrival of a batch that has arrived; all batches issued before it have arrived too."""
         while self._settled <= issued.number:
             batch = self._issued[self._settled]
             began = max(self._free, self._ready, *(float(when) for when in (batch.mine, *batch.theirs)))
@@ -111,7 +112,7 @@ class Link(Forwarding):
 
 @dataclass
 class _Issued:
-    """A batch under way, and its ticket. mine, theirs: when each rank has asked for it."""
+    """A batch in flight, and its ticket. mine, theirs: request times of each rank."""
 
     link: Link
     number: int
@@ -134,14 +135,14 @@ class _Issued:
 
 
 class Clocked(NamedTuple):
-    """Seconds of the slower rank, and for how many of them ranks waited for the link, by operation, in the mean."""
+    """Seconds of the slower rank, and the mean over ranks of the seconds waited for the link, by operation."""
 
     seconds: float
     waited: dict[str, float]
 
     @classmethod
     def of(cls, link: Link, call: Callable[[], object]) -> Clocked:
-        """Of `call`, which all ranks begin together."""
+        """Time of `call`, which all ranks start together."""
         link.inner.barrier()
         link.begin()
         call()

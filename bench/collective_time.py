@@ -1,12 +1,12 @@
-"""Processor time of a collective besides its copies: what a rank's host spends on each, with copy engines too.
+"""Processor time of a collective besides its copies: the host time of a rank for each, with copy engines too.
 
     python -m bench.collective_time [--repeats 41] [--out bench/results/collective_time.json]
 
-Two processes of one thread each, over shared memory, whose driver is that of the copy engines. It copies nothing here.
-Medians and quartiles over repeats of CALLS calls: of the thread that calls, without what it spends on waiting for its
-peer (spins and system calls: the next column); and of the transport's own thread, which runs what is not waited for at
-once. "sums": with the sums of reduce_scatter and all_reduce, which are no part of the driver.
-"sleeps": as in use, where a rank that waits sleeps and goes on with cold caches; else it spins.
+Two processes of one thread each, over shared memory. Its driver is that of the copy engines, but copies nothing here.
+Figures are medians and quartiles over repeats of CALLS calls. They cover the calling thread, without its waiting for
+the peer (spins and system calls: the next column), and the transport's own thread, which runs operations that are
+not awaited at once. "sums": with the sums of reduce_scatter and all_reduce, which are not part of the driver.
+"sleeps": as in use, where a waiting rank sleeps and resumes with cold caches; else it spins.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ import torch.multiprocessing as mp
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace import comm
-from interlace.comm import Transport, collectives
+from interlace.comm import Transport
+from interlace.comm.collectives import rows as collectives
 from interlace.comm.transports.shm import ShmTransport
 
 WORLD = 2
 CALLS = 20
-SPINS, AWAKE = 100, 1 << 20  # looks at the bell before a rank sleeps: as in use, and hardly ever asleep
+SPINS, AWAKE = 100, 1 << 20  # polls of the bell before a rank sleeps: as in use, and hardly ever asleep
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes of a rank's piece
 
 
 def operations(group: Transport, size: int) -> dict[str, Callable[[], object]]:
-    """By the names of their paths. A rank's piece is its place in the whole, so that nothing is copied to it."""
+    """Operations by the names of their paths. A rank's piece is a view of the whole, so nothing is copied into it."""
     whole = torch.zeros(group.world * size // 4)
     piece = whole[group.rank * size // 4 : (group.rank + 1) * size // 4]
     return {
@@ -58,7 +59,7 @@ def without_sums() -> Iterator[None]:
 
 
 def measure(group: ShmTransport, size: int, repeats: int, spins: int) -> list[dict[str, Any]]:
-    """A record per operation, with its sums and without: microseconds per call of this rank."""
+    """A record per operation, with and without its sums: microseconds per call of this rank."""
     assert group._exchange is not None and group._thread.ident is not None
     exchange = group._exchange
     exchange.measures, exchange.spins = True, spins
@@ -119,7 +120,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print a line per operation and size, write the JSON; returns what was written."""
+    """Run the benchmark, print a line per operation and size, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=41)
     parser.add_argument("--out", type=Path, default=Path("bench/results/collective_time.json"))

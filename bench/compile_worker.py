@@ -1,12 +1,12 @@
-"""Compile the attention kernels ahead of time, in a process of its own: one that must not interpret, and whose Triton
-may be another version than its parent's (the folder that comes first on PYTHONPATH).
+"""Compiles the attention kernels ahead of time, in a separate process. The process must not interpret kernels, and its
+Triton may be another version than its parent's (the folder that comes first on PYTHONPATH).
 
     echo '{"architecture": 90, "head_dim": 128, "dtype": "bfloat16"}' | python -m bench.compile_worker
 
-Reads configurations from standard input, one JSON object a line (fields of `Configuration`), and answers each with a
-line of JSON: {kernel: what it uses (`interlace.kernels.ahead_of_time.Resources`)}. Kernels of attention on Hopper in
-16 bits also have their "tile" (`tile_of`) and "loops" (`bench.machine_code.Loop`): FULL blocks, then PARTIAL ones, for
-each partition of the program that computes. `bench.kernel_report` and the tests start it.
+Reads configurations from standard input, one JSON object a line (fields of `Configuration`). Answers each with a line
+of JSON: {kernel: its resources (`interlace.kernels.ahead_of_time.Resources`)}. Attention kernels on Hopper in 16 bits
+also have their "tile" (`tile_of`) and "loops" (`bench.machine_code.Loop`): FULL blocks, then PARTIAL ones, for each
+computing partition of the program. `bench.kernel_report` and the tests start it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LENGTH = 512  # of queries and of keys, in blocks of 128
 
 
 class Configuration(NamedTuple):
-    """What kernels are specialised for.
+    """Specialisation of the kernels.
 
     part: "attention" (forward, both backwards, aggregation), "gluon" (those for Hopper), "plan" (block lists and
     bitmaps: no head dimension, no dtype), or "ranks" (collectives: no head dimension).
-    variant: "plain", "capped" (there is a softcap) or "computed" (of a plan without bitmaps). value_dim: head dimension
-    of v where it is another than that of q and k.
+    variant: "plain", "capped" (with a softcap) or "computed" (of a plan without bitmaps). value_dim: head dimension
+    of v if it differs from that of q and k.
     """
 
     architecture: int  # 10 * compute capability
@@ -72,7 +72,7 @@ def calls(configuration: Configuration) -> list[Call]:
         found = gluon_forward_calls(q, k, v, plan, out, lse, 0.1, softcap)
         if variant == "plain":
             found += gluon_backward_calls(out, lse, q, k, v, out, lse, plan, q, k, v, 0.1)
-        return [call for call in found if call.kernel.is_gluon()]  # the others are those of "attention"
+        return [call for call in found if call.kernel.is_gluon()]  # the others are part of "attention"
     result = forward_calls(q, k, v, plan, out, lse, 0.1, softcap, architecture)
     for fused in (False, True) if can_fuse(q, v, architecture) else (False,):
         dq = q.float() if fused else q
@@ -81,14 +81,14 @@ def calls(configuration: Configuration) -> list[Call]:
 
 
 def tile_of(call: Call) -> dict[str, int]:
-    """Queries (m) and keys (n) that the warps of one hot loop take per iteration, and padded head dimensions.
+    """Queries (m) and keys (n) that the warps of one hot loop process per iteration, and padded head dimensions.
 
-    In Gluon a loop is one consumer's: the rows of its box of Q.
+    In Gluon a loop belongs to one consumer: the rows of its box of Q.
     """
     a = call.arguments
     if "q_desc" in a:
         queries, keys = a["q_desc"].block_shape[2], a["k_desc"].block_shape[2]
-        if call.name == "gluon_query_gradient_kernel":  # an iteration takes both halves of a block of keys
+        if call.name == "gluon_query_gradient_kernel":  # an iteration processes both halves of a block of keys
             keys *= 2
         columns = a["BLOCK_D"] + a.get("REST", 0)
         return dict(m=queries, n=keys, warps=call.warps, stages=a["STAGES"], head_dim=columns, value_dim=columns)
@@ -97,7 +97,7 @@ def tile_of(call: Call) -> dict[str, int]:
 
 
 def answer(configuration: Configuration) -> dict[str, dict[str, Any]]:
-    """{kernel: what it uses}. Of the variants only the kernels that they change."""
+    """{kernel: its resources}. For variants, only the kernels that the variant changes."""
     report: dict[str, dict[str, Any]] = {}
     for call in calls(configuration):
         name = call.name

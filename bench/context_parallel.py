@@ -1,22 +1,23 @@
-"""How evenly context parallelism deals attention to ranks, counted, modelled and measured.
+"""Balance of context parallelism over ranks: counted, modelled and measured.
 
     python -m bench.context_parallel [--preset cpu|gpu|smoke] [--parts counted random ablation ranks processes]
                                      [--out JSON] [--chart PNG]
 
-Every method gives every rank the same number of tokens (Cornstarch's own gives it whatever number balances), so
-"contiguous" is also what ring attention has: equal runs. A row's work is its number of non-empty blocks of 128 x 128.
+Every method gives every rank the same number of tokens (Cornstarch's own gives the number that balances the work).
+"contiguous" is therefore also ring attention: equal runs. The work of a row is its number of non-empty blocks of
+128 x 128.
 
     counted     slowest rank / mean, in blocks, for Cornstarch's masks EP, EE and MP by length and number of ranks
     random      slowest rank / slowest rank of LPT, in blocks, for masks drawn at random as in table 4 of Cornstarch
                 2025-03 (8 ranks, 50 draws), beside the ratios of the times printed there
     ablation    Cornstarch 2025-11's two steps, {zigzag, LPT} x {rows whole, long rows in subblocks}: the makespan of
                 one launch on the multiprocessors of each rank, modelled by list scheduling in units of a FULL block.
-                A PARTIAL block costs PARTIAL_COST of it; launching and merging are taken to cost nothing
+                A PARTIAL block costs PARTIAL_COST of it; launching and merging are assumed to cost nothing
     ranks       the same four and the other methods measured: each rank's attention, forward and backward, alone on
                 this device, one after the other (on a CPU subblocks are never made: one core does not profit)
     processes   context_parallel_attention on two processes of one CPU thread: each rank's attention, and the whole
-                with its gathers and reductions, over whatever transport `interlace.comm` finds. On as many cores as
-                processes the threads that copy compete with attention: what is hidden is `bench.overlap`'s subject
+                with its gathers and reductions, over the transport that `interlace.comm` selects. If there are only as
+                many cores as processes, the copying threads compete with attention; see `bench.overlap` for hiding
 
 The papers print up to 1.27x over ring and 1.11x over zigzag (2025-03, table 4), and 0.93-0.98x for balance between GPUs
 without subblocks (2025-11, table 3 and figure 12).
@@ -79,7 +80,7 @@ PRINTED = {
 class Preset(NamedTuple):
     lengths: list[int]  # of "counted"
     ranks: list[int]
-    draws: int  # of "random", at the lengths of table 4 that are not above the longest of `lengths`
+    draws: int  # of "random", at the lengths of table 4 up to the longest of `lengths`
     modelled: int  # tokens of "ablation"
     multiprocessors: int
     measured: int  # tokens of "ranks"
@@ -213,7 +214,7 @@ def ablation(options: argparse.Namespace, ranks: int = 8) -> list[dict[str, Any]
 
 
 def tensors(shards: TokenShards, heads: tuple[int, int], options: argparse.Namespace, at: torch.device) -> list[Tensor]:
-    """q and dout of one rank, k and v of all."""
+    """q and dout of one rank, k and v of all ranks."""
     generator = torch.Generator(at).manual_seed(0)
     lengths = (shards.tokens_per_rank, shards.tokens_per_rank, shards.padded_length, shards.padded_length)
     counts = (heads[0], heads[0], heads[1], heads[1])
@@ -228,7 +229,7 @@ def tensors(shards: TokenShards, heads: tuple[int, int], options: argparse.Names
 def rank_after_rank(options: argparse.Namespace, at: torch.device) -> list[dict[str, Any]]:
     clock, rows, ranks = Clock(at), [], options.measured_ranks
     for name in NAMES:
-        mask = MASKS[NAMES[name]](options.measured).to(at)  # there, so that cap=None splits for that device
+        mask = MASKS[NAMES[name]](options.measured).to(at)  # on that device, so that cap=None splits for it
         blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks().cpu()
         for text in options.heads:
             heads = parse_heads(text)
@@ -281,7 +282,7 @@ def on_process(rank: int, port: int, options: argparse.Namespace, folder: str) -
 
 
 def process(group: comm.Transport, options: argparse.Namespace) -> dict[str, Any]:
-    """For each mask and method, by round: milliseconds of this rank's attention, and until all of it has ended."""
+    """For each mask and method, by round: milliseconds of this rank's attention, and until all ranks have finished."""
     found: dict[str, Any] = {"transport": group.name, "times": {}}
     for name in NAMES:
         mask = MASKS[NAMES[name]](options.processed)
@@ -342,7 +343,7 @@ def processes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the parts, print their lines, write the JSON and the chart; returns what was written."""
+    """Run the parts, print their lines, write the JSON and the chart; returns the content of the JSON."""
     options = parse(argv)
     at = device()
     if options.threads:

@@ -1,4 +1,4 @@
-"""What `bench.context_parallel` prints and draws from its report.
+"""Tables and charts of `bench.context_parallel`.
 
 python -m bench.context_parallel_report REPORT.json [PNG]      the lines again, and the chart
 """

@@ -1,20 +1,20 @@
-"""Which engine moves the bytes, and what that does to a matrix product that runs meanwhile, on one CUDA GPU.
+"""Copies by engines and by SMs of one CUDA GPU, alone and under matrix products.
 
     python -m bench.copy_engines [--sizes 4096 8192] [--megabytes 64] [--out bench/results/copy_engines.json]
 
 Arms, each alone and under matrix products, in alternation:
 
-    engine         batched copies that ask to be overlapped (`interlace.comm.copiers.engine_copies`): copy engines
+    engine         batched copies that request overlap (`comm.overlap.copiers.engine_copies`): copy engines
     plain          the framework's copy between two tensors of the GPU: a kernel on its SMs
-    sm_8 ... sm_32 a copy kernel of that many programs, as collectives that run on SMs have
+    sm_8 ... sm_32 a copy kernel of that many programs, like collectives that run on SMs
     to_host, from_host   pinned memory over PCIe
 
-For each: GB/s alone and under the products, and the products' slow-down. The gate decides what to call an arm: every
-thread slot of every SM is filled by a kernel that waits; an arm whose copy ends before that kernel does needed no SM.
-A copy kernel goes through the gate first: where even that needs no SM, the gate tells nothing.
+For each: GB/s alone and under the products, and the products' slow-down. A gate decides if an arm needs SMs: a waiting
+kernel fills every thread slot of every SM. An arm whose copy ends before that kernel needed no SM. A copy kernel goes
+through the gate first: if even that needs no SM, the gate is inconclusive.
 
-The link is the GPU's own memory: nothing here is a statement about several GPUs. On a machine without CUDA, --dry runs
-the same lines at toy sizes on the CPU, where nothing overlaps and no figure means anything.
+The link is the GPU's own memory: the figures do not apply to several GPUs. On a machine without CUDA, --dry runs
+the same lines at toy sizes on the CPU. Nothing overlaps there and the figures have no meaning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.measure import command, device, machine, reason, versions, write_json
-from interlace.comm.copiers import engine_copies, engine_missing, plain_copies, sm_copies
+from interlace.comm.transports.copiers import engine_copies, engine_missing, plain_copies, sm_copies
 
 Arm = Callable[[], object]
 SM_PROGRAMS = (8, 16, 32)
@@ -54,7 +54,7 @@ class Bench:
             torch.mm(self.a, self.b, out=self.c)
 
     def arms(self) -> tuple[dict[str, Arm], dict[str, str]]:
-        """The arms that run here, and why the others do not."""
+        """The arms that run here, and the reasons why the others do not."""
         pairs = list(zip(self.to.split(PIECE // 4), self.source.split(PIECE // 4), strict=True))
         arms: dict[str, Arm] = {"plain": lambda: plain_copies(pairs)}
         missing = {}
@@ -101,13 +101,13 @@ class Bench:
         )
 
     def needs_no_sm(self, copy: Arm) -> bool | None:
-        """Whether a copy ends while a kernel holds every thread slot of every SM; None where that cannot be told."""
+        """True if a copy ends while a kernel holds every thread slot of every SM; None if that cannot be decided."""
         if self.side is None:
             return None
         from interlace.kernels.ranks import busy_call
 
         programs = 2 * torch.cuda.get_device_properties(self.at).multi_processor_count
-        call = busy_call(torch.empty(programs, 1024, device=self.at), 4_000_000)  # some 20 ms
+        call = busy_call(torch.empty(programs, 1024, device=self.at), 4_000_000)  # about 20 ms
         torch.cuda.synchronize(self.at)
         call.run()
         busy, copied = torch.cuda.Event(), torch.cuda.Event()
@@ -136,7 +136,7 @@ def measure(bench: Bench, repeats: int) -> list[dict[str, Any]]:
     alone: dict[str, list[float]] = {name: [] for name in good}
     under, slowed = ({name: [] for name in good} for _ in range(2))
     products: list[float] = []
-    # As many copies as outlast the products, so that all of these run under a copy.
+    # Enough copies to outlast the products, so that all products run under a copy.
     enough = {}
     for name, copy in good.items():
         copied, computed = bench.time(copy, False)[0], bench.time(None, True)[1]
@@ -185,7 +185,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run, print the table, write the JSON; returns what was written."""
+    """Run, print the table, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="n of the n^3 products")
     parser.add_argument("--megabytes", type=int, default=64, help="MiB that each copy moves")

@@ -1,14 +1,17 @@
-"""What a million samples cost: the index, the prepared chats, opening both, and memory while training reads them.
+"""Data index at a million samples: building the index, preparing chats, opening both, and memory during training.
 
     python -m bench.data_index [--samples 1000000] [--folder FOLDER] [--step STEP] [--out bench/results/data_index.json]
 
-The data are JSON lines, a question about a picture and an answer of 3 to 40 words each, whose records state the sizes
-of their pictures (data.sizes = "records"; there are no picture files). Steps: index (built by one process and by one
-per core), tokens (texts tokenised with a BPE of 400 words, in batches and one by one, and the first 50,000 records
-prepared), read (in a process of its own: opening, then shuffled batches, plain and packed into rows; resident memory
-before and after). What is read are as many prepared samples as asked for, made of those 50,000 by repeating them:
-preparing a million takes minutes, and neither opening nor memory depends on what the texts say. Each step adds its
-figures to the report; the data and what is made of them stay in the folder for the next.
+The data are JSON lines: a question about a picture and an answer of 3 to 40 words each. The records state the sizes of
+their pictures (data.sizes = "records"; there are no picture files). Steps:
+
+- index: built by one process, and by one process per core.
+- tokens: texts tokenised with a BPE of 400 words, in batches and one by one, and the first 50,000 records prepared.
+- read (in a separate process): opening, then shuffled batches, plain and packed into rows; resident memory before and
+  after. It reads --samples prepared samples, which repeat those 50,000: preparing a million takes minutes, and neither
+  opening nor memory depends on the texts.
+
+Each step adds its figures to the report. The data and the derived files stay in the folder for the next step.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ TEMPLATE = (
 STEPS = ("index", "tokens", "read")
 READ = 50_000  # samples that training reads
 PREPARED = 50_000  # records that are prepared
-SINGLE = 4_000  # samples that are tokenised one by one, and in batches beside them
+SINGLE = 4_000  # samples that are tokenised one by one, and in batches for comparison
 
 
 def write_data(path: Path, samples: int) -> None:
-    """The JSON lines, the same ones for a number of samples."""
+    """The JSON lines, identical for the same number of samples."""
     rng, words = random.Random(0), WORDS.split()
     temporary = path.with_suffix(".part")
     with open(temporary, "w", encoding="utf-8") as file:
@@ -60,7 +63,7 @@ def chat_format() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from interlace.data.chats_tokens import TokenizerFormat
+    from interlace.data.chats.encoding.tokens import TokenizerFormat
     from interlace.data.media import ImageSpec
 
     made = Tokenizer(models.BPE())
@@ -83,15 +86,15 @@ def chat_format() -> Any:
 
 
 def rules() -> Any:
-    """Sizes as the records state them."""
-    from interlace.data.chats_records import Rules
+    """Size rules: sizes from the records."""
+    from interlace.data.chats.files.sources import Rules
 
     return Rules(decode=False, sizes="records")
 
 
 def index(data: Path, folder: Path) -> dict[str, Any]:
-    """Seconds and samples per second of making the index anew."""
-    from interlace.data import chats_index
+    """Seconds and samples per second of rebuilding the index."""
+    from interlace.data.chats.files import index as chats_index
 
     found: dict[str, Any] = {}
     for processes in sorted({1, len(os.sched_getaffinity(0))}):
@@ -109,13 +112,13 @@ def index(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def tokens(data: Path, folder: Path) -> dict[str, Any]:
-    """Seconds of preparing the chats from the index; and tokenising some in batches beside one by one."""
+    """Seconds of preparing the chats from the index, and of tokenising some in batches and one by one."""
     from itertools import islice
 
-    from interlace.data import chats_files
-    from interlace.data.chats_examine import BLOCK
-    from interlace.data.chats_records import chat_of
-    from interlace.data.chats_store import prepare
+    from interlace.data.chats.examine import BLOCK
+    from interlace.data.chats.files import records as chats_files
+    from interlace.data.chats.files.sources import chat_of
+    from interlace.data.chats.store import prepare
 
     chats = chat_format()
     found: dict[str, Any] = {}
@@ -143,8 +146,8 @@ def tokens(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def repeat(one: Path, many: Path, times: int) -> None:
-    """The folder of prepared chats `many`, whose samples are those of `one` again and again."""
-    from interlace.data.chats_store import COLUMNS
+    """Create the folder of prepared chats `many` by repeating the samples of `one`."""
+    from interlace.data.chats.store import COLUMNS
 
     shutil.rmtree(many, ignore_errors=True)
     shutil.copytree(one, many)
@@ -155,7 +158,7 @@ def repeat(one: Path, many: Path, times: int) -> None:
     record = json.loads((one / "store.json").read_text())
     for name, kind in COLUMNS.items():
         column = np.fromfile(one / f"{name}.bin", kind)
-        if name in ("starts", "lines"):  # where samples begin, and the last ends
+        if name in ("starts", "lines"):  # offsets of samples, and the end of the last
             steps = np.tile(np.diff(column), times)
             column = np.concatenate([[0], np.cumsum(steps)]).astype(kind)
         elif name == "hashes":
@@ -166,16 +169,17 @@ def repeat(one: Path, many: Path, times: int) -> None:
 
 
 def resident() -> float:
-    """MB of this process that are in memory now, mapped files included."""
+    """Resident memory of this process in MB, mapped files included."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def read_here(data: Path, folder: Path) -> dict[str, Any]:
-    """What `read` does, in this process."""
-    from interlace.data import Loader, MixedDataset, Part, RowLoader, chats_index
-    from interlace.data.chats import ChatDataset
-    from interlace.data.chats_store import _load
+    """Step `read`, in this process."""
+    from interlace.data import Loader, MixedDataset, Part, RowLoader
+    from interlace.data.chats.dataset import ChatDataset
+    from interlace.data.chats.files import index as chats_index
+    from interlace.data.chats.store import _load
 
     chats = chat_format()
     np.random.default_rng(0).permutation(10)

@@ -1,9 +1,8 @@
-"""How long training waits for data whose decoding takes long, by who decodes: a thread of the trainer, worker
-processes, Ray.
+"""Data wait of training with slow decoding: by a thread of the trainer, by worker processes or on Ray.
 
-Each item's decoding sleeps (50 ms by default), as does the step, so that a machine of two cores can show what many
-would: what is measured is the pipeline of tasks and items around them, not arithmetic. `steps` at the beginning are
-left out: they wait for the first batch.
+The decoding of each item sleeps (50 ms by default), and so does the step. A machine of two cores can therefore show the
+behaviour of many: the pipeline of tasks and items is measured, not arithmetic. The first `steps` are left out, since
+they wait for the first batch.
 
     python -m bench.data_wait --out bench/results/data_wait.json
 """
@@ -25,7 +24,7 @@ from torch.utils.data import Dataset
 
 from bench.measure import command, machine, versions, write_json
 from interlace.data import Loader, Media, Sample
-from interlace.data.decoded import PREFIX, Place
+from interlace.data.workers.decode_cache import PREFIX, Place
 
 WARM = 3
 """Steps before the first that counts."""
@@ -58,7 +57,7 @@ class Sleeping(Dataset[Sample]):
 def measure(
     name: str, producers: Callable[[Any], Any] | None, *, steps: int, batch: int, decode: float, step: float, size: int
 ) -> dict[str, Any]:
-    """Seconds that `steps` steps wait for their batches, beside those that they take."""
+    """Seconds that `steps` steps wait for their batches, and the seconds of the steps."""
     with Loader(Sleeping(size, decode), batch, seed=1, prefetch=4, producers=producers) as loader:
         loader.begin()
         waits = []
@@ -81,11 +80,11 @@ def measure(
 
 
 def run(batch: int, decode: float, step: float, steps: int, ray_address: str | None = None) -> dict[str, Any]:
-    """Every way of decoding, with as many samples as all steps take: each is decoded once."""
-    from interlace.data.workers import WorkerPool
+    """Every way of decoding, with as many samples as all steps consume: each is decoded once."""
+    from interlace.data.workers.pool import WorkerPool
 
     size = batch * (WARM + steps + 8)
-    enough = math.ceil(batch * decode / step * 1.25)  # workers: what the step asks for, and a quarter more
+    enough = math.ceil(batch * decode / step * 1.25)  # number of workers: the demand of the step plus a quarter
     given: dict[str, Any] = {"steps": steps, "batch": batch, "decode": decode, "step": step, "size": size}
     rows = [measure("thread", None, **given)]
     with tempfile.TemporaryDirectory() as folder:
@@ -93,13 +92,13 @@ def run(batch: int, decode: float, step: float, steps: int, ray_address: str | N
             where = Place(Path(folder) / PREFIX, 1 << 28)
             rows.append(measure(f"{count} workers", lambda it, n=count, w=where: WorkerPool(it, n, where=w), **given))
         rows.append(measure(f"{enough} workers, nothing kept", lambda it: WorkerPool(it, enough), **given))
-    # The second epoch of few samples: all of them are decoded.
+    # The second epoch, with few samples: all of them are decoded.
     with tempfile.TemporaryDirectory() as folder:
         where = Place(Path(folder) / PREFIX, 1 << 28)
         again = given | {"size": batch * WARM}
         rows.append(measure("1 worker, decoded before", lambda it: WorkerPool(it, 1, where=where), **again))
     if ray_address is not None:
-        from interlace.data.ray_tasks import RayTasks
+        from interlace.data.workers.ray_tasks import RayTasks
 
         rows.append(measure("ray", lambda it: RayTasks(it, "bench", address=ray_address), **given))
     return {"samples_per_step": batch, "decode_s": decode, "step_s": step, "enough_workers": enough, "rows": rows}

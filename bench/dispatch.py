@@ -1,13 +1,13 @@
-"""`train.balance`: how even each phase is on OrchMLLM's mix of tasks, how long planning takes, and what a step gains.
+"""`train.balance`: balance of each phase on OrchMLLM's mix of tasks, planning time, and speed-up of a step.
 
     python -m bench.dispatch [--measured | --keep] [--out bench/results/dispatch.json]
 
-Balance and planning need no rank: lengths as OrchMLLM's section 8 describes its data (bench/papers/mllm.py: the mix of
-tasks of bench/lengths.py, pictures up to 448 pixels; its statistics are not printed), costs of its MLLM-10B (table 1).
-A load is a replica's linear work and attention; audio is padded to the longest of its batch, as in the paper.
---measured: 4 gloo ranks that have all modules, where every compute action sleeps the time that its profile gives it,
-stretched (see bench/simulated_slots.py): no speed of a model, but who waits for whom. And 2 ranks of one thread that
-compute: whatever that gives. Both take some minutes.
+Balance and planning need no ranks. Lengths follow the data of OrchMLLM's section 8 (bench/papers/mllm.py: the mix of
+tasks of bench/lengths.py, pictures up to 448 pixels; its statistics are not printed). Costs are those of its MLLM-10B
+(table 1). A load is a replica's linear work and attention; audio is padded to its batch's longest, as in the paper.
+--measured: 4 gloo ranks that have all modules, where every compute action sleeps for its profiled time, stretched (see
+bench/simulated_slots.py). This shows waiting between ranks, not the speed of a model. Also 2 ranks of one thread that
+compute, without a target. Both take some minutes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from bench.measure import command, free_port, join_group, machine, versions, wri
 from bench.papers.mllm import MODELS, NODE, PADDED, PHASES, drawn
 from bench.simulated_slots import Slots
 from bench.simulated_step import MELS, PATCH, PLACEHOLDERS, build_model
+from interlace.costs.step import FittedCosts
+from interlace.estimate.measured_links import measure_links
+from interlace.estimate.predict import durations, predict
+from interlace.estimate.predictor import Predictor
+from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, MultimodalModel, Sample
-from interlace.plan.step_costs import FittedCosts
 from interlace.run import ParallelModel, parallelize, step_table
-from interlace.run.dispatch import BALANCES, Dispatcher, Phase
-from interlace.run.measured_links import measure_links
-from interlace.run.predict import durations, predict
-from interlace.run.predictor import Predictor
-from interlace.run.profiling import profile_costs
-from interlace.run.sizes import chunk_sizes
-from interlace.run.table import Lengths
+from interlace.run.tables.dispatch import BALANCES, Dispatcher, Phase
+from interlace.run.tables.sizes import chunk_sizes
+from interlace.run.tables.table import Lengths
 from interlace.schedule import StageGraph, StepTable
 
 EACH = 60  # samples of a rank (section 8.2)
@@ -53,9 +53,9 @@ ORDERS = {
     "mixed": "samples in random order",
     "by task": "those with pictures first, as files with one task each give them",
 }
-NARROW = 32  # width of the model of those that sleep, so that its own computing is a small part of their time
-SMALLER = 8  # a measured sample has that part of its tokens
-GOAL = 1.25  # times as fast as "none", of ranks that sleep
+NARROW = 32  # width of the model of sleeping ranks, so that its own computing is a small part of their time
+SMALLER = 8  # a measured sample has this fraction of its tokens
+GOAL = 1.25  # target: times as fast as "none", with sleeping ranks
 PLANNING = 200  # ms of one core for a step of 2,560 ranks
 WITHIN = 0.1  # of the simulated step
 
@@ -79,17 +79,17 @@ def in_order(tokens: dict[str, NDArray[np.int64]], order: str) -> dict[str, NDAr
 
 
 def lengths_for(ranks: int, seed: int, order: str = "mixed") -> Lengths:
-    """Of a step. Rows stand for tokens inside the encoders: loads are counted in these."""
+    """Lengths of a step. Rows stand for tokens inside the encoders: loads are counted in rows."""
     tokens = in_order(drawn(MODELS["MLLM-10B"], ranks, EACH, seed).tokens, order)
     return Lengths(tokens["llm"], np.ones(len(tokens["llm"]), np.int64), {p: tokens[p] for p in PHASES[:-1]})
 
 
 def batches_needed(costs: NDArray[np.float64], limit: float) -> int:
-    """The fewest padded batches that cost at most `limit`, a batch its members times the costliest of them.
+    """The fewest padded batches that cost at most `limit`; a batch costs its size times its costliest member.
 
-    By falling cost, each with as many as may lie beside its first: whatever batch takes the costliest item, more than
-    these it cannot take, and lighter ones in their place leave heavier ones for the rest. Raises ValueError for an item
-    over the limit.
+    Greedy by falling cost: each batch takes as many members as the limit allows beside its first. This is optimal: a
+    batch with the costliest item cannot hold more members, and lighter members in their place leave heavier ones for
+    the other batches. Raises ValueError for an item over the limit.
     """
     falling, count, at = np.sort(costs)[::-1], 0, 0
     if len(costs) and falling[0] > limit:
@@ -101,7 +101,7 @@ def batches_needed(costs: NDArray[np.float64], limit: float) -> int:
 
 
 def padded_least(ranks: int, seed: int) -> dict[str, Any]:
-    """Whether any dealing of the padded phase has a costliest replica that costs less, and what padding adds to all."""
+    """Tests if the padded phase could have a lower maximum cost per replica; and the total cost of padding."""
     (phase,) = [phase for phase, how in PADDED.items() if how == "padded"]
     dispatcher, lengths = dispatcher_for(ranks, "per_module"), lengths_for(ranks, seed)
     rows = lengths.rows[phase][lengths.rows[phase] > 0].astype(np.float64)
@@ -116,7 +116,7 @@ def padded_least(ranks: int, seed: int) -> dict[str, Any]:
 
 
 def balance_of(ranks: int) -> dict[str, Any]:
-    """Order -> method -> phase -> the costliest replica over the mean, the mean over seeds and the most."""
+    """Order -> method -> phase -> costliest replica / mean: the mean over seeds and the maximum."""
     found: dict[str, Any] = {order: {} for order in ORDERS}
     for order, of_order in found.items():
         for method in ("none", "per_module"):
@@ -132,8 +132,8 @@ def balance_of(ranks: int) -> dict[str, Any]:
 
 
 def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
-    """Milliseconds of planning a step on one core: its dispatch with placement, its table, and which chunks read each
-    other (`StepTable.links`); by the clock, and of the processor, which tells what a loaded machine adds."""
+    """Milliseconds of planning a step on one core: its dispatch with placement, its table, and the read dependencies
+    between chunks (`StepTable.links`). Wall time and processor time; the difference is due to load on the machine."""
     dispatcher, lengths = dispatcher_for(ranks, "per_module"), lengths_for(ranks, 0)
     parts = ("dispatch", "table", "links")
     times: dict[str, list[float]] = {f"{what}{of}_ms": [] for what in (*parts, "planning") for of in ("", "_cpu")}
@@ -143,7 +143,7 @@ def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
         at.append((time.perf_counter(), time.process_time()))
         table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=found.replica)
         at.append((time.perf_counter(), time.process_time()))
-        table.links  # noqa: B018 (works them out)
+        table.links  # noqa: B018 (computes them)
         at.append((time.perf_counter(), time.process_time()))
         for place, of in enumerate(("", "_cpu")):
             ends = [each[place] for each in at]
@@ -187,7 +187,7 @@ def shared(mllm: MultimodalModel, ranks: int) -> Layout:
 
 
 def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCosts, result: str) -> None:
-    """One rank that sleeps what it computes: every method in turn; rank 0 writes what was found."""
+    """One sleeping rank: every method in turn; rank 0 writes the results."""
     torch.set_num_threads(1)
     join_group(rank, RANKS, port, 300)
     slots, mllm = Slots(), model_of(NARROW)
@@ -206,7 +206,7 @@ def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCos
             alone = durations(parallel.graph, table, fits, sizes, links)
             scale = scale or options.slot / statistics.mean([seconds for seconds in alone.values() if seconds > 0])
             told: list[Any] = [{job: seconds * scale for job, seconds in alone.items()}]
-            dist.broadcast_object_list(told, 0)  # in which the links are, as each rank has measured them
+            dist.broadcast_object_list(told, 0)  # includes the links, as each rank has measured them
             slots.jobs, slots.late = told[0], 0.0
             seconds = step_seconds(parallel, samples)
             slots.jobs = {}
@@ -223,7 +223,7 @@ def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCos
 
 
 def run_real(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
-    """One of two ranks that compute; the methods take turns, batch by batch."""
+    """One of two computing ranks; the methods take turns, batch by batch."""
     torch.set_num_threads(1)
     join_group(rank, CORES, port, 300)
     layout, found = shared(model_of(options.hidden), CORES), Found()
@@ -262,7 +262,7 @@ def step_seconds(parallel: ParallelModel, samples: list[Sample]) -> float:
 
 
 class Found:
-    """What was measured: order -> method -> one entry per batch of each figure."""
+    """Measurements: order -> method -> one entry per batch of each figure."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, dict[str, Any]]] = {order: {} for order in ORDERS}
@@ -288,7 +288,7 @@ class Found:
 
 
 def _spawned(function: Any, ranks: int, *arguments: Any) -> dict[str, Any]:
-    """What rank 0 of so many processes wrote."""
+    """The output of rank 0 of so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "result.json")
         mp.spawn(function, (free_port(), *arguments, result), nprocs=ranks)
@@ -297,10 +297,10 @@ def _spawned(function: Any, ranks: int, *arguments: Any) -> dict[str, Any]:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of 4 ranks that sleep what they compute, and of 2 that compute."""
+    """Steps of 4 sleeping ranks, and of 2 computing ranks."""
     torch.set_num_threads(1)
     mllm = model_of(options.hidden)
-    # Before the ranks begin, and once: on two cores four ranks that time layers mostly wait for each other.
+    # Before the ranks start, and once: on two cores four ranks that time layers mostly wait for each other.
     fits = profile_costs(
         mllm, build_samples(mllm, RANKS, options.each, 0), largest=2 * options.each, budget=options.budget
     )
@@ -335,7 +335,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print the tables, write the JSON; returns what was written."""
+    """Run the benchmark, print the tables, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 2560], help="of which balance is counted")
     which = parser.add_mutually_exclusive_group()

@@ -1,20 +1,23 @@
-"""What samples to microbatches are worth: Entrain's ingredients, ours, and what other systems do, in one table.
+"""Assignment of samples to microbatches: Entrain's parts, ours and those of other systems in one table.
 
     python -m bench.entrain [--seeds 8] [--out bench/results/entrain.json]
     python -m bench.entrain --measured [--steps 10]      # on 2 processes, in place of the simulation
 
-Simulated: one replica of an encoder and a language model on `--ranks` ranks, samples drawn from `bench.lengths`, real
-tables (`interlace.run.assign`, `step_table`) and real lists, proved by `check` and played by `simulate`; what is sent
-takes no time. Costs are FLOPs of Qwen2.5-VL's encoder (windows in 28 of its 32 layers) or Whisper-large's, and of
-Llama-3.2 1B or 3B, at 100 TFLOP/s; backwards take two forwards. Several encoders are one, as Entrain merges them.
-Means over seeds. "spread": the standard deviation of the forwards of microbatches, in percent of their mean, and how
-many times lower than that of static microbatches; "at best": how many times lower any assignment to as many could be
-(`balance.least_spread`; inf where no sample is larger than its share). "held": the most chunks that a rank holds
-between forward and backward.
+Simulated: one replica of an encoder and a language model on `--ranks` ranks, with samples from `bench.lengths`, real
+tables (`interlace.run.tables.assign`, `step_table`) and real lists, proved by `check` and run by `simulate`. Transfers
+take no time. Costs are FLOPs of Qwen2.5-VL's encoder (windows in 28 of its 32 layers) or Whisper-large's, and of
+Llama-3.2 1B or 3B, at 100 TFLOP/s; backwards take two forwards. Several encoders are merged into one, as in Entrain.
+Figures are means over seeds:
 
-Measured: SigLIP on one rank and Llama on the other, gloo, one thread each; steps of all ways take turns. Beside each
-the same step simulated, from FLOPs, as are those of DIP and Optimus, which the runtime does not run. Figures of a
-machine that does other things besides say nothing.
+- "spread": the standard deviation of the forwards of microbatches, in percent of their mean, and the factor by which it
+  is lower than that of static microbatches.
+- "at best": the factor that any assignment to the same number could reach (`balance.least_spread`; inf if no sample is
+  larger than its share).
+- "held": the most chunks that a rank holds between forward and backward.
+
+Measured: SigLIP on one rank and Llama on the other, gloo, one thread each; steps of all methods take turns. Beside each
+measurement is the same step simulated from FLOPs. DIP and Optimus are simulated too; the runtime does not run them.
+Figures from a machine with other load have no meaning.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ from bench.baselines import ENCODER, LLM, Problem, Step
 from bench.lengths import Drawn, draw
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace import balance
-from interlace.run.assign import METHODS, Assigner, Method, Slots
-from interlace.run.table import Assignment, Lengths, step_table
-from interlace.run.work import ModuleWork, Work
+from interlace.run.tables.assign import METHODS, Assigner, Method, Slots
+from interlace.run.tables.table import Assignment, Lengths, step_table
+from interlace.run.tables.work import ModuleWork, Work
 from interlace.schedule import Options, StepTable, check, one_f_one_b
 from interlace.simulate import simulate
 
@@ -52,17 +55,17 @@ PRINTED = ("synthchartnet", "chartqa", "cocoqa", "llava_150k")
 """The dissertation's data (4.7.1)."""
 MIXES = ("llava", "video", "audio", *PRINTED)
 SIZES = ((128, 32), (128, 16), (64, 8))
-"""Samples and microbatches of a replica; the first are the dissertation's (512 samples, 4 replicas)."""
+"""Samples and microbatches of a replica; the first pair is the dissertation's (512 samples, 4 replicas)."""
 Ints = NDArray[np.int64]
 SPEED = 100e12
-# FLOPs per token, and per token and key that it sees.
+# FLOPs per token, and per visible (token, key) pair.
 ENCODERS = {"vision": (1.26e9, 20.5e3), "audio": (1.26e9, 164e3)}
 WINDOWS = {"vision": 9.2e6, "audio": 0.0}  # per token, in windows of 64 patches
 LANGUAGE = {"1b": (2.5e9, 131e3), "3b": (6.4e9, 344e3)}
 
 
 def problem_of(drawn: Drawn, model: str, ranks: int) -> Problem:
-    """What the samples cost, in seconds."""
+    """Costs of the samples, in seconds."""
     encoder = np.zeros(len(drawn))
     for name, tokens in drawn.tokens.items():
         token, pair = ENCODERS[name]
@@ -73,13 +76,13 @@ def problem_of(drawn: Drawn, model: str, ranks: int) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class Given(Work):
-    """Work of samples that is known: nanoseconds of forward and backward."""
+    """Work of samples with given costs: nanoseconds of forward and backward."""
 
     costs: Mapping[str, NDArray[np.int64]]
 
     @classmethod
     def of_problem(cls, problem: Problem) -> Given:
-        """Every layer the same, and trained; one layer a stage."""
+        """All layers identical and trained; one layer a stage."""
         modules = {}
         for name, stages in zip((ENCODER, LLM), problem.split(), strict=True):
             one = np.tile(np.array([[1, 0]], np.int64), (stages, 1))
@@ -92,7 +95,7 @@ class Given(Work):
 
 
 class Ours:
-    """Our ways with the samples of a problem: whole methods, and their ingredients one by one."""
+    """Our methods on the samples of a problem: whole methods, and their ingredients one by one."""
 
     def __init__(self, problem: Problem, tokens: Ints, rows: Ints, microbatches: int) -> None:
         """tokens, rows: of each sample, of the language model, and of all encoders."""
@@ -102,12 +105,12 @@ class Ours:
         self.lengths = Lengths(tokens, np.ones(len(tokens), np.int64), {ENCODER: rows})
 
     def method(self, method: Method) -> Step:
-        """As `train.assign` has it."""
+        """A method of `train.assign`."""
         found = Assigner(method, self.layout, self.work)(self.lengths, self.count)
         return self.step(step_table(self.layout, self.lengths, microbatches=self.count, assignment=found))
 
     def step(self, table: StepTable, *, by_cost: bool | None = None) -> Step:
-        """1F1B, ordered by cost where something is deferred, as runs do; or as said."""
+        """1F1B. by_cost: order by cost; None: only if something is deferred, as in runs."""
         graph = self.problem.graph()
         durations = self.problem.durations(graph, table)
         given = durations if (len(table.deferred) > 0 if by_cost is None else by_cost) else None
@@ -124,7 +127,7 @@ class Ours:
         )
 
     def ingredients(self) -> dict[str, Callable[[], Step]]:
-        """One after the other, each beside what came before it."""
+        """The ingredients, each added to the previous ones."""
         printed, shrunk = (self.plan(shrink=shrink, as_printed=True) for shrink in (False, True))
         own = self.table((printed.encoder_of, printed.llm_of))
         ours = self.plan(shrink=False, as_printed=False)
@@ -158,7 +161,7 @@ def ways(problem: Problem, drawn: Drawn, microbatches: int) -> dict[str, Callabl
 
 
 def systems(problem: Problem, microbatches: int) -> dict[str, Callable[[], Step]]:
-    """What others do."""
+    """Methods of other systems."""
     return {
         "static 1F1B": lambda: baselines.static(problem, microbatches),
         "DistTrain's order": lambda: baselines.disttrain(problem, microbatches),
@@ -169,12 +172,12 @@ def systems(problem: Problem, microbatches: int) -> dict[str, Callable[[], Step]
 
 
 def methods(ours: Ours) -> dict[str, Callable[[], Step]]:
-    """What `train.assign` does."""
+    """Methods of `train.assign`."""
     return {f"assign = {name!r}": partial(ours.method, name) for name in METHODS}
 
 
 def figures(step: Step) -> dict[str, float]:
-    """What is to be said of a step."""
+    """Figures of a step for the report."""
     timeline = simulate(step.schedule, step.durations)
     loads = step.llm_loads
     return {
@@ -189,7 +192,7 @@ def figures(step: Step) -> dict[str, float]:
 
 
 def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each mix, size and way: means over seeds."""
+    """A row for each mix, size and method: means over seeds."""
     rows = []
     for mix in options.mixes:
         for samples, microbatches in SIZES:
@@ -233,14 +236,14 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def at_best(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float:
-    """How many times lower than that of static microbatches the deviation of a row's case could be."""
+    """The largest possible factor between the deviation of static microbatches and that of a row's case."""
     case = ("mix", "samples", "microbatches_asked")
     [static] = [r for r in rows if r["way"] == "static 1F1B" and all(r[key] == row[key] for key in case)]
     return float(static["llm_std"] / row["least_std"]) if row["least_std"] else float("inf")
 
 
 def spread_table(report: Mapping[str, Any]) -> str:
-    """The other table of docs/who-computes-what.md: how many times lower the deviation is than with static ones."""
+    """Second table of docs/who-computes-what.md: reduction of the deviation against static microbatches."""
     rows = [row for row in report["simulated"] if row["way"] == "assign = 'entrain'"]
     lines = ["| | " + " | ".join(f"{n} in {k}" for n, k in SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
     for mix in dict.fromkeys(row["mix"] for row in rows):
@@ -256,7 +259,7 @@ def spread_table(report: Mapping[str, Any]) -> str:
 
 
 def docs_table(report: Mapping[str, Any]) -> str:
-    """The table of docs/who-computes-what.md: the time of a step, of that of static microbatches, mean over sizes."""
+    """Table of docs/who-computes-what.md: step time relative to static microbatches, mean over sizes."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in report["simulated"]:
         if row["way"] != "static 1F1B":
@@ -310,7 +313,7 @@ def build(options: argparse.Namespace) -> tuple[Any, list[Any], Drawn]:
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
-    """One rank of the measured part; rank 0 writes what was found."""
+    """One rank of the measured part; rank 0 writes the results."""
     from interlace.layout import Layout, ParallelSpec
     from interlace.run import parallelize
 
@@ -363,7 +366,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of steps on 2 processes: way -> all of them, and their median. "simulated": in parts of static ones."""
+    """Seconds of steps on 2 processes: method -> all of them, and their median. "simulated": relative to static."""
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "result.json")
         mp.spawn(run_rank, (free_port(), options, result), nprocs=2)
@@ -387,7 +390,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured_table(report: Mapping[str, Any]) -> str:
-    """A table of docs/who-computes-what.md: steps in parts of the median static one, as measured and as simulated."""
+    """A table of docs/who-computes-what.md: steps relative to the median static one, measured and simulated."""
     lines = ["| | median | quartiles | shortest | simulated |", "|---|---|---|---|---|"]
     static = report["measured"]["static 1F1B"]["median"]
     for name, row in report["measured"].items():
@@ -404,7 +407,7 @@ def measured_table(report: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print its table, write the JSON where `--out` says; returns what was found."""
+    """Run the benchmark, print its table, write the JSON to `--out`; returns the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), help="of bench.lengths; the first one is measured")
     parser.add_argument("--model", choices=sorted(LANGUAGE), default="3b", help="the language model's costs")

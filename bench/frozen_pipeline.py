@@ -1,9 +1,9 @@
 """Frozen-aware against frozen-unaware cuts, measured side by side (dissertation 3.3.1, cornstarch-2025-03 4.2).
 
 A frozen vision encoder and a frozen language model with a trainable projector between them run as a pipeline of
-2 gloo ranks with 1 thread each. The unaware cut balances forward + backward = 3 x forward, as LLM pipelines do; the
-aware cut balances what each layer really computes. Steps of the two alternate in one run, so that both see the same
-machine; the simulator's prediction from profiled layers stands beside each measurement.
+2 gloo ranks with 1 thread each. The unaware cut balances forward + backward = 3 x forward, as LLM pipelines do. The
+aware cut balances the actual work of each layer. Steps of the two alternate in one run, so that both see the same
+machine load. The simulator's prediction from profiled layers is listed beside each measurement.
 
     python -m bench.frozen_pipeline [--microbatches 24] [--steps 7] [--out bench/results/frozen_pipeline.json]
 """
@@ -74,7 +74,7 @@ def build_model(vision_layers: int, language_layers: int, hidden: int = 256) -> 
 
 
 def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
-    """One per microbatch: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
+    """One per microbatch: an image of 16 x 16 patches and 64 text tokens, all equal so that only the cut differs."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 16 * PATCH, 16 * PATCH)
     tokens = mllm.encoders["vision"].tokens(shape)
@@ -94,11 +94,11 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     mllm = build_model(options.vision_layers, options.language_layers)
     samples = build_samples(mllm, options.microbatches)
 
-    # Both ranks profile at the same time: layers then cost what they cost in a step, when both cores are busy.
+    # Both ranks profile at the same time: layers then cost the same as in a step, when both cores are busy.
     dist.barrier()
     measured = profile_model(mllm, samples[:1], repeats=options.profile_repeats)
     shared = [measured]
-    dist.broadcast_object_list(shared, src=0)  # one profile, so that all ranks cut alike
+    dist.broadcast_object_list(shared, src=0)  # one profile, so that all ranks compute the same cuts
     costs = shared[0]
 
     parallel, predicted, cuts = {}, {}, {}
@@ -134,7 +134,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print the table, write the JSON; returns what was written."""
+    """Run the benchmark, print the table, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=24, help="microbatches of a step")
     parser.add_argument("--steps", type=int, default=7, help="measured steps of each cut")

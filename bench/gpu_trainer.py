@@ -9,14 +9,14 @@
     8B lora      the same encoder, frozen, and one like Llama-3-8B with LoRA, frozen weights in bf16
     8B offload   all of it trained, AdamW's state in host memory (interlace alone: the others have no such optimizer)
 
-The others' media are causal, as HuggingFace's models have them; with interlace the tokens of a picture see each other
-both ways, a few pairs more, so that first losses agree roughly. Weights are random. Pictures of odd sizes are written
-first, as files with chats about them (JSONL), and read as a user's are. bf16 under autocast, rows of 16,384 tokens,
-layers recomputed, AdamW (fused). Every contender trains in a process of its own; figures are medians over its steps
-once it is warm. MFU goes by one count of FLOPs for all, that of `interlace.run.flops`. The vision towers of the
-others take pictures of one size together, as HuggingFace's own classes do; here hardly two of a row are of one size,
-so theirs run nearly picture by picture: part of what is measured is that, and it would be less where users resize all
-pictures to one size. What does not fit the GPU's memory is left out, with the reason.
+The others' media are causal, as in HuggingFace's models. In interlace the tokens of a picture see each other in both
+directions, a few pairs more, so first losses agree only roughly. Weights are random. Pictures of odd sizes are written
+first, as files with chats about them (JSONL), and read like a user's files. bf16 under autocast, rows of 16,384 tokens,
+layers recomputed, AdamW (fused). Every contender trains in its own process. Figures are medians over its steps after
+warm-up. MFU uses one FLOP count for all, that of `interlace.estimate.step_flops`. The vision towers of the others batch
+pictures of one size, as HuggingFace's own classes do. Here hardly two pictures of a row have the same size, so theirs
+run nearly picture by picture. This is part of the measured difference, and would be smaller if users resized all
+pictures to one size. Cases that do not fit the GPU's memory are left out, with the reason.
 
     python -m bench.gpu_trainer [--cases 2B "8B lora"] [--contenders interlace ...] [--out FILE]
     python -m bench.gpu_trainer --short        interlace alone, 2B, 6 steps of one row; weights are drawn on the GPU
@@ -47,18 +47,19 @@ from transformers import SiglipVisionConfig
 
 from bench.measure import command, device, machine, peak_bytes, reason, versions, write_json
 from bench.trainer import ROOT, InRows, Plain
-from interlace.train import config as configs
-from interlace.train import rank, weights
-from interlace.train.build import build, materialize
-from interlace.train.feed import Batch, Feed, datasets
-from interlace.train.flops import Meter, peak_of
+from interlace.train import rank
+from interlace.train.config import load as configs
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Batch, Feed, datasets
+from interlace.train.data.texts import tokenizer_of
 from interlace.train.launch import launcher
-from interlace.train.metrics import LOSS
+from interlace.train.models import random_weights as weights
+from interlace.train.models.build import build, materialize
+from interlace.train.models.tuning import rates
 from interlace.train.optim import Optimizer
-from interlace.train.schema import Config
-from interlace.train.texts import tokenizer_of
+from interlace.train.report.flops import Meter, peak_of
+from interlace.train.report.metrics import LOSS
 from interlace.train.trainer import Trainer
-from interlace.train.tuning import rates
 
 CONTENDERS = ("interlace", "plain", "hf sdpa", "hf flex")
 PICTURES = "pictures of odd sizes: all but interlace run the vision tower nearly picture by picture"
@@ -73,7 +74,7 @@ TEMPLATE = (
 
 
 class Shape(NamedTuple):
-    """Sizes of a case. words, sides: of samples, from and to. gib: of GPU memory that it takes at least."""
+    """Sizes of a case. words, sides: (least, most) of a sample. gib: least GPU memory that the case needs."""
 
     vision: dict[str, Any]
     architecture: str
@@ -104,7 +105,7 @@ LORA = ("train.lora.rank=16", 'train.frozen_dtype="bf16"', "model.vision.freeze=
 OFFLOAD = ("train.offload_optimizer=true",)
 REAL: dict[str, Any] = {"row": 16384, "words": (60, 500), "sides": (200, 900)}
 CASES = {
-    # Weights, gradients and moments in fp32, and what a recomputed row keeps.
+    # Weights, gradients and moments in fp32, and the saved tensors of a recomputed row.
     "2B": Shape(SO400M, "Qwen2ForCausalLM", QWEN, settings=(), gib=60, **REAL),
     "8B lora": Shape(SO400M, "LlamaForCausalLM", LLAMA, settings=LORA, gib=45, **REAL),
     "8B offload": Shape(SO400M, "LlamaForCausalLM", LLAMA, settings=OFFLOAD, gib=100, only=("interlace",), **REAL),
@@ -177,7 +178,7 @@ def config_of(folder: Path, shape: Shape, steps: int, microbatches: int) -> Conf
 
 
 class Other:
-    """A contender in this process: model, data and count as `interlace train` has them, without its runtime."""
+    """A contender in this process: model, data and counts as in `interlace train`, without its runtime."""
 
     def __init__(self, name: str, config: Config) -> None:
         self.config, self.device = config, device()
@@ -190,7 +191,7 @@ class Other:
         size, row = config.train.batch_size, config.data.max_tokens
         self.feed = Feed(*splits, batch_size=size, seed=config.run.seed, validation_samples=1, row_tokens=row)
         self.meter = Meter(self.mllm, [0.0], recompute=config.train.recompute)
-        # FlexAttention is compiled, which takes a CPU minutes: rehearsed with SDPA on the same rows.
+        # Compiling FlexAttention takes a CPU minutes: the rehearsal uses SDPA on the same rows.
         flex = "flex_attention" if self.device.type == "cuda" else "sdpa"
         self.loss = InRows(self.mllm, flex) if name == "hf flex" else Plain(self.mllm)
         for module in (self.mllm.language_model, *(encoder.module for encoder in self.mllm.encoders.values())):
@@ -199,7 +200,7 @@ class Other:
         self.steps: list[dict[str, Any]] = []
 
     def note(self, batch: Batch, began: float, data: float, loss: float) -> None:
-        """A step, which has ended now."""
+        """Record a step that ends now."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -209,7 +210,7 @@ class Other:
 
 
 def train_plain(other: Other) -> None:
-    """As a loop in one process does."""
+    """Training loop in one process."""
     config, parameters = other.config, [p for p in other.mllm.parameters() if p.requires_grad]
     optimizer = Optimizer(other.mllm.named_parameters(), config, rates(config, other.mllm))
     for step in range(1, config.train.last_step + 1):
@@ -228,7 +229,7 @@ def train_plain(other: Other) -> None:
 
 
 class _Wrapped(nn.Module):
-    """What HuggingFace's Trainer is given: a model that returns a loss for a row of samples."""
+    """Model for HuggingFace's Trainer: returns a loss for a row of samples."""
 
     def __init__(self, other: Other) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class _Wrapped(nn.Module):
 
 
 def train_hf(other: Other, folder: Path) -> None:
-    """As HuggingFace's Trainer does, whose gradient accumulation takes a step's rows."""
+    """Training by HuggingFace's Trainer; its gradient accumulation takes a step's rows."""
     try:
         from transformers import Trainer, TrainerCallback, TrainingArguments
         from transformers.utils import is_accelerate_available
@@ -300,9 +301,9 @@ def train_hf(other: Other, folder: Path) -> None:
 
 
 def train_interlace(config: Config, source: str, *, drawn_there: bool = False) -> None:
-    """`interlace train` in this process, without the checkpoint that it writes at the end.
+    """`interlace train` in this process, without the checkpoint at the end.
 
-    drawn_there: random weights come from the device's own generator, where the CPU's takes seconds per billion.
+    drawn_there: draw random weights on the device; the CPU's generator takes seconds per billion.
     """
 
     def on_the_device(tensor: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def train_interlace(config: Config, source: str, *, drawn_there: bool = False) -
 
 
 def logged(folder: Path) -> dict[str, Any]:
-    """What a run below this folder logged: its steps, and the most memory that it had."""
+    """Log of a run below this folder: its steps, and its peak memory."""
     [metrics] = [each for each in folder.glob("*/*/metrics.jsonl") if not each.parent.is_symlink()]
     steps, most = [], 0.0
     for line in map(json.loads, metrics.read_text().splitlines()):
@@ -330,7 +331,7 @@ def logged(folder: Path) -> dict[str, Any]:
 
 
 def run_loop(name: str, config: Config, folder: Path) -> dict[str, Any]:
-    """What a contender of this process did: its steps, and the most memory that it had."""
+    """Result of a contender in this process: its steps, and its peak memory."""
     if name == "interlace":
         train_interlace(config, str(folder))
         return logged(Path(config.run.folder))
@@ -347,7 +348,7 @@ def run_loop(name: str, config: Config, folder: Path) -> dict[str, Any]:
 
 
 def run(name: str, config: Config, folder: Path) -> dict[str, Any]:
-    """A contender in a process of its own. Raises RuntimeError with the end of what it said."""
+    """Run a contender in a separate process. Raises RuntimeError with the end of its output."""
     path = folder / "config.toml"
     path.write_text(configs.dumps(config))
     given = ["bench.gpu_trainer", "--loop", name, str(path)]
@@ -359,7 +360,7 @@ def run(name: str, config: Config, folder: Path) -> dict[str, Any]:
 
 
 def summarised(ran: dict[str, Any], peak: float | None) -> dict[str, Any]:
-    """The medians of a contender's steps once it is warm."""
+    """The medians of a contender's steps after warm-up."""
     steps = ran["steps"][WARM:] or ran["steps"]
 
     def median(of: Callable[[dict[str, Any]], float]) -> float:
@@ -412,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
             continue
         with tempfile.TemporaryDirectory() as data:
             tokens = options.steps * options.microbatches * shape.row
-            least = sum(shape.words) // 2 + 30  # of a sample, on average, without its picture
+            least = sum(shape.words) // 2 + 30  # average words of a sample without its picture
             began = time.perf_counter()
             write_data(Path(data), shape, 20 + tokens // least * 12 // 10)
             print(f"{case}: data written in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

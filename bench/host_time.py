@@ -1,11 +1,11 @@
-"""Host time of attention: what Python takes to launch a forward, and a forward and backward.
+"""Host time of attention: Python's time to launch a forward, and a forward and backward.
 
     python -m bench.host_time [--repeats 300] [--out bench/results/host_time.json]
 
-The driver is a stub (`bench.warm_cache.Driver`): kernels are compiled for sm_90, launches do nothing. Tensors lie on
-the CPU. Medians of the calling thread's processor time, of calls of `bitfield_attention` with a plan and, for the
-backward, torch.autograd.grad. "first kind" makes and binds all arguments, as every call did before. "empty" is the
-floor: an autograd function that allocates the same results and does nothing else.
+The driver is a stub (`bench.warm_cache.Driver`): kernels are compiled for sm_90, launches do nothing. Tensors are on
+the CPU. Figures are medians of the calling thread's processor time, for calls of `bitfield_attention` with a plan and,
+for the backward, torch.autograd.grad. "first kind" makes and binds all arguments in every call. "empty" is the floor:
+an autograd function that allocates the same results and does nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from interlace.masks import BitfieldMask
 
 
 def median(run: Callable[[], None], repeats: int) -> float:
-    """Microseconds of this thread."""
+    """Median microseconds of this thread."""
     for _ in range(20):
         run()
     times = []
@@ -42,7 +42,7 @@ def median(run: Callable[[], None], repeats: int) -> float:
 
 
 class Empty(torch.autograd.Function):
-    """As many tensors and numbers in and out as the op has."""
+    """Autograd function with as many tensors and numbers in and out as the op."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan, scale, softcap, deterministic, backend):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
 """Figures of a hot loop on Hopper: repeated products, shared memory traffic, waits, and clocks by resource.
 
-A loop's machine code (`bench.machine_code.Loop`) and its tile give what 128 x 128 pairs cost one SM. The clocks are a
-model: docs/roofline.md says how it is made.
+A loop's machine code (`bench.machine_code.Loop`) and its tile give the cost of 128 x 128 pairs on one SM. The clocks
+are a model, described in docs/roofline.md.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class HotLoop(NamedTuple):
 
 
 def multiply_adds(kernel: str, head_dim: int, value_dim: int) -> int:
-    """Per pair."""
+    """Multiply-adds per pair."""
     of_qk, of_v = next(products for name, products in PRODUCTS.items() if name in kernel)
     return of_qk * head_dim + of_v * value_dim
 
 
 def figures(kernel: str, used: dict[str, Any]) -> list[HotLoop]:
-    """FULL and PARTIAL, or nothing where the loops of the kernel are not pairs of these.
+    """The FULL and the PARTIAL loop; empty if the loops of the kernel are not such a pair.
 
-    Of several partitions that compute, each time the one that issues most.
+    If several partitions compute, the one that issues the most is used for each loop.
     """
     loops = used["loops"]
     if len(loops) % 2:
@@ -93,8 +93,8 @@ def _figures(kernel: str, name: str, tile: dict[str, int], loop: dict[str, Any])
         operands += times * size
         worst = max(worst, size / alone)
     gluon = kernel.startswith(GLUON)
-    # Where keys stay and queries pass, every n keys load all of these, else every m queries all keys. Both consumers
-    # of Gluon share what the producer loads.
+    # If keys stay resident and queries stream, every n keys load all queries; else every m queries load all keys. Both
+    # consumers of Gluon share what the producer loads.
     resident = 128 if gluon else (n if "key_gradient" in kernel else m)
     loaded = 128 / resident * 128 * (tile["head_dim"] + tile["value_dim"]) * ELEMENT
     copied = loaded if gluon else loop["copied"] * warps * share
@@ -122,8 +122,8 @@ def _figures(kernel: str, name: str, tile: dict[str, int], loop: dict[str, Any])
 
 
 def _products_in_flight(loop: dict[str, Any]) -> int:
-    """HGMMA groups after the wait that leaves the most, if nine tenths of exp2 are issued beside products: ptxas may
-    move a wait that leaves none to before them."""
+    """HGMMA groups in flight after the wait that leaves the most, if nine tenths of exp2 are issued beside products:
+    ptxas may move a wait that leaves none to before them."""
     return max(loop["product_waits"], default=0) if loop["beside"] >= 0.9 * loop["mufu"] else 0
 
 
@@ -137,7 +137,7 @@ def operand_bytes(shape: str) -> int:
 
 
 def problems(full: HotLoop, partial: HotLoop) -> dict[tuple[str, str], float]:
-    """{(loop, what is wrong): figure}."""
+    """Problems of the two loops: {(loop, problem): figure}."""
     found: dict[tuple[str, str], float] = {}
     for loop in (full, partial):
         if loop.ratio > 1.05:

@@ -1,10 +1,10 @@
-"""The gate on compiled kernels: problems found in machine code against the table of accepted ones.
+"""Gate on compiled kernels: problems found in machine code against the table of accepted ones.
 
 `kernel_exceptions.csv` has a row per kernel and problem, a figure per version of Triton (empty: no problem there), and
-the reason. `changes` names every difference, in both directions: a new problem, another figure, a problem that is gone.
-`python -m bench.kernel_report --accept` writes the figures anew and keeps the reasons. A new row takes the reason of
-its kernel, loop and problem at other head dimensions, if these have one in common; else it has none, and the gate
-fails until somebody gives one.
+the reason. `changes` lists every difference in both directions: a new problem, another figure, a problem that is gone.
+`python -m bench.kernel_report --accept` writes new figures and keeps the reasons. A new row takes the reason of its
+kernel, loop and problem at other head dimensions, if these share one. Otherwise the reason is empty, and the gate fails
+until it is filled in.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bench.compile_worker import Configuration
 from bench.triton_versions import ROOT, VERSIONS
 
 TABLE = Path(__file__).with_suffix(".csv")
-BEFORE = ROOT / "bench" / "results" / "kernel_loops_before.json"  # of main shapes, which are not to issue more
+BEFORE = ROOT / "bench" / "results" / "kernel_loops_before.json"  # of main shapes, which must not issue more
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
-SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
+SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: the least of 8.6, 8.9 and 12.0
 DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
 
 Report = dict[Configuration, dict[str, dict[str, Any]]]
@@ -32,7 +32,7 @@ Report = dict[Configuration, dict[str, dict[str, Any]]]
 class Problem(NamedTuple):
     kernel: str
     architecture: str
-    head_dim: str  # 128, or 192/128 where v has another
+    head_dim: str  # 128, or 192/128 if v has another
     dtype: str
     variant: str
     loop: str  # FULL, PARTIAL, or empty: the whole kernel
@@ -45,7 +45,7 @@ class Accepted(NamedTuple):
 
 
 def head_dims(c: Configuration) -> str:
-    """As tables have it: 128, or 192/128 where that of v is another; nothing for kernels without."""
+    """Head dimensions as in tables: 128, or 192/128 if that of v differs; empty for kernels without."""
     return f"{c.head_dim}/{c.value_dim}" if c.value_dim else str(c.head_dim or "")
 
 
@@ -86,7 +86,7 @@ def _of_kernel(c: Configuration, name: str, used: dict[str, Any], before: float)
         found["", f"no {tensor_cores}; HMMA"] = used["mma"]
     if name.startswith(hot_loops.GLUON) and not used["tma"]:
         found["", "no UTMALDG"] = 0
-    if "loops" in used and c.variant != "computed":  # plans that are too large for bitmaps are not held to any speed
+    if "loops" in used and c.variant != "computed":  # plans too large for bitmaps have no speed requirement
         if loops := hot_loops.figures(name, used):
             found |= hot_loops.problems(*loops)
             if loops[0].per_pairs > before:
@@ -139,7 +139,7 @@ def _figure(value: float | None) -> str:
 def accept(reports: dict[str, Report], path: Path = TABLE) -> None:
     """Write the problems of the reports as accepted, with the reasons that the table has already.
 
-    Figures under versions that are not in `reports`, and of kernels that these do not have, go.
+    Figures for versions that are not in `reports`, and for kernels that these do not have, are removed.
     """
     known = exceptions(path) if path.exists() else {}
     common: dict[tuple[str, ...], set[str]] = {}

@@ -1,4 +1,4 @@
-"""Kernel report: what attention kernels use on GPUs that are not here, from code compiled ahead of time.
+"""Kernel report: resource use of attention kernels on GPUs that are not present, from code compiled ahead of time.
 
 Registers, spills, shared memory and tensor-core instructions for sm_80, sm_90 and sm_100 under each version of Triton
 in `bench.triton_versions`; on Hopper in 16 bits also every hot loop (`bench.hot_loops`). Nothing is run. The static
@@ -6,8 +6,9 @@ gate (tests/kernels) fails on every difference from the accepted problems (`benc
 
     python -m bench.kernel_report [--architectures 80 90] [--head-dims 64 128] [--out bench/results/kernel_report.json]
 
-writes the JSON, docs/kernel-report.md and docs/roofline.md. `--accept` accepts the problems that it finds. `--before`
-saves the hot loops of the main shapes; later reports show them beside their own, and FULL loops are not to issue more.
+This writes the JSON, docs/kernel-report.md and docs/roofline.md. `--accept` accepts the problems that it finds.
+`--before` saves the hot loops of the main shapes. Later reports show them beside their own, and their FULL loops must
+not issue more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MAIN = [(64, 0), (128, 0), (192, 128), (256, 0)]  # head dimensions that come fi
 
 
 def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int] = HEAD_DIMS) -> list[Configuration]:
-    """Every configuration in use. fp16 differs from bf16 in the names of instructions only, so one of it will do."""
+    """Every configuration in use. fp16 differs from bf16 only in instruction names, so one configuration covers it."""
     found = []
     for architecture in architectures:
         found.append(Configuration(architecture, part="plan"))
@@ -61,7 +62,7 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
 
 
 def mixed(architecture: int) -> list[Configuration]:
-    """Values of another head dimension than the keys'."""
+    """Configurations where v has another head dimension than k."""
     return [
         Configuration(architecture, head_dim, "bfloat16", variant, value_dim=value_dim)
         for head_dim, value_dim in VALUE_DIMS.items()
@@ -70,7 +71,7 @@ def mixed(architecture: int) -> list[Configuration]:
 
 
 def tested() -> list[Configuration]:
-    """The part of the sweep that the tests compile: what is left out has the code of another one, or part of it."""
+    """The part of the sweep that the tests compile: a configuration left out has the code of another, or part of it."""
 
     def adds(c: Configuration) -> bool:
         if c.variant == "computed":
@@ -81,7 +82,7 @@ def tested() -> list[Configuration]:
 
 
 def main_shapes() -> list[Configuration]:
-    """On Hopper, of the sweep."""
+    """Main shapes of the sweep, on Hopper."""
     return [c for c in sweep([90], HEAD_DIMS) if is_main(c)]
 
 
@@ -94,9 +95,9 @@ def _variants(head_dim: int) -> tuple[str, ...]:
 
 
 def compile_all(configurations: list[Configuration], version: str) -> Report:
-    """What each kernel of each configuration uses under one version of Triton, compiled in one process.
+    """Resources of each kernel of each configuration under one version of Triton, compiled in one process.
 
-    Raises Unavailable when that Triton cannot be had, RuntimeError with the compiler's words when a kernel fails.
+    Raises Unavailable if that Triton cannot be installed, RuntimeError with the compiler's message if a kernel fails.
     """
     process = subprocess.run(
         [sys.executable, "-m", "bench.compile_worker"],
@@ -112,7 +113,7 @@ def compile_all(configurations: list[Configuration], version: str) -> Report:
 
 
 def loop_rows(report: Report, main: bool = True) -> list[roofline.Row]:
-    """FULL and PARTIAL loops of the main shapes, or of all other kernels, by predicted cost, dearest kernel first."""
+    """FULL and PARTIAL loops of the main shapes, or of all other kernels; most expensive kernel first by prediction."""
     kernels = []
     for c, used in report.items():
         for name in used:
@@ -122,7 +123,7 @@ def loop_rows(report: Report, main: bool = True) -> list[roofline.Row]:
 
 
 def table(reports: dict[str, Report]) -> str:
-    """Markdown: hot loops on Hopper, accepted problems, and a table per architecture of what kernels use."""
+    """Markdown: hot loops on Hopper, accepted problems, and a table of resources per architecture."""
     lines = [
         "# Kernel report: machine code on GPUs",
         "",
@@ -226,7 +227,7 @@ def _kind(c: Configuration) -> str:
 def exception_table(
     accepted: dict[kernel_exceptions.Problem, kernel_exceptions.Accepted], versions: list[str]
 ) -> list[str]:
-    """Rows of one kernel, loop and reason together; in a cell, the head dimensions, dtypes and variants of a figure."""
+    """Merges rows of one kernel, loop and reason; a cell has the head dimensions, dtypes and variants of a figure."""
     lines = [
         "| problem | kernel | sm | loop | " + " | ".join(versions) + " | reason |",
         "|---" * (5 + len(versions)) + "|",

@@ -6,10 +6,10 @@
     python -m bench.kernel_times --dry         the same lines without a GPU, on meta tensors: nothing is launched
 
 A case is mask:length:head dimension, 16 query heads over 4 key heads, bf16. Each arm is one launch (forward, dQ, or
-dK/dV), without autograd and behind a flushed L2; the median of five. Results are compared with those of the arm that
-ships (first in each list). "as PARTIAL" takes every FULL block as a PARTIAL one, which gives the same result and shows
-what the mask costs, by bitmaps or computed. TFLOP/s are over visible pairs: 2 products forward, 3 for dQ, 4 for dK/dV,
-5 fused. cuDNN and FlashAttention are torch's own, for masks they can say.
+dK/dV), without autograd and after an L2 flush; the median of five. Results are compared with those of the default arm
+(first in each list). "as PARTIAL" processes every FULL block as a PARTIAL one. The result is the same; the time
+difference is the cost of the mask, by bitmaps or computed. TFLOP/s are over visible pairs: 2 products forward, 3 for
+dQ, 4 for dK/dV, 5 fused. cuDNN and FlashAttention are torch's own, for masks that they support.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PRODUCTS = {
     FUSED_GRADIENT: 5,
 }  # fmt: skip
 LIKE = {"gluon": FORWARD, GLUON_QUERY_GRADIENT: QUERY_GRADIENT, GLUON_KEY_GRADIENT: KEY_GRADIENT}
-"""Kernels in Gluon: the one in Triton that computes the same."""
-# Tiles to try beside the one that ships, by kernel and head dimension.
+"""Kernels in Gluon: the Triton kernel that computes the same."""
+# Tiles to measure beside the default one, by kernel and head dimension.
 TILES: dict[str, dict[int, list[Tile]]] = {
     FORWARD: {
         64: [Tile(128, 64, 4, 2), Tile(128, 64, 4, 3)],
@@ -67,7 +67,7 @@ TILES: dict[str, dict[int, list[Tile]]] = {
 
 
 class Case:
-    """The tensors of one mask: q, dout [1, 16, T, D], k, v [1, 4, T, D] in bf16, and what a forward made of them."""
+    """Tensors of one mask: q, dout [1, 16, T, D], k, v [1, 4, T, D] in bf16, and the results of a forward."""
 
     def __init__(self, text: str, at: torch.device, length: int = 0) -> None:
         self.text = text
@@ -92,7 +92,7 @@ class Case:
         self.out, self.lse = torch.empty_like(self.q), torch.empty(self.q.shape[:3], device=at)
 
     def calls(self, kernel: str, tile: Tile | None, plan: Any) -> tuple[list[launch.Call], list[torch.Tensor]]:
-        """(the launches of the pass that `kernel` belongs to, its results), with another tile for that kernel."""
+        """(launches of the pass that contains `kernel`, its results), with another tile for that kernel."""
         chosen = launch.choose
 
         def choose(which: str, *arguments: Any, **options: Any) -> Tile:
@@ -123,7 +123,7 @@ class Case:
         return calls, results[LIKE.get(kernel, kernel)]
 
     def arms(self, ships: bool = False) -> Iterator[tuple[str, str, Tile | None, Any]]:
-        """(kernel, what is special about it, tile, plan), what ships first. ships: without other tiles."""
+        """(kernel, label, tile, plan), the default first. ships: without other tiles."""
         for kernel in PRODUCTS:
             fused = kernel == FUSED_GRADIENT
             if (self.dim > 128 and (fused or kernel in LIKE)) or (fused and ships):
@@ -142,7 +142,7 @@ NAMES = {"gluon": "gluon_forward_kernel", FUSED_GRADIENT: "key_gradient_kernel"}
 
 
 def launches(kernel: str, calls: list[launch.Call]) -> list[launch.Call]:
-    """The launches that are timed; those before (delta) and after them (sums of split rows) only run."""
+    """The timed launches; those before (delta) and after them (sums of split rows) only run."""
     return [call for call in calls if call.kernel.__name__ == NAMES.get(kernel, f"{kernel}_kernel")]
 
 
@@ -174,7 +174,7 @@ def time_arm(case: Case, kernel: str, tile: Tile | None, plan: Any, clock: Clock
 
 
 def difference(mine: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The largest ||a - b|| / ||b||, head by head; NaN where either has one."""
+    """The largest ||a - b|| / ||b||, head by head; NaN if either contains NaN."""
     worst = torch.zeros((), device=mine[0].device)
     for one, other in zip(mine, wanted, strict=True):
         for a, b in zip(one.unbind(1), other.unbind(1), strict=True):

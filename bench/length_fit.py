@@ -1,22 +1,26 @@
-"""The lengths of FineVision's subsets, fitted to what the dissertation prints of Entrain: where bench/lengths.py has
-them from.
+"""Fit of the lengths of FineVision's subsets to the figures that the dissertation prints of Entrain; used in
+bench/lengths.py.
 
     python -m bench.length_fit [--seconds 120] [--seed 0]
 
-The dissertation draws its data as curves without a number (figures 4.3 to 4.5). What it prints is what follows from
-them: the GPU ratios that batches of 1 to 256 samples ask for (tables 4.2 and C.2 to C.8) and standard deviations of
-forward times (table 4.3). Fitted are medians and widths of pictures and texts, how fast either language model runs
-beside the encoder (one factor each), and the encoder's speed. Wanted: 1 + 59 batches of a size show the printed ratios,
-all of them and no other (by likelihood), and DistTrain's standard deviations are the printed ones (30 % is one unit;
-the first two rows of ChartQA, CocoQA and LLaVA-150k are left out: they are printed alike, likely by mistake). Starting
-values pull weakly.
+The dissertation shows its data as curves without numbers (figures 4.3 to 4.5). It prints only derived figures: the GPU
+ratios of batches of 1 to 256 samples (tables 4.2 and C.2 to C.8) and standard deviations of forward times (table 4.3).
+Fitted are medians and widths of pictures and texts, the speed of either language model relative to the encoder (one
+factor each), and the encoder's speed. The objective has two parts:
 
-Pictures of CocoQA and LLaVA-150k are COCO's: 640 x 480 mostly, 46 x 34 patches. The search is a random one (better
-points are kept, steps adapt), for so many seconds: another seed, or machine, ends elsewhere in what print leaves open.
+- 1 + 59 batches of a size show all printed ratios and no other (by likelihood).
+- DistTrain's standard deviations are the printed ones (30 % is one unit). The first two rows of ChartQA, CocoQA and
+  LLaVA-150k are left out: their printed values are identical, likely by mistake.
 
-How far texts of CocoQA and sizes of COCO may spread was narrowed after a first fit (texts 27 in the median, width 0.85;
-pictures 0.03), which explained the print about as well but not one-word answers and pictures of two shapes. What hangs
-on it: docs/who-computes-what.md. The committed numbers are those of the better of two seeds, rounded.
+Starting values act as a weak prior.
+
+Pictures of CocoQA and LLaVA-150k are COCO's: 640 x 480 mostly, 46 x 34 patches. The search is random (better points are
+kept, steps adapt) and runs for --seconds. Another seed or machine ends elsewhere within the freedom that the print
+leaves.
+
+The spread of CocoQA's texts and of COCO's sizes was narrowed after a first fit (texts 27 in the median, width 0.85;
+pictures 0.03). That fit explained the print about as well, but not one-word answers and pictures of two shapes.
+Consequences: docs/who-computes-what.md. The committed numbers are those of the better of two seeds, rounded.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ TRIALS, SAMPLES, MICROBATCHES = 400, 6000, 2000
 TEXT = {"SynthChartNet": (16, 8192), "ChartQA": (8, 512), "CocoQA": (8, 256), "LLaVA-150k": (16, 2048)}
 USED = [(NAMES[0], 0), (NAMES[0], 1)] + [(name, 2) for name in NAMES]  # rows of table 4.3
 
-# Name: where the search starts, and how far a value may well lie from there (medians and speeds: of their logarithm).
+# Name: starting value, and its plausible deviation (medians and speeds: of their logarithm).
 START = {
     "patches SynthChartNet": (2600.0, 0.9), "patches ChartQA": (2400.0, 0.9),
     "width SynthChartNet": (0.6, 0.5), "width ChartQA": (0.35, 0.4), "width COCO": (0.09, 0.03),
@@ -51,7 +55,7 @@ LOGARITHMIC = np.array([not name.startswith(("width", "spread")) for name in STA
 
 
 class Fit:
-    """How well values explain the print. Draws are the same for all values, so that they compare."""
+    """Fit quality of values. Draws are the same for all values, so that they compare."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -78,7 +82,7 @@ class Fit:
         return found | {m: vlm.llm_flops(tokens, m) / (speed * values[f"speed {m}"]) for m in vlm.LLAMA}
 
     def shown(self, seconds: dict[str, Floats], model: str, size: int) -> Floats:
-        """float64 [GPUS + 1]: how often a batch asks for so many GPUs of the encoder."""
+        """float64 [GPUS + 1]: frequency of each number of encoder GPUs over the batches."""
         vision, llm = (seconds[name][self.batches[size]].sum(axis=1) for name in ("vision", model))
         gpus = np.clip(np.rint(GPUS * vision / (vision + llm)), 1, GPUS - 1).astype(np.int64)
         return (np.bincount(gpus, minlength=GPUS + 1) + 0.02) / (TRIALS + 0.02 * (GPUS + 1))

@@ -1,19 +1,19 @@
-"""Lengths of samples as multimodal training data has them, drawn from distributions: what simulated steps are made of.
+"""Lengths of samples of multimodal training data, drawn from distributions: input of simulated steps.
 
     drawn = draw("llava", 512, seed=0)      # a dataset, or a mix of several
     drawn.text, drawn.rows["vision"]        # int64 [n]
     drawn.lengths()                         # interlace.run.Lengths, for step_table
 
-No sample is read, and no paper prints parameters: they draw their data as curves (dissertation figures 4.3 to 4.5,
-OrchMLLM figure 3, DistTrain figure 5). Where each number below comes from is said beside it:
+No sample is read. No paper prints parameters: they show their data as curves (dissertation figures 4.3 to 4.5,
+OrchMLLM figure 3, DistTrain figure 5). The source of each number below is stated beside it:
 
 - fitted: by `bench.length_fit`, to the GPU ratios and standard deviations that the dissertation prints of its four
-  data sets (tables 4.2, C.2 to C.8, 4.3). What is drawn asks for these ratios again (tests/bench/test_lengths.py).
+  data sets (tables 4.2, C.2 to C.8, 4.3). Drawn samples give these ratios again (tests/bench/test_lengths.py).
 - a fact of the data or of the encoder, as its authors publish it
 - assumed: nothing is printed that it could be fitted to. Mixes are assumed, too.
 
-Lengths of text and of media are drawn independently, as figure 4.3 of the dissertation has them. Lognormal: long tails
-to the right, cut where the source or the encoder cuts.
+Lengths of text and of media are drawn independently, as in figure 4.3 of the dissertation. Lognormal: long tails to the
+right, cut at the limit of the source or the encoder.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Items:
-    """What a sample has of one modality. Tokens of an item inside the encoder; how many items; tokens of the encoder
-    per row that the language model reads."""
+    """Items of one modality in a sample: tokens of an item inside the encoder; number of items; encoder tokens per row
+    that the language model reads."""
 
     tokens: Lognormal
     count: Lognormal = Lognormal(1, 0.0)
@@ -64,12 +64,12 @@ class Dataset:
     media: Mapping[str, Items]
 
 
-# Patches of 14 pixels, four of which become a row (Qwen2.5-VL); 196 to 16,384 of them, its processor's usual bounds.
+# Patches of 14 pixels; four become a row (Qwen2.5-VL). 196 to 16,384 of them, its processor's usual bounds.
 def _image(patches: float, sigma: float) -> Items:
     return Items(Lognormal(patches, sigma, 196, 16384), merge=4)
 
 
-# Whisper's encoder has 50 frames a second and at most 30 s of them; two become a row.
+# Whisper's encoder has 50 frames a second and at most 30 s; two frames become a row.
 def _speech(seconds: float, sigma: float) -> Items:
     return Items(Lognormal(50 * seconds, sigma, 50, 1500), merge=2)
 
@@ -86,7 +86,7 @@ DATASETS: Mapping[str, Dataset] = {
     "llava_15": Dataset(Lognormal(150, 0.90, 16, 2048), {"vision": Items(Lognormal(576, 0.0))}),
     # Assumed.
     "text": Dataset(Lognormal(400, 0.80, 16, 4096), {}),
-    # Videos as clips of 2 to 64 frames; a frame of 336 x 448 has 768 patches, and attends to itself alone. Assumed: the
+    # Videos as clips of 2 to 64 frames; a frame of 336 x 448 has 768 patches, and attends only to itself. Assumed: the
     # papers have no video.
     "clips": Dataset(
         Lognormal(120, 0.80, 16, 2048), {"vision": Items(Lognormal(768, 0.0), Lognormal(10, 0.70, 2, 64), 4)}
@@ -113,8 +113,8 @@ MIXES: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """n samples. dataset: of each, a place in `names`. text: tokens. items, tokens, rows: encoder -> int64 [n], how
-    many items, tokens in the encoder of each of them, rows of all of them that the language model reads."""
+    """n samples. dataset: of each, its index in `names`. text: tokens. items, tokens, rows: encoder -> int64 [n]:
+    number of items, encoder tokens of each item, rows of all items that the language model reads."""
 
     names: tuple[str, ...]
     dataset: Ints
@@ -128,25 +128,25 @@ class Drawn:
 
     @property
     def total(self) -> Ints:
-        """int64 [n], what the language model reads: text and rows."""
+        """int64 [n], tokens that the language model reads: text and rows."""
         return np.asarray(self.text + sum(self.rows.values()))
 
     def lengths(self) -> Lengths:
-        """For `interlace.run.step_table`; half of the text are targets."""
+        """Lengths for `interlace.run.step_table`; half of the text are targets."""
         from interlace.run import Lengths
 
         return Lengths(self.total, np.maximum(self.text // 2, 1), dict(self.rows))
 
 
 def encoders_of(mix: str) -> tuple[str, ...]:
-    """The encoders that samples of a mix need, in alphabetical order. Raises ValueError for a mix that is none."""
+    """The encoders that samples of a mix need, in alphabetical order. Raises ValueError for an unknown mix."""
     return tuple(sorted({encoder for name in _shares(mix) for encoder in DATASETS[name].media}))
 
 
 def draw(mix: str, n: int, *, seed: int = 0) -> Drawn:
-    """`n` samples of a dataset or mix, in random order; the same for the same arguments.
+    """`n` samples of a dataset or mix, in random order; deterministic in its arguments.
 
-    Raises ValueError for a mix that is none.
+    Raises ValueError for an unknown mix.
     """
     shares = _shares(mix)
     rng = np.random.default_rng(seed)

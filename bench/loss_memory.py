@@ -1,11 +1,11 @@
-"""Memory and time of the loss: the head's logits chunk by chunk, against all of them at once, and cut among two ranks.
+"""Memory and time of the loss: the head's logits in chunks, all at once, and split over two ranks.
 
     python -m bench.loss_memory [--rows 2048 32768] [--words 128000] [--hidden 64] [--out FILE]
 
-Forward and backward of the head and the cross entropy, in fp32, each in a process of its own, one thread each; "lane"
-in two, over gloo, of which each has half of the words. Memory is what a process (of two: the larger) takes beyond the
-hidden states, its weight and their gradients, which are there before. Whole logits are only measured for the smallest
-number of rows: all of them at once are --rows x --words x 4 bytes, several times.
+Forward and backward of the head and the cross entropy, in fp32, one thread per process. Each variant runs in its own
+process; "lane" runs in two, over gloo, each with half of the words. Memory is the peak of a process (of two: the
+larger) beyond the hidden states, its weight and their gradients, which exist before. Whole logits are only measured for
+the smallest number of rows: they take --rows x --words x 4 bytes, several times.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from interlace.model import loss
 from interlace.parallel import Ranks, VocabularyHead
 
 ROOT = Path(__file__).parents[1]
-WAYS = ("chunked", "lane", "whole")  # whole: of the fewest rows alone
+WAYS = ("chunked", "lane", "whole")  # whole: only for the fewest rows
 LANE = 2  # ranks
 
 
 def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
-    """The peak beyond what must be there, in MiB, and seconds; of this process, which does nothing else."""
+    """Peak in MiB beyond the required memory, and seconds; of this process, which does nothing else."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     head: loss.Head = nn.Linear(hidden, words, bias=False)
@@ -43,7 +43,7 @@ def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
     for tensor in (states, head.weight):
         tensor.grad = torch.zeros_like(tensor).fill_(0.0)
     warm = torch.randn(64, hidden).requires_grad_()
-    loss.head_cross_entropy(warm, head, targets[:64]).backward()  # libraries allocate once
+    loss.head_cross_entropy(warm, head, targets[:64]).backward()  # libraries allocate their one-time buffers
     if way == "whole":
         loss.LOGITS_BYTES = 1 << 62
     before = peak_bytes()
@@ -57,7 +57,7 @@ def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
 
 
 def measure(rows: Sequence[int], words: int, hidden: int) -> list[dict[str, Any]]:
-    """A row for each way and number of rows."""
+    """A row for each variant and number of rows."""
     found = []
     for count in sorted(rows):
         for way in WAYS if count == min(rows) else WAYS[:2]:

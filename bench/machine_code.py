@@ -1,8 +1,8 @@
 """Hot loops in the machine code (SASS) of a Hopper kernel: innermost loops with tensor-core products.
 
-`hot_loops` reads the text that `nvdisasm -c` prints. It splits the code into basic blocks, follows branch targets, and
-finds natural loops by dominators: a wait on a barrier that spins out of line jumps back into a loop, too, and only
-dominators tell it from one.
+`hot_loops` reads the output of `nvdisasm -c`. It splits the code into basic blocks, follows branch targets, and finds
+natural loops by dominators. A barrier wait that spins out of line also jumps back into a loop; only dominators
+distinguish it from a loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Block:
-    """Instructions that always run together. follows: indices of the blocks that may come next."""
+    """Instructions that always run together. follows: indices of the possible next blocks."""
 
     instructions: list[Instruction] = field(default_factory=list)
     follows: list[int] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Loop(NamedTuple):
 
 
 def hot_loops(code: str) -> list[Loop]:
-    """The innermost loops that hold HGMMA, or HMMA where the code has no HGMMA, in order of appearance.
+    """The innermost loops that contain HGMMA, or HMMA if the code has no HGMMA, in order of appearance.
 
-    Spinning waits inside a loop are not part of its iteration, nor is the jump back from one.
+    Spinning waits inside a loop are not part of its iteration; neither is the jump back from one.
     """
     blocks = basic_blocks(code)
     operation = "HGMMA" if any(i.operation == "HGMMA" for block in blocks for i in block.instructions) else "HMMA"
@@ -84,7 +84,7 @@ def basic_blocks(code: str) -> list[Block]:
     """The blocks of the code in order; the first is the entry."""
     blocks, labels = [Block()], {}
     jumps: list[tuple[int, list[str]]] = []
-    falls = True  # whether the block before the current one goes on into it
+    falls = True  # True if the block before the current one falls through into it
 
     def begin() -> None:
         if blocks[-1].instructions:
@@ -116,7 +116,7 @@ def basic_blocks(code: str) -> list[Block]:
 
 
 def natural_loops(blocks: list[Block]) -> dict[int, frozenset[int]]:
-    """{head: the blocks of its loop}, over what the entry reaches."""
+    """{head: the blocks of its loop}, over blocks that are reachable from the entry."""
     before = _predecessors(blocks)
     dominators = _dominators(blocks, before)
     loops: dict[int, frozenset[int]] = {}
@@ -134,7 +134,7 @@ def natural_loops(blocks: list[Block]) -> dict[int, frozenset[int]]:
 
 
 def _predecessors(blocks: list[Block]) -> dict[int, list[int]]:
-    """Of every block that the entry reaches."""
+    """Predecessors of every block that is reachable from the entry."""
     before: dict[int, list[int]] = {0: []}
     todo = [0]
     while todo:
@@ -148,7 +148,7 @@ def _predecessors(blocks: list[Block]) -> dict[int, list[int]]:
 
 
 def _dominators(blocks: list[Block], before: dict[int, list[int]]) -> dict[int, int]:
-    """{block: bits of the blocks that every path from the entry to it passes, itself included}."""
+    """{block: bits of its dominators, the blocks on every path from the entry to it, itself included}."""
     everything = (1 << len(blocks)) - 1
     dominators = {index: everything for index in sorted(before)} | {0: 1}
     changed = True
@@ -213,6 +213,6 @@ def _shapes(body: list[Instruction]) -> Iterator[str]:
 
 def _lane_bytes(instruction: Instruction) -> int:
     suffixes = instruction.name.split(".")[1:]
-    if instruction.operation in ("LDSM", "STSM"):  # matrices of 8 x 8 values of 2 bytes: 4 bytes of each for a lane
+    if instruction.operation in ("LDSM", "STSM"):  # matrices of 8 x 8 values of 2 bytes: 4 bytes of each per lane
         return 4 * int(suffixes[-1]) if suffixes[-1] in "24" else 4
     return next((LANE_BYTES[suffix] for suffix in suffixes if suffix in LANE_BYTES), 4)

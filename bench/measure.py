@@ -1,4 +1,4 @@
-"""What benchmarks share: a clock for either device, the machine and versions of a report, and the matmul peak."""
+"""Common parts of benchmarks: a clock for either device, machine and versions of a report, the matmul peak."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FLUSH_BYTES = 256 << 20  # more than any GPU's L2
 
 
 class Clock:
-    """Times calls in milliseconds: by events on CUDA, by the wall on a CPU.
+    """Times calls in milliseconds: by events on CUDA, by wall time on a CPU.
 
-    On CUDA the L2 cache is overwritten first and the call waits behind a short sleep on the device, so that launch
-    overhead, which a training step hides, is not timed; `wall` includes it.
+    On CUDA the L2 cache is overwritten first, and the call waits behind a short sleep on the device. Launch overhead,
+    which a training step hides, is therefore not timed; `wall` includes it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Clock:
         return result, events[0].elapsed_time(events[1])
 
     def wall(self, call: Callable[[], Any], repeats: int = 5) -> float:
-        """Median milliseconds of the host until the device is done, after one call that warms up."""
+        """Median milliseconds of the host until the device is done, after one warm-up call."""
         times = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -69,21 +69,21 @@ class Clock:
 
 
 def device() -> torch.device:
-    """The CUDA device, else the CPU; INTERLACE_BENCH_DEVICE names another."""
+    """The CUDA device, else the CPU; INTERLACE_BENCH_DEVICE overrides it."""
     return torch.device(os.environ.get("INTERLACE_BENCH_DEVICE") or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had at once.
+    """Peak memory of this process.
 
-    getrusage would begin with what the process had before exec, which is its parent's.
+    getrusage would start from the memory of the process before exec, which is its parent's.
     """
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def matmul_peak(clock: Clock, dtype: torch.dtype, size: int | None = None) -> dict[str, Any]:
-    """TFLOP/s of a square matrix product of `dtype`, the best of ten: the ceiling that attention is held against."""
+    """TFLOP/s of a square matrix product of `dtype`, the best of ten: the reference for attention."""
     size = size or (8192 if clock.cuda else 2048)
     a, b = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
     times = [clock(lambda: a @ b)[1] for _ in range(13)][3:]
@@ -91,12 +91,12 @@ def matmul_peak(clock: Clock, dtype: torch.dtype, size: int | None = None) -> di
 
 
 def command(benchmark: str, argv: Sequence[str] | None = None) -> str:
-    """The line that runs a benchmark again; argv: what its `main` was given (None: the arguments of this process)."""
+    """Command line that repeats a benchmark; argv: arguments of its `main` (None: those of this process)."""
     return " ".join([f"python -m bench.{benchmark}", *(sys.argv[1:] if argv is None else argv)])
 
 
 def machine(at: torch.device | None = None) -> dict[str, Any]:
-    """The CPU and its cores; with a device torch's threads too, and for CUDA the GPU with its driver."""
+    """The CPU and its cores; with a device also torch's threads, and for CUDA the GPU with its driver."""
     about: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
     if at is not None:
         about["threads"] = torch.get_num_threads()
@@ -114,7 +114,7 @@ def machine(at: torch.device | None = None) -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -124,7 +124,7 @@ def cpu() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python, and of those packages that are installed; by default of those that take part in attention."""
+    """Versions of Python and of installed packages; by default of the packages that attention uses."""
     found = {"python": platform.python_version()}
     for package in packages or ("torch", "triton", "flash-attn", "interlace"):
         try:
@@ -135,22 +135,22 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this machine that is free now."""
+    """A currently free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def join_group(rank: int, world: int, port: int, timeout: float) -> None:
-    """Makes this process one rank of the default process group, of processes of this machine."""
-    from interlace.comm.store import tcp_store
+    """Make this process a rank of the default process group, on this machine."""
+    from interlace.comm.process.store import tcp_store
 
     store = tcp_store("127.0.0.1", port, rank, world, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Replace the file whole, so that a run that is cut off leaves the last complete one."""
+    """Replace the file atomically, so that an interrupted run leaves the last complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(report, indent=1) + "\n")
@@ -167,7 +167,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """One line with the cause of the error."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -1,22 +1,22 @@
-"""How much of the communication the chunked pipelines hide behind the computation, against a link of known speed.
+"""Communication overlap of the chunked pipelines against a link of known speed.
 
     python -m bench.overlap [--chunks 1 2 4 8] [--ratio 0.7] [--out bench/results/overlap.json]
 
-Two processes of one thread each, on a CPU. A CPU has no copy engine, so the link is emulated: bytes move through shared
-memory, and each transfer is complete no earlier than latency + bytes / bandwidth after the link was free. Waiting costs
-no core, as a copy engine costs no SM. The bandwidth is set from the run itself, so that communication takes `ratio` of
-the computation (and could be hidden entirely).
+Two processes of one thread each, on a CPU. A CPU has no copy engine, so the link is emulated. Bytes move through shared
+memory, and each transfer completes no earlier than latency + bytes / bandwidth after the link was free. Waiting uses no
+core, as a copy engine uses no SM. The bandwidth is set from the run itself, so that communication takes `ratio` of the
+computation (and could be hidden entirely).
 
 Per operation and number of chunks, in alternation:
 
     serial       the same chunks, but every transfer is waited for where it is issued
     overlapped   as users get it
 
-    hidden = (serial - overlapped) / communication, communication = what the link was busy for.
+    hidden = (serial - overlapped) / communication, communication = time that the link was busy
 
-A pipeline whose first transfer has nothing to hide behind can hide 1 - 1/C of C chunks. all_gather_matmul multiplies
-this rank's own rows meanwhile, so it is not bound by that. What this proves is the schedule; a GPU's copy engines and
-links are `bench.copy_engines`'s and a cluster's business.
+A pipeline whose first transfer has nothing to hide behind can hide 1 - 1/C of C chunks. This limit does not apply to
+all_gather_matmul, which multiplies this rank's own rows meanwhile. The benchmark proves the schedule. A GPU's copy
+engines are measured by `bench.copy_engines`; links need a cluster.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ import torch.multiprocessing as mp
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
-from interlace.comm.picture import plot_traces
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Forwarding, Ticket, Transport
+from interlace.comm.overlap.picture import plot_traces
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
+from interlace.comm.transports.base import Copy, Forwarding, Ticket, Transport
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.masks import BitfieldMask
 
@@ -47,11 +48,11 @@ LATENCY = 200e-6  # seconds
 
 
 class Serial(Forwarding):
-    """A transport whose batches are waited for where they are issued."""
+    """Transport whose batches are waited for where they are issued."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.batches, self.bytes = 0, 0  # for those that count them
+        self.batches, self.bytes = 0, 0  # for subclasses that count them
 
     def copy_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
@@ -63,7 +64,7 @@ class Serial(Forwarding):
 
 
 class _Done:
-    """The ticket of a batch that is not carried out."""
+    """The ticket of a batch that is not executed."""
 
     def wait(self) -> None:
         pass
@@ -73,7 +74,7 @@ class _Done:
 
 
 class Absent(Serial):
-    """Moves nothing: what an operation computes, and how many bytes it would move."""
+    """Moves nothing: measures the computation of an operation, and the bytes that it would move."""
 
     def copy_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
@@ -87,18 +88,18 @@ class Absent(Serial):
 
 
 class Case(NamedTuple):
-    """One operation. `prepare(group, chunks)` returns the call that is timed; what it does before is not."""
+    """One operation. `prepare(group, chunks)` returns the timed call; its own work is not timed."""
 
     name: str
     prepare: Callable[[Transport, int], Callable[[], object]]
 
 
 Call = Callable[[Transport, int], torch.Tensor | Sequence[torch.Tensor]]
-"""An operation over a transport in so many chunks."""
+"""An operation over a transport in the given number of chunks."""
 
 
 def forward(call: Call) -> Callable[[Transport, int], Callable[[], object]]:
-    """What a Case prepares to time `call` itself."""
+    """`prepare` of a Case that times `call` itself."""
 
     def prepare(group: Transport, chunks: int) -> Callable[[], object]:
         def run() -> object:
@@ -111,7 +112,7 @@ def forward(call: Call) -> Callable[[Transport, int], Callable[[], object]]:
 
 
 def backward(call: Call, inputs: list[torch.Tensor]) -> Callable[[Transport, int], Callable[[], object]]:
-    """The same of its gradients of `inputs`."""
+    """`prepare` of a Case that times the gradients of `inputs`."""
 
     def prepare(group: Transport, chunks: int) -> Callable[[], object]:
         for tensor in inputs:
@@ -125,7 +126,7 @@ def backward(call: Call, inputs: list[torch.Tensor]) -> Callable[[Transport, int
 
 
 def cases(rank: int, quick: bool) -> list[Case]:
-    """Sizes at which each operation computes for some 100 ms; every chunk divides."""
+    """Operations that compute for some 100 ms each; every chunk count divides their sizes."""
     generator = torch.Generator().manual_seed(rank)
     rows, width = (64, 64) if quick else (1024, 1024)
     x = torch.randn(rows, width, generator=generator)
@@ -160,7 +161,7 @@ def cases(rank: int, quick: bool) -> list[Case]:
 
 
 def timed(group: Transport, call: Callable[[], object]) -> float:
-    """Seconds of the slowest rank for one call that all start together."""
+    """Seconds of the slowest rank for one call; all ranks start together."""
     group.barrier()
     start = time.perf_counter()
     call()
@@ -175,7 +176,7 @@ def measure(case: Case, inner: Transport, chunks: int, ratio: float, repeats: in
     for _ in range(repeats):
         nothing = Absent(inner)
         call = case.prepare(nothing, chunks)
-        nothing.batches = nothing.bytes = 0  # what a forward moved that the backward needs
+        nothing.batches = nothing.bytes = 0  # bytes of the forward that the backward needs
         alone.append(timed(nothing, call))
     computation, batches, size = statistics.median(alone), nothing.batches, nothing.bytes
     bandwidth = size / max(ratio * computation - batches * LATENCY, 1e-4)
@@ -203,7 +204,7 @@ def measure(case: Case, inner: Transport, chunks: int, ratio: float, repeats: in
 
 
 def peers(rank: int, inner: Transport, quick: bool, repeats: int) -> list[dict[str, Any]]:
-    """Milliseconds over what really connects two processes here; beside them torch's collective and matmul."""
+    """Milliseconds over the real transport between two processes here; for comparison torch's collective and matmul."""
     generator = torch.Generator().manual_seed(rank)
     rows, width = (64, 64) if quick else (1024, 1024)
     x, whole = (torch.randn(n, width, generator=generator) for n in (rows, WORLD * rows))
@@ -246,7 +247,7 @@ def peers(rank: int, inner: Transport, quick: bool, repeats: int) -> list[dict[s
 def timeline(
     inner: Transport, chunks: int, case: Case, bandwidth: float
 ) -> dict[str, list[tuple[str, str, float, float]]]:
-    """{arm: events of this rank, in seconds from its start} of one call: what the page's picture is drawn from."""
+    """{arm: events of this rank, in seconds from its start} of one call: data of the page's picture."""
     link = EmulatedTransport(inner, bandwidth=bandwidth, latency=LATENCY)
     arms: dict[str, list[tuple[str, str, float, float]]] = {}
     for arm, group in (("serial", Serial(link)), ("overlapped", link)):
@@ -254,7 +255,7 @@ def timeline(
         group.barrier()
         start = time.perf_counter()
         with comm.traced(link) as trace:
-            group.trace = link.trace  # Serial's operations record their products where the link does its copies
+            group.trace = link.trace  # Serial's operations record their products in the trace of the link's copies
             call()
         arms[arm] = [(e.kind, e.label, e.start - start, e.finish - start) for e in trace.spans]
     return arms
@@ -289,7 +290,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print a line per operation and number of chunks, write the JSON; returns what was written."""
+    """Run the benchmark, print a line per operation and number of chunks, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--ratio", type=float, default=0.7, help="communication over computation, below 1")

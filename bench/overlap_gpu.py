@@ -1,15 +1,15 @@
-"""How much of the copies the chunked pipelines hide behind matrix products, on one CUDA GPU.
+"""Copies that the chunked pipelines hide behind matrix products, on one CUDA GPU.
 
     python -m bench.overlap_gpu [--rows 512 2048 8192] [--chunks 1 2 4 8] [--out bench/results/overlap_gpu.json]
 
-One rank of two, whose peer is a mirror: what the rank sends comes back as what it receives, through the copier under
-test, so that the GPU computes one rank's products and moves one rank's bytes. Copiers: "engine" (batched copies on the
-copy engines), "plain" (the framework's copy, on the SMs) and "sm_16" (a copy kernel of 16 programs).
+One rank of two, whose peer is a mirror: everything the rank sends is returned as its received data, through the copier
+under test. The GPU therefore computes one rank's products and moves one rank's bytes. Copiers: "engine" (batched copies
+on the copy engines), "plain" (the framework's copy, on the SMs) and "sm_16" (a copy kernel of 16 programs).
 
     hidden = (serial - overlapped) / copies, each of them measured; serial waits for every transfer where it is issued
 
-The link is the GPU's own memory, at some 86 GB/s through a copy engine where NVLink has several times that: what is
-shown is that schedule and engines overlap, not what several GPUs would gain. --dry: toy sizes, on a CPU too.
+The link is the GPU's own memory, at some 86 GB/s through a copy engine; NVLink has several times that. The figures show
+that schedule and engines overlap, not the gain on several GPUs. --dry: toy sizes, on a CPU too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import torch
 from bench.measure import command, device, machine, reason, versions, write_json
 from bench.overlap import Serial
 from interlace import comm
-from interlace.comm.copiers import Copier, engine_copies, plain_copies, sm_copies
-from interlace.comm.transports.base import Arguments, Capabilities, Copy, Transport
+from interlace.comm.process.agreement import Arguments
+from interlace.comm.transports.base import Capabilities, Copy, Transport
+from interlace.comm.transports.copiers import Copier, engine_copies, plain_copies, sm_copies
 from interlace.comm.transports.queued import QueueTransport
 
 WIDTH = 4096
@@ -35,7 +36,7 @@ OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 class Mirror(QueueTransport):
-    """Rank 0 of 2; what it sends to rank 1 is what it receives from it."""
+    """Rank 0 of 2; data sent to rank 1 is returned as data received from it."""
 
     name = "mirror"
 
@@ -60,7 +61,7 @@ class Mirror(QueueTransport):
 
 
 class Volume(Serial):
-    """Counts what an operation moves: a (to, from) pair per copy, of fresh memory."""
+    """Counts the data that an operation moves: a (to, from) pair per copy, of fresh memory."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -72,7 +73,7 @@ class Volume(Serial):
 
 
 def seconds(at: torch.device, call: Callable[[], object]) -> float:
-    """From an idle device to an idle device."""
+    """Seconds of a call, from an idle device to an idle device."""
     if at.type == "cuda":
         torch.cuda.synchronize(at)
     start = time.perf_counter()
@@ -129,7 +130,7 @@ def measure(at: torch.device, copier: Copier, operation: str, rows: int, chunks:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run, print a line per record, write the JSON; returns what was written."""
+    """Run, print a line per record, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048, 8192], help="rows of one rank")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8])

@@ -1,28 +1,29 @@
-"""How much of the communication that tensor and context parallelism add to a whole step hides behind its computation.
+"""Communication overlap of tensor and context parallelism in a whole step.
 
     python -m bench.overlapped_step [--ratio 0.7] [--rounds 4] [--out bench/results/overlapped_step.json]
 
 Two processes of one thread each train a Qwen3 by `parallelize`: forward and backward of one chunk of packed documents,
-in a lane of tp = 2 with and without sequence parallelism, and of cp = 2. The lane speaks over an emulated link, as in
-`bench.overlap`; what is between lanes or replicas (sums of gradients, the loss of the step) goes its own way. In turns:
+in a lane of tp = 2 with and without sequence parallelism, and of cp = 2. The lane communicates over an emulated link,
+as in `bench.overlap`. Communication between lanes or replicas (sums of gradients, the loss of the step) does not use
+this link. In turns:
 
     serial       every transfer is waited for where it is issued
     overlapped   as users get it
 
-Time is that of the computing thread (`bench.clocked_link`), so that other programs on the machine do not count. What
-the copies of an emulated link cost a core is left out; in the figures of `bench.overlap`, where two more threads share
-the cores, it is not.
+Time is that of the computing thread (`bench.clocked_link`), so other programs on the machine do not count. The core
+time of the emulated link's copies is left out. It is included in `bench.overlap`, where two more threads share the
+cores.
 
-    hidden = (waited serial - waited overlapped) / communication, communication = what the link was busy for
+    hidden = (waited serial - waited overlapped) / communication, communication = time that the link was busy
 
-Waited is for the link alone: ranks that wait for each other do so because other programs disturb one of them. What the
-bytes of a step are is told by one whose transfers are left out.
+"waited" covers the link alone: ranks wait for each other only because other programs disturb one of them. The bytes of
+a step are counted in a step without transfers.
 
-Beside it stands what the operations of a layer hide when each is alone, at the same shapes and number of chunks, over
-the same link, weighted by the time of the link that each takes. The bandwidth is such that of these operations the one
-with the most communication for its computation has `ratio` of it: so each could hide all of it.
-What a step has besides these operations, the sums of embeddings, of the loss and where rows are cut and joined, is in
-the step's fraction alone; `operations` says of each what the link was busy for, and how long the program waited.
+For comparison, each operation of a layer also runs alone, at the same shapes and number of chunks, over the same link.
+Their hidden parts are weighted by their time on the link. The bandwidth is set for the operation with the most
+communication relative to its computation: its ratio is `ratio`, so each operation could hide all of its own.
+Other communication of a step (sums of embeddings, of the loss and where rows are cut and joined) is only in the step's
+fraction. `operations` lists for each the busy time of the link, and the waiting time of the program.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from bench.measure import command, free_port, join_group, machine, versions, wri
 from bench.overlap import LATENCY, WORLD, Case, Serial, backward, forward
 from bench.simulated_step import Others
 from interlace import comm
-from interlace.comm.context_parallel import ContextParallelPlan
-from interlace.comm.matmul import chunks_for
+from interlace.comm.overlap.context_parallel import ContextParallelPlan
+from interlace.comm.overlap.matmul import chunks_for
 from interlace.comm.transports import Transport
 from interlace.layout import Layout, ParallelSpec
 from interlace.masks import BitfieldMask
@@ -59,7 +60,7 @@ from interlace.run import ParallelModel, parallelize
 
 
 class Sizes(NamedTuple):
-    """Of the model, and of its chunk: `documents` of `length` tokens each. heads of `width` features."""
+    """Sizes of the model, and of its chunk: `documents` of `length` tokens each. heads of `width` features."""
 
     hidden: int = 512
     intermediate: int = 1536
@@ -107,7 +108,7 @@ def build_samples(sizes: Sizes) -> list[Sample]:
 
 
 def operations(sizes: Sizes, spec: ParallelSpec, rows_cut: bool, rank: int) -> list[tuple[Case, int]]:
-    """What in a layer of this layout communicates, each alone, and in how many chunks."""
+    """The communicating operations in a layer of this layout, each alone, and their numbers of chunks."""
     generator = torch.Generator().manual_seed(rank)
 
     def draw(*shape: int) -> Tensor:
@@ -189,7 +190,7 @@ def hidden_part(serial: Clocked, overlapped: Clocked, communication: float) -> f
 
 
 class Alone(NamedTuple):
-    """What is computed without a link, in seconds, and what would travel to a rank."""
+    """Computation without a link, in seconds, and the traffic to a rank."""
 
     computation: float
     batches: int
@@ -200,16 +201,16 @@ class Alone(NamedTuple):
         return self.bytes / bandwidth + self.batches * LATENCY
 
     def bandwidth(self, ratio: float) -> float:
-        """Of the link that is busy for `ratio` of the computation."""
+        """Bandwidth of a link that is busy for `ratio` of the computation."""
         return self.bytes / max(ratio * self.computation - self.batches * LATENCY, 1e-4)
 
 
 def alone(case: Case, chunks: int, inner: Transport, repeats: int) -> Alone:
-    """One operation whose transfers are left out."""
+    """One operation without its transfers."""
     seconds, counted = [], Counted(inner)
     for _ in range(repeats):
         call = case.prepare(counted, chunks)
-        counted.batches = counted.bytes = 0  # what a forward moved that the backward needs
+        counted.batches = counted.bytes = 0  # bytes of the forward that the backward needs
         seconds.append(Clocked.of(Link(inner, 1.0), call).seconds)
     return Alone(statistics.median(seconds), counted.batches, counted.bytes)
 
@@ -217,7 +218,7 @@ def alone(case: Case, chunks: int, inner: Transport, repeats: int) -> Alone:
 def over_link(
     case: Case, chunks: int, inner: Transport, found: Alone, bandwidth: float, repeats: int
 ) -> dict[str, Any]:
-    """One operation over the link; found: what it is without one."""
+    """One operation over the link; found: its figures without a link."""
     link, communication = Link(inner, bandwidth), found.communication(bandwidth)
     pairs = []
     for _ in range(repeats):
@@ -239,16 +240,16 @@ def over_link(
 
 
 class Steps:
-    """Of a layout, over one transport or another."""
+    """Steps of a layout, over different transports."""
 
     def __init__(self, parallel: ParallelModel, samples: list[Sample]) -> None:
         self.parallel, self.samples = parallel, samples
         self.inner = self._transport()
         self.losses: list[float] = []
-        parallel.evaluate([samples])  # what ranks compare once is not counted
+        parallel.evaluate([samples])  # one-time comparisons between ranks are not counted
 
     def _transport(self) -> Transport:
-        """What connects this rank's lane, which has one group."""
+        """Transport of this rank's lane, which has one group."""
         found: list[Transport] = []
 
         def note(transport: Transport) -> Transport:
@@ -260,7 +261,7 @@ class Steps:
         return only
 
     def __call__(self, link: Link, transport: Transport) -> Clocked:
-        """A step that speaks over `transport`, which is made of `link`."""
+        """A step that communicates over `transport`, which is made of `link`."""
         self.parallel.connect_lanes(lambda _: transport)
         self.parallel.zero_grad()
         return Clocked.of(link, lambda: self.losses.append(self.parallel.step([self.samples]).loss))
@@ -289,7 +290,7 @@ def run_layout(name: str, sizes: Sizes, settings: dict[str, Any], rank: int) -> 
     steps(link, counted)
     others = Others()
     turns = [(steps(link, Serial(link)), steps(link, link)) for _ in range(rounds)]
-    true = steps.losses[1:]  # not of zeros
+    true = steps.losses[1:]  # without those of steps on zeros
     assert max(true) == min(true), f"one loss of all steps, {true}"
     whole = Alone(0.0, counted.batches, counted.bytes).communication(bandwidth)
     hidden = [hidden_part(serial, overlapped, whole) for serial, overlapped in turns]
@@ -351,7 +352,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print a line per layout, write the JSON; returns what was written."""
+    """Run the benchmark, print a line per layout, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratio", type=float, default=0.7, help="communication over computation, at most")
     parser.add_argument("--rounds", type=int, default=4, help="of every layout")

@@ -1,6 +1,6 @@
-"""Oobleck's planning procedures as the dissertation prints them (section 2.4), to compare with; not for use.
+"""Oobleck's planning procedures as printed in the dissertation (section 2.4), for comparison; not for use.
 
-The divide and conquer (eqs. 2.1-2.4) keeps, for each sub-problem, the one solution whose own T1 + T2 + T3 is least.
+The divide and conquer (eqs. 2.1-2.4) keeps one solution per sub-problem: the one whose own T1 + T2 + T3 is least.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def divide_and_conquer(costs: Any, nodes: int, gpus_per_node: int) -> float:
                 return best
             time = float(sum(costs[layer][gpus - 1] for layer in range(u, v)))
             return 4 * time, (time,)
-        # Nodes are divided first, and GPUs within a node once there is one node only.
+        # Nodes are divided first; GPUs within a node once only one node is left.
         halves = [((n, gpus), (nodes - n, gpus)) for n in range(1, nodes)] if nodes > 1 else []
         halves += [((1, m), (1, gpus - m)) for m in range(1, gpus)] if nodes == 1 else []
         for left, right in halves:

@@ -1,9 +1,10 @@
-"""A run whose data a Ray cluster prepares, while nodes, workers and the keeper of that cluster are killed: its losses
-are those of a run that decodes in its own thread, bit for bit, so no sample was lost or came twice.
+"""Fault test: a run whose data a Ray cluster prepares, while nodes, workers and the keeper actor of that cluster are
+killed. Its losses equal those of a run that decodes in its own thread, bit for bit: no sample was lost or duplicated.
 
-A head without CPUs, where the run is, and nodes of one CPU each that decode pictures, all on this machine. A kill comes
-when the run has logged so many steps more, so that all come while it trains; another node joins for one that is lost.
-The cluster notices a dead node within seconds; as Ray is set by default, it takes some fifteen.
+The cluster has a head without CPUs, which hosts the run, and nodes of one CPU each that decode pictures, all on this
+machine. A kill comes each time the run has logged a given number of further steps, so that all kills come during
+training. Another node joins for each lost one. The cluster notices a dead node within seconds; with Ray's defaults it
+takes some fifteen.
 
     python -m bench.ray_kills --out bench/results/ray_kills.json
 """
@@ -31,7 +32,7 @@ import numpy as np
 from PIL import Image
 
 from bench.measure import command, machine, versions, write_json
-from interlace.data.chats_bpe import LEAST, write_tokenizer
+from interlace.data.chats.encoding.bpe import LEAST, write_tokenizer
 
 KINDS = ["node", "worker", "keeper", "both"]
 LOSS, MOVED = "loss_metrics/global_avg_loss", "data/moved(MiB)"
@@ -39,9 +40,9 @@ RESTARTS, BLANK = "data/worker_restarts", "data/blank_items"
 LONGEST = 300.0
 """Seconds without a new step after which the run counts as hung."""
 MEMORY = 80_000_000
-"""Bytes of a node's object store; fewer Ray refuses."""
-# Ray asks a node each 3 s whether it lives, and gives up after five answers that do not come. One that is killed
-# refuses at once, so that asking more often finds it sooner; a busy one has 10 s for each answer, as ever.
+"""Bytes of a node's object store; Ray refuses a smaller one."""
+# Ray's default health check probes a node every 3 s and fails after five missing answers. A killed node refuses at
+# once, so more frequent probes find it sooner; a busy one still has 10 s for each answer.
 HEAD = {
     "include_dashboard": False,
     "no_monitor": True,
@@ -106,7 +107,7 @@ predict = false
 
 
 def write_chats(folder: Path, count: int, side: int) -> None:
-    """So many chats with a picture each, of `side` pixels (900: some 50 ms to decode), and a tokenizer."""
+    """`count` chats with a picture each, of `side` pixels (900: some 50 ms to decode), and a tokenizer."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     lines = []
@@ -124,13 +125,13 @@ def write_chats(folder: Path, count: int, side: int) -> None:
 
 
 class Cluster:
-    """A local Ray cluster of processes of this machine, in a folder of its own that goes with it. nodes: those that
-    decode, of one CPU each, beside a head that does not."""
+    """A local Ray cluster of processes on this machine, in a temporary folder. nodes: those that decode, of one CPU
+    each, beside a head that does not."""
 
     def __init__(self, nodes: int) -> None:
         from ray.cluster_utils import Cluster as Local
 
-        # Not where TMPDIR says: the path of a unix socket has 107 bytes at most, and Ray's own part takes 80 of them.
+        # Not in TMPDIR: the path of a unix socket has 107 bytes at most, and Ray's own part takes 80 of them.
         self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         head = {"num_cpus": 0, "object_store_memory": MEMORY, **HEAD}
         with self._settings():
@@ -140,14 +141,14 @@ class Cluster:
             self.add()
 
     def add(self, cpus: int = 1, **more: Any) -> Any:
-        """Another node, one that decodes unless it has no CPUs."""
+        """Add a node; it decodes unless it has no CPUs."""
         with self._settings():
             return self.local.add_node(num_cpus=cpus, object_store_memory=MEMORY, **more)
 
     def _settings(self) -> Any:
-        """Environment of a node that starts meanwhile: it writes into the folder and reports to nobody. It kills no
-        worker because others fill the memory of this machine. Its workers have the priority of any process: with Ray's
-        own, niceness 15, one takes over a minute to start where others use every core."""
+        """Environment of nodes that start meanwhile: they write into the folder and report no usage. They do not kill
+        workers when other programs fill the machine's memory. Their workers have normal priority: at Ray's own niceness
+        of 15, a worker takes over a minute to start if others use every core."""
         given = {
             "TMPDIR": self.folder,
             "USAGE_STATS_ENABLED": "0",
@@ -161,9 +162,9 @@ class Cluster:
         return [node for node in self.local.list_all_nodes() if node is not self.local.head_node]
 
     def kill(self, kind: str, draw: random.Random) -> bool:
-        """Kills one: a "node" with all that it had made or was about to, in whose place another one joins; a "worker",
-        a process that decodes; the "keeper", which hands out tasks; or "both", the keeper and then at once a node.
-        False: none is at work just now."""
+        """Kills one target: a "node" with all finished and pending objects, which another node replaces; a "worker", a
+        process that decodes; the "keeper", the actor that hands out tasks; or "both", the keeper and at once a node.
+        False: no target is running now."""
         if kind == "both":
             return self.kill("keeper", draw) and self.kill("node", draw)
         if kind == "node":
@@ -179,14 +180,14 @@ class Cluster:
         return True
 
     def remove(self, node: Any) -> None:
-        """Kills a node with all its processes, of which Ray's agents would outlive it by minutes."""
+        """Kills a node with all its processes; Ray's agents would otherwise survive it by minutes."""
         os.kill(raylet(node), signal.SIGSTOP)  # so that it starts none meanwhile
         pids = [pid for pid, _ in children(raylet(node))]
-        self.local.remove_node(node, allow_graceful=False)  # to drain one may take minutes
+        self.local.remove_node(node, allow_graceful=False)  # draining may take minutes
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while any(alive(pid) for pid in pids):  # and writes into the folder
+        while any(alive(pid) for pid in pids):  # they write into the folder
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -196,12 +197,12 @@ class Cluster:
 
 
 def raylet(node: Any) -> int:
-    """The process that starts those of a node."""
+    """The raylet, which starts a node's processes."""
     return int(node.all_processes["raylet"][0].process.pid)
 
 
 def children(parent: int) -> Iterator[tuple[int, str]]:
-    """The children of a process, and what they call themselves."""
+    """The children of a process, with their command names."""
     for place in Path("/proc").iterdir():
         if not place.name.isdigit():
             continue
@@ -215,7 +216,7 @@ def children(parent: int) -> Iterator[tuple[int, str]]:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended may wait for whoever inherits it."""
+    """True if it runs; a zombie does not count."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -223,7 +224,7 @@ def alive(pid: int) -> bool:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What a run has logged."""
+    """Logged steps of a run."""
     files = list(folder.glob("*/latest/metrics.jsonl"))
     return [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
 
@@ -231,8 +232,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def trained(
     folder: Path, name: str, data: str, given: Any, kill: Callable[[], bool] = lambda: False
 ) -> tuple[list[dict[str, Any]], float, int]:
-    """What a run logs, step by step, its seconds, and how many kills it saw: one each time that it has made so many
-    steps more that there is room for all."""
+    """The logged steps of a run, its seconds, and the number of kills: one each time that it has logged a given number
+    of further steps, chosen so that all kills fit."""
     path = folder / f"{name}.toml"
     more = {"steps": given.steps, "batch": given.batch, "ranks": given.ranks}
     path.write_text(CONFIG.format(folder=folder, name=name, data=f'reading = "{given.reading}"\n{data}', **more))

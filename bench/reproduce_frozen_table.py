@@ -1,11 +1,11 @@
 """Cornstarch's frozen-aware table (dissertation table 3.2, cornstarch-2025-11 table 2), simulated from its own numbers.
 
 The table prints forward and backward time per stage and the iteration time. A pipeline of those stages with 48 / 4 = 12
-microbatches under 1F1B should take the printed iteration time. How many stages each row has is not printed; the 12
+microbatches under 1F1B should take the printed iteration time. The stage counts of each row are not printed. The 12
 stages of 24 GPUs at TP 2 (an assumption) are split between encoder and language model by the backward times: all rows
-with the same language model share its whole backward, so stages are in inverse proportion to the printed time per
-stage. Rows of the small language model are shown with the split that
-comes nearest, since no counts fit all of them; that is no reproduction.
+with the same language model share its whole backward, so stage counts are inversely proportional to the printed time
+per stage. No counts fit all rows of the small language model. They are shown with the nearest split, which is not a
+reproduction.
 
     python -m bench.reproduce_frozen_table [--out FILE]
 """
@@ -22,7 +22,7 @@ from interlace.simulate import simulate
 
 MICROBATCHES = 12
 STAGES = 12
-CLOSE = 0.15  # a row is reproduced if it lies within this part of the printed time
+CLOSE = 0.15  # a row is reproduced if its relative error is at most this
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ TABLE = [
 
 @dataclass(frozen=True)
 class Simulated:
-    """One row with the stages assumed and the iteration time they give."""
+    """One row with its assumed stages and the resulting iteration time."""
 
     row: Row
     encoder_stages: int
     llm_stages: int
     seconds: float
-    inferred: bool  # the stages follow from ratios; otherwise they are the split that comes nearest to the print
+    inferred: bool  # the stages follow from ratios; otherwise they are the split nearest to the print
 
     @property
     def error(self) -> float:
-        """Simulated against printed, as a part of the printed time."""
+        """Relative error of the simulated against the printed time."""
         return self.seconds / self.row.printed - 1
 
     @property
@@ -99,8 +99,8 @@ def simulate_row(row: Row, encoder_stages: int, llm_stages: int, microbatches: i
 def llm_stage_counts(rows: list[Row]) -> dict[float, int] | None:
     """Stages per printed backward time, from the ratios within one language model; None if no count of 12 fits.
 
-    The slowest row is given 2, 3, ... stages; the first count at which every other row's ratio is near a whole number
-    below 12 is taken, with the largest at most 10, since colocated encoders have two stages at least.
+    The slowest row is assigned 2, 3, ... stages. The result is the first count for which every other row's ratio is
+    near a whole number below 12, with the largest at most 10, since colocated encoders have two stages at least.
     """
     longest = max(row.llm_backward for row in rows)
     for first in range(2, STAGES - 1):
@@ -112,7 +112,7 @@ def llm_stage_counts(rows: list[Row]) -> dict[float, int] | None:
 
 
 def simulate_table() -> list[Simulated]:
-    """Every row with its inferred stages; where none can be inferred, with the split that comes nearest."""
+    """Every row with its inferred stages, or with the nearest split if none can be inferred."""
     found = []
     for row in TABLE:
         counts = llm_stage_counts([other for other in TABLE if other.model[-1] == row.model[-1]])
@@ -126,7 +126,7 @@ def simulate_table() -> list[Simulated]:
 
 
 def reason(each: Simulated) -> str:
-    """Why a row cannot match, from its numbers alone."""
+    """Reason why a row cannot match, from its numbers alone."""
     if each.reproduced:
         return ""
     row = each.row

@@ -1,11 +1,11 @@
-"""How soon an elastic run notices that a rank died or hangs, and whether it takes one for hung that is not.
+"""Failure detection of an elastic run: delay until a dead or hung rank is noticed, and false alarms.
 
     python -m bench.resilience --detection --out bench/results/resilience_detection.json
     python -m bench.resilience --quiet-minutes 20 --out bench/results/resilience_quiet.json
 
-Ranks are processes that vote step by step and compute nothing, each with a supervisor of its own; a coordinator beside
-them. Detection counts from the signal (SIGKILL, SIGSTOP) to the time of the event in the generation that follows; both
-clocks are this machine's. Quiet minutes run beside two busy loops; what counts is ranks that were suspected.
+Ranks are processes that vote in every step and compute nothing. Each has its own supervisor; a coordinator runs beside
+them. Detection is the time from the signal (SIGKILL, SIGSTOP) to the event in the following generation; both clocks are
+this machine's. Quiet minutes run beside two busy loops and count suspected ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import command, machine, versions, write_json
-from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.coordinator.process import Coordinator
 from interlace.resilience.settings import Settings
 
 PATIENCE = 300.0  # seconds for anything to happen
@@ -86,7 +86,7 @@ class Run:
         return [event for event in events if event["what"] == what]
 
     def until(self, happened: Callable[[], Any], what: str) -> Any:
-        """What `happened` returns, once that is something. Raises TimeoutError."""
+        """Poll `happened` until it returns a true value, and return that. Raises TimeoutError."""
         deadline = time.monotonic() + PATIENCE
         while not (found := happened()):
             if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ class Run:
         return found
 
     def trains(self) -> bool:
-        """Whether the newest generation has all nodes."""
+        """True if the newest generation has all nodes."""
         newest = self.journal("generation")[-1:]
         return bool(newest) and sum(map(len, newest[0]["pipelines"])) == self.nodes
 
@@ -103,7 +103,7 @@ class Run:
         return len(self.journal("lost")) >= nodes
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks: the children of the supervisors that live."""
+        """Process ids of the ranks: the children of the running supervisors."""
         alive = [each.pid for each in self._supervisors if each.poll() is None]
         children = [Path(f"/proc/{process}/task/{process}/children").read_text().split() for process in alive]
         return [int(child) for each in children for child in each]
@@ -117,7 +117,7 @@ class Run:
 
 
 def detection(nodes: int, times: int, heartbeat: float) -> dict[str, Any]:
-    """Seconds from a signal to the event, of so many deaths and as many hangs, one after the other."""
+    """Seconds from a signal to the event, for `times` deaths and as many hangs, one after the other."""
     found: dict[str, list[float]] = {"death": [], "hang": []}
     with tempfile.TemporaryDirectory() as name:
         run = Run(Path(name), nodes, heartbeat, 0.02)
@@ -148,7 +148,7 @@ def detection(nodes: int, times: int, heartbeat: float) -> dict[str, Any]:
 
 
 def quiet(nodes: int, minutes: float, heartbeat: float) -> dict[str, Any]:
-    """What is noticed in so many minutes in which nothing happens, beside two busy loops."""
+    """Events in `minutes` minutes without failures, beside two busy loops."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         with tempfile.TemporaryDirectory() as name:

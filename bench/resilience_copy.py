@@ -1,12 +1,12 @@
-"""How fast a node's layers, moments and averages come to another one after a failure, beside what the link carries.
+"""Recovery copies: the rate at which layers, moments and averages reach another node, beside the link's.
 
-Two processes, two hosts' worth: one holds `--gib` of layers of a transformer (matrices of 4096 x 4096 and small norms,
-each with two moments), the other has none of them and takes them over (`interlace.resilience.takeover.copy`). The
-link's rate is that of as many bytes sent in one piece between the same processes over the same process group, in turns
-with the takeover.
+Two processes stand for two hosts. One holds `--gib` of layers of a transformer (matrices of 4096 x 4096 and small
+norms, each with two moments). The other has none of them and takes them over (`interlace.resilience.takeover.copy`).
+The link's rate is measured with the same number of bytes sent in one piece, between the same processes over the same
+process group, in turns with the takeover.
 
-With `--mbit` the processes are in network namespaces of their own (as root), joined by a veth pair of that rate (`tc
-qdisc ... tbf`): on one machine's loopback the memory's speed is what is measured.
+With `--mbit` each process is in its own network namespace (as root), joined by a veth pair of that rate (`tc qdisc ...
+tbf`). Otherwise the loopback measures the speed of one machine's memory.
 
     python -m bench.resilience_copy --out bench/results/resilience_copy.json
 """
@@ -38,7 +38,7 @@ ADDRESS = "10.213.7."
 
 
 def layers(gib: float, *, value: float) -> Tensors:
-    """So much of layers: name -> its tensors, filled with a value."""
+    """Layers of `gib` in total: name -> its tensors, filled with a value."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     left = gib * 2**30
     while left > 0:
@@ -51,7 +51,7 @@ def layers(gib: float, *, value: float) -> Tensors:
 
 
 def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[dict[str, float]]:
-    """One of the two processes; seconds of each round, measured where it is received."""
+    """One of the two processes; seconds of each round, measured by the receiver."""
     store = dist.TCPStore(address, port, 2, number == 0, timedelta(seconds=120), wait_for_workers=False)
     group = dist.ProcessGroupGloo(dist.PrefixStore("copying", store), number, 2, timedelta(seconds=600))
     held = layers(gib, value=float(number == 0))
@@ -59,7 +59,7 @@ def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[
     flat = torch.ones(total // 4)
     takeover = Takeover((Transfer(0, 1, tuple(held)),), ())
     found = []
-    for _ in range(rounds + 1):  # the first one is to touch the memory
+    for _ in range(rounds + 1):  # the first one touches the memory
         group.barrier().wait()
         begin = time.perf_counter()
         (group.send([flat], 1, 0) if number == 0 else group.recv([flat], 0, 0)).wait()
@@ -78,7 +78,7 @@ def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[
 
 @contextlib.contextmanager
 def hosts(mbit: int | None) -> Iterator[tuple[list[list[str]], str]]:
-    """(what to run a process with on each host, the first one's address)."""
+    """(command prefix for a process on each host, address of the first host)."""
     if mbit is None:
         yield [[], []], "127.0.0.1"
         return

@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Per 128 x 128 pairs, at the head dimensions of the model: those of the kernel are padded."""
+        """FLOPs per 128 x 128 pairs, at the head dimensions of the model: those of the kernel are padded."""
         c = self.configuration
         return 2 * PAIRS * multiply_adds(self.kernel, c.head_dim, c.value_dim or c.head_dim)
 
@@ -97,7 +97,7 @@ class Row(NamedTuple):
 
 
 def page(rows: list[Row], version: str, times: Path = TIMES) -> str:
-    """Markdown; rows in the order of the page."""
+    """Markdown page; rows in the order of the page."""
     lines = [INTRODUCTION.format(version=version, hbm=HBM_PER_CLOCK)]
     lines += ["## Clocks of one SM per 128 x 128 pairs", ""]
     resources = list(rows[0].loop.clocks)

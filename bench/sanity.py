@@ -1,4 +1,4 @@
-"""The machine in a few lines before anything is measured on it: versions, clocks, matmul peak and copy bandwidth.
+"""Summary of the machine before measurements: versions, clocks, matmul peak and copy bandwidth.
 
 python -m bench.sanity
 """
@@ -16,7 +16,7 @@ QUERY = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.g
 
 
 def clocks() -> str:
-    """One line of nvidia-smi, or why there is none."""
+    """One line of nvidia-smi, or the reason why it is missing."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

@@ -1,14 +1,15 @@
-"""What it costs to plan and simulate a step of 8 to 100,000 GPUs, every replica with lengths of its own.
+"""Planning and simulating a step of 8 to 100,000 GPUs; every replica has its own lengths.
 
-Each size runs in a process of its own, from its imports on: the model of configs/vlm_10240_example.toml on the meta
-device (SigLIP, Whisper, a 70B Llama), a layout, lengths of samples drawn from distributions (`bench.lengths`), the step
-table, the schedule and its proof, costs from counted FLOPs and the config's links (gradient sums in three parts, inside
-hosts and between them), the simulation of every action of every rank, page, picture and trace. Nothing is sampled but
-what the trace has in full. Seconds are wall-clock, memory is the process's peak (RSS). `interlace plan` of the same
-config, which lists the memory of every rank, is timed beside it (`plan`), with the seconds of its processor.
+Each size runs in a separate process, timed from its imports on. The process builds the model of
+configs/vlm_10240_example.toml on the meta device (SigLIP, Whisper, a 70B Llama), a layout, lengths of samples drawn
+from distributions (`bench.lengths`), the step table, and the schedule with its proof. Costs come from counted FLOPs and
+the config's links (gradient sums in three parts, inside hosts and between them). Every action of every rank is
+simulated, and page, picture and trace are written. Only the trace is sampled: it shows some groups of ranks in full.
+Seconds are wall-clock, memory is the process's peak (RSS). `interlace plan` of the same config, which lists the memory
+of every rank, is timed too (`plan`), with its processor time.
 
     python -m bench.scale [--gpus 8 64 512 ...] [--out bench/results/scale.json] [--pictures docs/images]
-    python -m bench.scale --without-seconds     # on a machine that is busy: what is simulated, and memory
+    python -m bench.scale --without-seconds     # on a busy machine: simulation results and memory only
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ SIZES = {
 MICROBATCHES, SAMPLES = 32, 4  # of each replica of the language model, and of each microbatch
 MIXES = ("llava", "video", "audio")  # a third of the samples each
 TFLOPS = 400.0
-LIMITS = {"seconds": 10.0, "gibibytes": 4.0}  # of 10,240 GPUs
+LIMITS = {"seconds": 10.0, "gibibytes": 4.0}  # for 10,240 GPUs
 
 
 def overrides(gpus: int) -> list[str]:
-    """The settings of the config for so many GPUs."""
+    """Config overrides for this number of GPUs."""
     (vision, audio, language), (tp, pp) = SIZES[gpus]
     return [
         f"parallel.vision.dp={vision}",
@@ -65,11 +66,11 @@ def overrides(gpus: int) -> list[str]:
 
 
 def drawn(count: int, seed: int) -> Any:
-    """`count` samples of the mixes, in random order, as `interlace simulate` takes them."""
+    """`count` samples of the mixes, in random order, as input of `interlace simulate`."""
     from bench.lengths import draw
+    from interlace.estimate.sample_sizes import causal_pairs
     from interlace.run import Lengths
-    from interlace.run.sample_sizes import causal_pairs
-    from interlace.train.commands.large import Samples
+    from interlace.train.commands.planning.large import Samples
 
     shares = np.diff(np.arange(len(MIXES) + 1) * count // len(MIXES))
     parts = [draw(mix, int(n), seed=seed + place) for place, (mix, n) in enumerate(zip(MIXES, shares, strict=True))]
@@ -89,8 +90,8 @@ def drawn(count: int, seed: int) -> Any:
 
 
 def longest_sum(schedule: Schedule, found: Simulated) -> float:
-    """Seconds of the longest gradient sum: from when the last of its ranks is there to its end, which includes the wait
-    for earlier sums of the same ranks."""
+    """Seconds of the longest gradient sum: from the arrival of its last rank to its end. This includes the wait for
+    earlier sums of the same ranks."""
     from interlace.schedule import Op
     from interlace.schedule.actions import CODES, OP, OTHER
 
@@ -103,8 +104,8 @@ def longest_sum(schedule: Schedule, found: Simulated) -> float:
 
 
 def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
-    """Plan, prove, simulate and draw one step; what it cost and what came of it."""
-    gc.disable()  # as the command line does
+    """Plan, prove, simulate and draw one step; returns costs and results."""
+    gc.disable()  # as in the command line
     laps, before = {}, time.perf_counter()
 
     def lap(name: str) -> None:
@@ -112,14 +113,14 @@ def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
         now = time.perf_counter()
         laps[name], before = now - before, now
 
-    from interlace.plan.counted import counted_costs
-    from interlace.run.sample_sizes import key_bytes_of, row_bytes_of
+    from interlace.costs.counted import counted_costs
+    from interlace.estimate.sample_sizes import key_bytes_of, row_bytes_of
     from interlace.schedule import check
-    from interlace.train.build import build, build_layout
-    from interlace.train.commands import large
-    from interlace.train.config import load
-    from interlace.train.costs import stated_links
-    from interlace.train.texts import vocabulary_of
+    from interlace.train.commands.planning import large
+    from interlace.train.config.load import load
+    from interlace.train.data.texts import vocabulary_of
+    from interlace.train.models.build import build, build_layout
+    from interlace.train.models.costs import stated_links
 
     lap("imports")
     config = load(CONFIG, overrides(gpus))
@@ -157,7 +158,7 @@ def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def planned(gpus: int) -> dict[str, float]:
-    """What `interlace plan` takes for the same config, from its imports on."""
+    """Seconds and memory of `interlace plan` for the same config, from its imports on."""
     settings = [word for each in overrides(gpus) for word in ("--set", each)]
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     words = ["plan", str(CONFIG), "--tflops", str(TFLOPS), *settings]
@@ -168,8 +169,8 @@ def planned(gpus: int) -> dict[str, float]:
 
 
 def plot_costs(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Seconds, where they were measured, and memory against GPUs."""
-    from interlace.simulate.style import INK, QUIET, canvas, plain
+    """Plot memory, and seconds if measured, against GPUs."""
+    from interlace.simulate.pictures.style import INK, QUIET, canvas, plain
 
     timed = all("seconds" in row for row in rows)
     columns = [("seconds", "seconds from start to pictures")] * timed + [("peak_gibibytes", "peak memory, GiB")]
@@ -191,7 +192,7 @@ def plot_costs(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the sizes, print the table, write JSON and pictures; returns what was written."""
+    """Run the sizes, print the table, write JSON and pictures; returns the content of the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", choices=list(SIZES), default=list(SIZES), help="sizes")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths")

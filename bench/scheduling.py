@@ -1,14 +1,14 @@
-"""The scheduling algorithms and their peers, side by side in one run: milliseconds, values, bounds and targets.
+"""Scheduling algorithms and their peers, side by side in one run: milliseconds, values, bounds and targets.
 
     python -m bench.scheduling [--only balance,microbatch,plan] [--quick] [--limit 10] [--out FILE]
 
-Peers (prtpy, SciPy, OR-tools CP-SAT, cvxpy with Clarabel, Pyomo) come with `pip install -e ".[peers]"`; those that are
-missing are left out and named. Exact peers stop after `--limit` seconds. A row with a target says "met", or what of it
-was missed: the time, the gap to a bound that nothing can beat, or a value beside a peer's. The JSON in bench/results
-has every row. Exit status 1 if an answer of ours was not what its row asks; times do not count in that, since targets
-are for 2 cores of a server and nobody else on them.
+Peers (prtpy, SciPy, OR-tools CP-SAT, cvxpy with Clarabel, Pyomo) are installed by `pip install -e ".[peers]"`; missing
+ones are left out and listed. Exact peers stop after `--limit` seconds. A row with a target is marked "met", or lists
+what was missed: the time, the gap to a proven bound, or a value beside a peer's. The JSON in bench/results has every
+row. Exit status 1 if one of our answers did not meet its row's requirements. Times do not affect the exit status, since
+targets are for 2 otherwise idle cores of a server.
 
-On a busy machine, `chrt -f 50 python -m bench.scheduling` measures nearly as if it were alone.
+On a busy machine, `chrt -f 50 python -m bench.scheduling` measures nearly as on an idle one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _parts(text: str) -> list[str]:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Rows whose answer is not what they ask for, whatever the time."""
+    """Rows whose answer does not meet their requirements, whatever the time."""
     return [
         f"{row['problem']}: {name}"
         for row in report["rows"]

@@ -1,7 +1,7 @@
-"""Who computes what: the balance part of `bench.scheduling`.
+"""Load balancing: the balance part of `bench.scheduling`.
 
 Token blocks and sequences to ranks, the exact makespan, post-balancing, node-wise placement, all-to-all plans. Times
-include input checks and copies; the bound is `balance.lower_bound` or `nodewise_bound` unless a solver proves more.
+include input checks and copies. The bound is `balance.lower_bound` or `nodewise_bound` unless a solver proves more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def token_rows(kind: str, blocks: int) -> np.ndarray:
 
 
 def sequence_lengths(count: int) -> np.ndarray:
-    """Tokens of mixed multimodal samples, cut at a context of 8,192 so that no single one decides the heaviest rank."""
+    """Tokens of mixed multimodal samples, cut at a context of 8,192 so that no sample alone sets the heaviest rank."""
     return np.minimum(np.round(np.random.default_rng(0).lognormal(5.8, 1.0, count)), 8192)
 
 
@@ -44,7 +44,7 @@ def assignment_row(
     """`assign`, its other methods, and prtpy's. Karmarkar-Karp there ignores counts, so ours is held to its greedy."""
     capacity = len(weights) // bins if equal else None
     few = bins < 100
-    methods = [] if quick else ["lpt_greedy", "multifit"] + ["karmarkar_karp"] * few
+    methods = [] if quick else ["lpt_greedy"]
     solvers = [Solver("interlace", partial(balance.assign, weights, bins, capacity=capacity))]
     solvers += [
         Solver(f"interlace, {method}", partial(balance.assign, weights, bins, method=method, capacity=capacity))
@@ -107,7 +107,7 @@ def exact(quick: bool, limit: float) -> Iterator[Row]:
 
 
 def post_balancing(quick: bool) -> Iterator[Row]:
-    """Every batching mode of `post_balance` at OrchMLLM's scale, with its cost as it is defined there."""
+    """Every batching mode of `post_balance` at OrchMLLM's scale, with the cost that OrchMLLM defines."""
     lengths, ranks, quadratic = sequence_lengths(153_600), 2560, 1e-4
 
     def widest(rank_of: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ def post_balancing(quick: bool) -> Iterator[Row]:
 
 
 def placements(quick: bool, limit: float) -> Iterator[Row]:
-    """Node-wise placement of the batches that post-balancing 60 samples per rank gives, and the exchange it needs.
+    """Node-wise placement of the batches from post-balancing 60 samples per rank, and the exchange that it needs.
 
     OrchMLLM solves the integer program (d^2 / c binaries) in tens of milliseconds on its machine; here HiGHS and CP-SAT
     have `limit` seconds for the smallest size.
@@ -159,7 +159,7 @@ def placements(quick: bool, limit: float) -> Iterator[Row]:
             Solver("interlace", partial(balance.nodewise_placement, volume, per_node)),
             Solver("scipy linear_sum_assignment (the sum)", total, ours="at most", needs="scipy"),
         ]
-        if d == 64 and not quick:  # nothing is claimed beside these but what they prove: ours is a heuristic
+        if d == 64 and not quick:  # ours is a heuristic: only bounds that these prove are used
             solvers.append(milp(partial(peers.milp_nodewise, volume, per_node, limit), ours=""))
             solvers.append(cp_sat(partial(peers.cp_sat_nodewise, volume, per_node, limit), ours=""))
         before = most(np.arange(d))

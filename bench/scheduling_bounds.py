@@ -1,8 +1,8 @@
-"""What no plan can beat, computed in numpy apart from the planner's code, so that a gap of 0 is a proof.
+"""Lower bounds of plans, computed in numpy independently of the planner's code, so that a gap of 0 is a proof.
 
-- `partition`: the dynamic program of eq. 3.5 with a bisection in place of its inner loop; exact but for empty stages
-- `template`: a shortest path per interval of the slowest stage's time, intervals halved where they decide
-- `orchestration`: DistTrain's convex problem at its best over every choice of TP and DP
+- `partition`: the dynamic program of eq. 3.5 with a bisection in place of its inner loop; exact up to empty stages
+- `template`: a shortest path per interval of the slowest stage's time; intervals are halved where they decide
+- `orchestration`: the best value of DistTrain's convex problem over every choice of TP and DP
 - `orchestration_of_layers`: the best of all TP, DP and PP, where PP must divide the layers
 """
 
@@ -22,10 +22,10 @@ def partition(
     memory: np.ndarray | None = None,
     memory_limits: np.ndarray | None = None,
 ) -> float:
-    """The slowest stage of the best cut of a row into consecutive stages, of which some may be empty.
+    """The slowest stage of the best cut of a row into consecutive stages; stages may be empty.
 
     best[i], the slowest stage of the first i layers, rises with i, and the time of a stage j .. i falls with j. So the
-    least maximum lies where the two cross, or one before. O(stages * layers * log layers).
+    least maximum is where the two cross, or one before. O(stages * layers * log layers).
     """
     prefix = np.concatenate([[0.0], np.cumsum(costs)])
     held = np.zeros(len(prefix)) if memory is None else np.concatenate([[0.0], np.cumsum(memory)])
@@ -34,7 +34,7 @@ def partition(
     every = np.arange(len(prefix))
     best = np.where(every == 0, 0.0, np.inf)  # without any stage
     for speed, limit in zip(pace, limits):
-        # The first layer that the stage's memory lets it begin with. (A sum may differ in its last digits.)
+        # The first layer at which the stage may begin within its memory. (A sum may differ in its last digits.)
         first = np.searchsorted(held, held - limit * (1 + 1e-12))
         low, high = first.copy(), every.copy()  # at `every` the stage is empty and costs nothing
         while (low < high).any():
@@ -52,8 +52,8 @@ def partition(
 def template(costs: np.ndarray, nodes: int, gpus_per_node: int, known: float, *, intervals: int = 120) -> float:
     """A lower bound on T1 + T2 + T3 over all templates, at most `known`, the value of one.
 
-    With t the slowest stage's time and k* the first such stage, k* t plus the stages from k* on is at least the sum of
-    all stages. So T >= 2 sum_k t_k + (3 S - 1) t, which for t in [a, b] is at least the shortest path over (layer, GPU)
+    t is the slowest stage's time and k* the first such stage. k* t plus the stages from k* on is at least the sum of
+    all stages. So T >= 2 sum_k t_k + (3 S - 1) t. For t in [a, b] this is at least the shortest path over (layer, GPU)
     with stages of at most b that cost 2 t_k + 3 a each, less a. The interval with the least bound is halved next.
 
     costs [layers, widths]: column w - 1 is a layer's time on w GPUs; N_b = 4 S.
@@ -91,8 +91,8 @@ def orchestration(
     """The least of DistTrain's relaxed problems (5.2) over all TP and DP, with real numbers of stages and GPUs.
 
     For one choice, the slowest stage's time t needs width_i * max(1, warm_i / t) GPUs of module i, where warm_i is its
-    time for a microbatch and width_i = tp_i dp_i; the least t that `gpus` allow is bisected for all choices at once,
-    and the end that is too small is taken. Memory is not in it.
+    time for a microbatch and width_i = tp_i dp_i. The least t that `gpus` allow is bisected for all choices at once,
+    and the lower end of the interval is returned. Memory is not modelled.
     """
     best = np.inf
     for dp, size, degree in _choices(len(forward), language_model, tp, gpus, batch):
@@ -119,7 +119,7 @@ def orchestration_of_layers(
     vpp: int,
     gpu_memory: float,
 ) -> float:
-    """The least time of every TP, DP and PP that fits, one by one. memory: (weights, states, activations) [modules]."""
+    """Least time of every TP, DP and PP that fits, enumerated. memory: (weights, states, activations) [modules]."""
     modules = len(forward)
     weights, states, activations = np.array(memory).T
     stages = np.array(list(itertools.product(*(_divisors(count // vpp) for count in layers))))
@@ -127,7 +127,7 @@ def orchestration_of_layers(
     best = np.inf
     for dp, size, degree in _choices(modules, language_model, tp, gpus, batch):
         count = batch // dp
-        # Interleaved stages warm up with more microbatches than there are stages, if there are so many.
+        # Interleaved stages warm up with more microbatches than stages, if there are enough.
         held = np.minimum(behind if vpp == 1 else ((vpp + 1) * behind - 1) / vpp, count)
         for at in range(0, len(size), 4096):
             sizes, degrees = tp[size[at : at + 4096]], degree[at : at + 4096]
@@ -149,7 +149,7 @@ def orchestration_of_layers(
 def _choices(
     modules: int, language_model: int, tp: np.ndarray, gpus: int, batch: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Per DP of the language model: (DP, index of TP, dp), both [choices, modules], as far as the GPUs suffice."""
+    """Per DP of the language model: (DP, index of TP, dp), both [choices, modules], within the number of GPUs."""
     degrees = _divisors(batch)
     for dp in degrees:
         own = [[d for d in degrees if d <= dp] if i != language_model else [dp] for i in range(modules)]

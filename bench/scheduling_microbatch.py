@@ -1,4 +1,4 @@
-"""Microbatches and what runs when: the microbatch part of `bench.scheduling`.
+"""Microbatches and their order: the microbatch part of `bench.scheduling`.
 
 Bottleneck matching, deferral and subset sums (Entrain), reordering (DistTrain), the event simulator,
 schedules with split backwards.
@@ -44,8 +44,8 @@ def matchings(quick: bool) -> Iterator[Row]:
 def deferrals(quick: bool) -> Iterator[Row]:
     """K = 128 microbatches of 64 samples: the matrix of equation 4.3 and the matching; then all of algorithm 4.
 
-    With whole costs both are exact. Others are rounded, here to 1/16384 of a microbatch per sample and in the printed
-    procedure likewise, so that the two agree within that only.
+    With integer costs both are exact. Other costs are rounded to 1/16384 of a microbatch per sample, here and in the
+    printed procedure, so the two agree only within that.
     """
     rng = np.random.default_rng(0)
     count, each = 128, 64
@@ -64,7 +64,7 @@ def deferrals(quick: bool) -> Iterator[Row]:
             exact = {"proves": float, "ours": "equal"} if name == "tokens" else {}
             solvers.append(Solver("one table per pair as printed (numpy)", printed, needs="scipy", **exact))
         problem = f"deferral, {count} microbatches of {each} samples, {name}"
-        # A pair cannot do better than to share its load evenly, and then the heaviest goes with the lightest.
+        # A pair's best load is an even share; then the heaviest is paired with the lightest.
         bound = (alone + np.sort(under)).max() / 2
         yield Row(problem, solvers, "heaviest LLM microbatch", float, bound=bound, target_ms=10.0)
 
@@ -115,7 +115,7 @@ def _deferral_as_printed(over: list[np.ndarray], under: np.ndarray, alone: np.nd
 
 
 def subset_sums(quick: bool, limit: float) -> Iterator[Row]:
-    """One subset sum: the distance left to half the total."""
+    """One subset sum: the remaining distance to half the total."""
     rng = np.random.default_rng(0)
     for items, largest in ((64, 4000), (500, 4000), (64, 100_000))[: 1 if quick else None]:
         weights = rng.integers(1, largest, items)
@@ -203,7 +203,7 @@ def simulations(quick: bool) -> Iterator[Row]:
 
 
 def generations(quick: bool) -> Iterator[Row]:
-    """Split schedules of 128 stages and 1,024 chunks: written, proved and simulated, a second at most."""
+    """Split schedules of 128 stages and 1,024 chunks: built, proved and simulated, within one second."""
     stages, microbatches = (32, 128) if quick else (128, 1024)
     graph = StageGraph.build({"m": list(range(stages))})
     table = StepTable.aligned((), [graph.modules] * microbatches)

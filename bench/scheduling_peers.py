@@ -1,16 +1,16 @@
-"""Peers of the scheduler: the same problems stated for prtpy, SciPy, OR-tools, cvxpy and Pyomo.
+"""Peers of the scheduler: the same problems for prtpy, SciPy, OR-tools, cvxpy and Pyomo.
 
-    pip install -e ".[peers]"        45 s and 1.2 GB; what is missing is left out and named in the report
+    pip install -e ".[peers]"        45 s and 1.2 GB; missing peers are left out and listed in the report
 
-- prtpy: greedy and Karmarkar-Karp number partitioning in Python, blind to capacities.
+- prtpy: greedy and Karmarkar-Karp number partitioning in Python, without capacities.
 - SciPy: HiGHS (`milp`), bipartite matching, the assignment problem. OR-tools: CP-SAT with two workers.
 - cvxpy with Clarabel: the convex problem of DistTrain 5.2. Pyomo with HiGHS: Oobleck's batch shares as a linear integer
-  program. These two run in a process of their own, since HiGHS's Python package (which both load) does not import
-  beside OR-tools in one process (1.15 beside 9.15: an undefined symbol).
+  program. These two run in a separate process: HiGHS's Python package, which both load, cannot be imported beside
+  OR-tools in one process (1.15 beside 9.15: an undefined symbol).
 
-Left out: Pyomo's MindtPy with glpk and ipopt, which Oobleck gives its eq. 2.6 to. Neither solver's program can be had
-from PyPI, and HiGHS takes no quadratic objective over integers; CP-SAT stands in. CVXPY with CBC, which OrchMLLM gives
-its Algorithm 3 to, is represented by the same integer program in HiGHS.
+Left out: Pyomo's MindtPy with glpk and ipopt, which Oobleck uses for its eq. 2.6. Neither solver's program is on PyPI,
+and HiGHS supports no quadratic objective over integers; CP-SAT replaces it. CVXPY with CBC, which OrchMLLM uses for its
+Algorithm 3, is represented by the same integer program in HiGHS.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _apart() -> ProcessPoolExecutor:
 def apart(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     """A call of the function in the process that has HiGHS's package, which adds about 0.2 ms to it.
 
-    It is made once at once, so that starting the process and importing the peer are in no measurement; what it raises
-    it will raise again when it is measured, and be reported.
+    The function is called once immediately, so that no measurement includes starting the process and importing the
+    peer. An exception in that call is ignored: the measured call raises it again, and it is reported there.
     """
 
     def call() -> Any:
@@ -82,7 +82,7 @@ def scipy_bottleneck(cost: np.ndarray, alone: np.ndarray) -> float:
 
 
 def scipy_sum(cost: np.ndarray, alone: np.ndarray) -> float:
-    """The maximum that comes of minimising the sum of min(cost, alone)."""
+    """The maximum that results from minimising the sum of min(cost, alone)."""
     from scipy.optimize import linear_sum_assignment
 
     capped = np.minimum(cost, alone[:, None])
@@ -90,7 +90,7 @@ def scipy_sum(cost: np.ndarray, alone: np.ndarray) -> float:
 
 
 def scipy_nodewise_sum(volume: np.ndarray, per_node: int) -> np.ndarray:
-    """Placement that keeps the largest sum within nodes: every node offers per_node places of equal worth."""
+    """Placement that keeps the largest sum within nodes: every node offers per_node equivalent places."""
     from scipy.optimize import linear_sum_assignment
 
     d = len(volume)
@@ -98,7 +98,7 @@ def scipy_nodewise_sum(volume: np.ndarray, per_node: int) -> np.ndarray:
     return np.argsort(linear_sum_assignment(np.repeat(kept, per_node, axis=0), maximize=True)[1])
 
 
-# Integer programs for HiGHS. The last variable is what is minimised.
+# Integer programs for HiGHS. The last variable is minimised.
 
 
 def _milp(constraints: list[tuple[Any, Any, Any]], whole: int, upper: Any, limit: float, lower: Any = 0.0) -> Solved:
@@ -156,14 +156,14 @@ def milp_split(times: np.ndarray, batch: int, limit: float) -> Solved:
 
 
 def milp_instantiate(sizes: np.ndarray, times: np.ndarray, nodes: int, pipelines: int, batch: int) -> Solved:
-    """`instantiate`: bisection over the slowest pipeline's time; a probe asks how many microbatches fit in it."""
+    """`instantiate`: bisection over the slowest pipeline's time; a probe finds how many microbatches fit in it."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     constraints = [LinearConstraint(sizes, nodes, nodes), LinearConstraint(np.ones(len(sizes)), pipelines, np.inf)]
 
     def fits(time: float) -> bool:
         runs = np.floor(time / times)
-        # A pipeline that cannot run one microbatch in this time cannot be had.
+        # A pipeline that cannot run one microbatch in this time is excluded.
         most = np.where(runs > 0, np.inf, 0)
         solved = milp(-runs, constraints=constraints, integrality=np.ones(len(sizes)), bounds=Bounds(0, most))
         return solved.x is not None and round(-solved.fun) >= batch
@@ -205,7 +205,7 @@ def cp_sat_makespan(weights: np.ndarray, bins: int, limit: float) -> Solved:
 
 
 def cp_sat_nodewise(volume: np.ndarray, per_node: int, limit: float) -> Solved:
-    """`nodewise_placement`, whole volumes: the rank that sends most to other nodes."""
+    """`nodewise_placement`, integer volumes: the rank that sends most to other nodes."""
     from ortools.sat.python import cp_model
 
     d = len(volume)
@@ -238,7 +238,7 @@ def cp_sat_subset(weights: np.ndarray, target: int, limit: float) -> Solved:
 
 
 def cp_sat_split(times: np.ndarray, batch: int, limit: float) -> Solved:
-    """`split_batch`, min-max, times in whole millionths."""
+    """`split_batch`, min-max, times in integer millionths."""
     from ortools.sat.python import cp_model
 
     units = np.rint(times * 1e6).astype(int)
@@ -253,7 +253,7 @@ def cp_sat_split(times: np.ndarray, batch: int, limit: float) -> Solved:
 
 
 def cp_sat_split_variance(times: np.ndarray, batch: int, limit: float) -> Solved:
-    """`split_batch` by eq. 2.6, times in whole thousandths: n times the sum of squares less the square of the sum."""
+    """`split_batch` by eq. 2.6, times in integer thousandths: n times the sum of squares less the square of the sum."""
     from ortools.sat.python import cp_model
 
     units = np.rint(times * 1e3).astype(int)
@@ -273,7 +273,7 @@ def cp_sat_split_variance(times: np.ndarray, batch: int, limit: float) -> Solved
     return _cp_sat(model, limit, 1e-6 / n)
 
 
-# cvxpy and Pyomo, to be run apart
+# cvxpy and Pyomo, run in a separate process
 
 
 def clarabel_orchestration(warm: list[float], widths: list[int], steady: float, gpus: int) -> tuple[float, list[float]]:
@@ -283,7 +283,7 @@ def clarabel_orchestration(warm: list[float], widths: list[int], steady: float, 
     """
     import cvxpy
 
-    # Shares of the cluster and of the largest possible stage: Clarabel wants variables of like size.
+    # Shares of the cluster and of the largest possible stage: Clarabel needs variables of similar size.
     share, slowest = cvxpy.Variable(len(warm), pos=True), cvxpy.Variable(pos=True)
     scale = max(warm)
     need = np.array(warm) / scale * np.array(widths) / gpus

@@ -1,4 +1,4 @@
-"""Where a model is cut and what runs where: the planning part of `bench.scheduling`.
+"""Cuts and placements: the planning part of `bench.scheduling`.
 
 Pipeline templates, instantiation and batch shares (Oobleck), contiguous partition, orchestration (DistTrain), the
 search for a whole configuration. Bounds come from `bench.scheduling_bounds`, which shares no code with the planner.
@@ -23,7 +23,7 @@ PAPER = "the paper on its machine"
 
 
 def templates(quick: bool) -> Iterator[Row]:
-    """Sizes of dissertation table 2.3; then the printed divide and conquer on inputs that Python can do."""
+    """Sizes of dissertation table 2.3; then the printed divide and conquer on inputs that are feasible in Python."""
     rng = np.random.default_rng(0)
     for nodes, gpus, layers, seconds in (
         (8, 8, 96, 109.76),
@@ -91,7 +91,7 @@ def _listed(sizes: np.ndarray, times: np.ndarray, nodes: int, batch: int) -> flo
 
 
 def shares(quick: bool, limit: float) -> Iterator[Row]:
-    """Batch shares: min-max, and eq. 2.6 (times in whole thousandths, so that CP-SAT has the same problem)."""
+    """Batch shares: min-max, and eq. 2.6 (times in integer thousandths, so that CP-SAT has the same problem)."""
     times, batch = np.round(np.random.default_rng(0).uniform(1.0, 3.0, 24), 3), 512
     solvers = [
         Solver("interlace", partial(plan.split_batch, times, batch), lambda counts: (counts * times).max()),
@@ -117,8 +117,8 @@ def shares(quick: bool, limit: float) -> Iterator[Row]:
 def partitions(quick: bool) -> Iterator[Row]:
     """10,000 layers into 512 stages, plain, with speeds and with memory; the printed dynamic program on a shorter row.
 
-    The target rows stand beside the same dynamic program with a bisection in place of its inner loop, in numpy: an
-    exact peer. It may leave stages empty, so its value is a bound.
+    The target rows are compared with an exact peer: the same dynamic program with a bisection in place of its inner
+    loop, in numpy. It may leave stages empty, so its value is a bound.
     """
     rng = np.random.default_rng(0)
     costs, speeds, limits = rng.lognormal(size=10_000), rng.uniform(0.5, 2.0, 512), np.linspace(60.0, 90.0, 512)
@@ -170,9 +170,9 @@ def _dynamic_program(costs: np.ndarray, stages: int) -> float:
 def orchestrations(quick: bool) -> Iterator[Row]:
     """1,296 GPUs and a batch of 1,920 (DistTrain table 2), with and without layers, VPP and memory.
 
-    The bound is the paper's convex problem at its best over all choices of TP and DP, which knows no memory; where
-    stages must divide the layers it is the best of all choices one by one, with memory: the optimum. cvxpy solves the
-    convex problem for one choice, and the value is that solution rounded to whole stages, as the paper rounds.
+    The bound is the best value of the paper's convex problem over all choices of TP and DP, without memory. If stages
+    must divide the layers, it is the optimum: the best of all enumerated choices, with memory. cvxpy solves the convex
+    problem for one choice, and the value is that solution rounded to whole stages, as in the paper.
     """
     gpus, batch, sizes = 1296, 1920, np.array([1, 2, 4, 8])
 
@@ -219,7 +219,7 @@ def _clarabel(modules: dict[str, plan.ModuleWork], best: plan.Orchestration, gpu
 
 
 def searches(quick: bool) -> Iterator[Row]:
-    """Degrees, placement and cuts of a whole model; Entrain's algorithm 3 splits the GPUs in one way only."""
+    """Degrees, placement and cuts of a whole model; Entrain's algorithm 3 splits the GPUs in only one way."""
     degrees = [(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2)]
 
     def module(seconds: float, layers: int, weight: float, hidden: float, frozen: bool) -> plan.SearchModule:

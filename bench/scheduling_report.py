@@ -1,4 +1,4 @@
-"""What `bench.scheduling` prints: a row as lines, the short table of rows with a target, and the README's table.
+"""Output of `bench.scheduling`: a row as lines, the short table of rows with a target, the README's table.
 
 python -m bench.scheduling_report [REPORT.json]      the README's table of a report, bench/results/scheduling.json
 """
@@ -30,7 +30,7 @@ README = (
 
 
 def lines(record: Record) -> list[str]:
-    """A row as text: its problem with the target and the verdict, then a line per solver, then what papers print."""
+    """A row as text: its problem with the target and the verdict, a line per solver, and the papers' printed values."""
     head = record["problem"]
     if record["target_ms"] is not None:
         head += f"   target {record['target_ms']:g} ms"
@@ -63,13 +63,13 @@ def percent(gap: float) -> str:
 
 
 def verdict(record: Record) -> str:
-    """ "met", or what of the target was missed."""
+    """ "met", or the missed part of the target."""
     missed = [name for name, kept in record["met"].items() if not kept]
     return "met" if not missed else "MISSED: " + ", ".join(missed)
 
 
 def summary(rows: Iterable[Record]) -> list[str]:
-    """The rows with a target: time, target, verdict, gap and how many times longer each peer takes."""
+    """The rows with a target: time, target, verdict, gap, and each peer's time relative to ours."""
     found = [f"{'problem':60}{'ms':>9}{'target':>8}{'gap':>9}  verdict, times that peers take longer"]
     for row in rows:
         if row["target_ms"] is None:
@@ -83,8 +83,8 @@ def summary(rows: Iterable[Record]) -> list[str]:
 
 
 def readme_table(report: dict[str, Any]) -> str:
-    """Markdown: of the rows in README our time, target and gap, how many times longer each peer takes, and what papers
-    print for their own machines."""
+    """Markdown for the rows in README: our time, target and gap, each peer's time relative to ours, and the papers'
+    times on their own machines."""
     rows = {row["problem"]: row for row in report["rows"]}
     found = ["| problem | time | target | over its bound | peers, times our time |", "|---|---|---|---|---|"]
     for row in (rows[problem] for problem in README):
@@ -97,7 +97,7 @@ def readme_table(report: dict[str, Any]) -> str:
 
 
 def _ours_and_peers(row: Record) -> tuple[Record, dict[str, Record]]:
-    """Our record, and those of everyone else who solved the problem."""
+    """Our record, and those of all other solvers that solved the problem."""
     ours, *others = row["solvers"].items()
     peers = {name: each for name, each in others if "ratio" in each and not name.startswith("interlace")}
     return ours[1], peers
@@ -112,7 +112,7 @@ def _times(ratio: float) -> str:
 
 
 def _worse(peer: Record, ours: Record) -> str:
-    """What a peer's value is over ours, where that shows."""
+    """Excess of a peer's value over ours, if visible."""
     over = peer["value"] / ours["value"] - 1
     return f" (value {over:+.1%})" if over > 1e-3 else ""
 

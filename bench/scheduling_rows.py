@@ -1,9 +1,9 @@
-"""What the parts of the scheduling benchmark share: a row, its measurement in alternation, and its verdict.
+"""Rows of the scheduling benchmark: measurement in alternation, and verdict.
 
-A row is one problem and everything that solves it, ours first. Calls of all solvers alternate, so that they share the
-machine's moods; medians count. Values are computed from the answers and outside of the clock. A row with a target says
-whether it was met: in time, in the gap between our value and a bound that no answer can beat, in properties that the
-answer must have, and in what our value must be beside a peer's.
+A row is one problem and all its solvers, ours first. Calls of all solvers alternate, so that load on the machine
+affects them equally; medians are reported. Values are computed from the answers, outside of the timed calls. A row with
+a target records if it was met: in time, in the gap between our value and a proven bound, in required properties of the
+answer, and in our value beside a peer's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from bench.measure import Clock, reason
 
 PACKAGES = ("prtpy", "scipy", "ortools", "cvxpy", "clarabel", "pyomo", "highspy")
-EQUAL = 1e-6  # of the value: what exact peers may differ by, since solvers stop at tolerances
+EQUAL = 1e-6  # relative: exact peers may differ by this, since solvers stop at tolerances
 CLOCK = Clock(torch.device("cpu"))
 
 Record = dict[str, Any]
@@ -28,12 +28,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Solver:
-    """One way to solve a row's problem.
+    """One solver of a row's problem.
 
-    solve: what is timed; returns the answer. value: of its answer, where the row's `value` does not apply; proves: a
-        lower bound on every answer's value that its answer carries. needs: the package without which it is left out.
-    ours: what our value must be beside this one's. "equal" to an exact solver's, "at most" a heuristic's or that of an
-        exact one that was stopped; "" where nothing is claimed, because neither is exact.
+    solve: the timed call; returns the answer. value: of its answer, if the row's `value` does not apply. proves: a
+        lower bound on every answer's value, from its answer. needs: required package; left out without it.
+    ours: required relation of our value to this one's. "equal" to an exact solver's, "at most" a heuristic's or that of
+        an exact one that was stopped; "" if neither is exact and nothing is claimed.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Solver:
 
 
 class Solved(NamedTuple):
-    """What an exact peer found before its limit, and what it proved; value is infinite if it found nothing."""
+    """Result of an exact peer at its limit, and its proven bound; value is infinite if it found nothing."""
 
     value: float
     bound: float
 
 
 def milp(solve: Callable[[], Solved], ours: Literal["", "equal", "at most"] = "at most") -> Solver:
-    """HiGHS, which stops at a limit: it may be above the optimum then, but its bound holds for everyone."""
+    """HiGHS, stopped at a limit: its value may be above the optimum then, but its bound is valid for all solvers."""
     return Solver("scipy milp (HiGHS)", solve, _value, _bound, ours, "scipy")
 
 
@@ -77,11 +77,11 @@ def installed(*packages: str) -> bool:
 class Row:
     """One problem.
 
-    solvers: ours first. minimised: what `value` computes from an answer, in words ("" and None: only time counts).
+    solvers: ours first. minimised: name of the value that `value` computes ("" and None: only time counts).
     bound: no answer has a value below it, above 0; solvers may prove a higher one.
-    target_ms, target_gap: what our median time and our value / bound - 1 are held to.
-    properties: what an answer must have beside a low value; peers' are reported too.
-    quoted_ms: times that papers print for their own machines. notes: other figures worth keeping.
+    target_ms, target_gap: limits for our median time and for our value / bound - 1.
+    properties: required of an answer beside a low value; peers' are reported too.
+    quoted_ms: times that papers print for their own machines. notes: other figures for the report.
     """
 
     problem: str
@@ -97,10 +97,10 @@ class Row:
 
 
 def measure(row: Row, repeats: int, seconds: float) -> Record:
-    """A row's record: every solver timed in alternation, its value, and whether ours keeps what the row asks of it.
+    """A row's record: every solver timed in alternation, its value, and if ours meets the row's requirements.
 
-    repeats: calls of each solver at most, after one that warms up; seconds: of calls per solver, after which it sits
-        out. A solver whose first call takes longer is not asked again, and that call counts.
+    repeats: calls of each solver at most, after one warm-up call; seconds: limit of call time per solver, after which
+        it skips further rounds. A solver whose first call takes longer is not called again, and that call counts.
     """
     present = [solver for solver in row.solvers if not solver.needs or installed(solver.needs)]
     samples, answers, failed = _alternate(present, repeats, seconds)
@@ -134,7 +134,7 @@ def measure(row: Row, repeats: int, seconds: float) -> Record:
 def _alternate(
     solvers: Sequence[Solver], repeats: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, Any], dict[str, str]]:
-    """(milliseconds, last answer, why it failed) by solver. What peers raise is their result; ours must not raise."""
+    """(milliseconds, last answer, error) by solver. A peer's exception is its result; ours must not raise."""
     samples: dict[str, list[float]] = {solver.name: [] for solver in solvers}
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -164,7 +164,7 @@ def _record(row: Row, solver: Solver, times: list[float], answer: Any) -> Record
         record["value"] = float(value(answer))
     if solver.proves is not None:
         record["proved_bound"] = float(solver.proves(answer))
-    for name in ("value", "proved_bound"):  # a peer that was stopped may have found or proved nothing
+    for name in ("value", "proved_bound"):  # a stopped peer may have found or proved nothing
         if not math.isfinite(record.get(name, 0.0)):
             if solver is row.solvers[0]:
                 raise ValueError(f"{row.problem}: our {name} is {record[name]}")
@@ -175,7 +175,7 @@ def _record(row: Row, solver: Solver, times: list[float], answer: Any) -> Record
 
 
 def _met(row: Row, first: Record, solvers: Mapping[str, Record], bound: float | None) -> dict[str, bool]:
-    """What the row asks of our answer, and whether it keeps it. "time" alone depends on the machine."""
+    """Requirements of the row on our answer, and if each is met. Only "time" depends on the machine."""
     met: dict[str, bool] = {}
     if row.target_ms is not None:
         met["time"] = first["ms"] <= row.target_ms

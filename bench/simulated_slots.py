@@ -1,9 +1,9 @@
-"""The simulator against the clock on more ranks than cores: 4 gloo ranks, where every compute action takes a set time.
+"""Simulator against measurement on more ranks than cores: 4 gloo ranks, with a set time for every compute action.
 
-Ranks that share cores disturb each other's computing, which no simulation knows. So each compute action here takes the
-time that a profile gives it, stretched so that the model's own computing is a small part, and sleeps the rest of it:
-what is compared is everything around computing (the order, who waits for whom, messages, sums, gathers), with the
-prediction that a run makes before its first step. Figures are of sleeping ranks, and no speed of a model.
+Ranks that share cores disturb each other's computing, which no simulation can predict. So each compute action here
+takes its time from a profile, stretched so that the model's own computing is a small part, and sleeps for the rest.
+Everything around computing (order, waits, messages, sums, gathers) is compared with the prediction that a run makes
+before its first step. Figures are of sleeping ranks, and do not show the speed of a model.
 
     python -m bench.simulated_slots [--steps 5] [--slot 0.15] [--out bench/results/simulated_slots.json]
 """
@@ -26,14 +26,15 @@ import torch.multiprocessing as mp
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.simulated_step import build_model, build_samples
+from interlace.estimate.measured_links import measure_links
+from interlace.estimate.predict import Job, durations, predict
+from interlace.estimate.predictor import Predictor
+from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
-from interlace.run import executor, parallelize
-from interlace.run.measured_links import measure_links
-from interlace.run.predict import Job, durations, predict
-from interlace.run.predictor import Predictor
-from interlace.run.profiling import profile_costs
-from interlace.run.sizes import chunk_sizes
+from interlace.run import parallelize
+from interlace.run.execute import executor
+from interlace.run.tables.sizes import chunk_sizes
 from interlace.schedule import GENERATORS, Op, Schedule, StepTable
 from interlace.schedule.actions import CODES, COMPUTE, OP
 
@@ -41,7 +42,7 @@ RANKS = 4
 
 
 def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
-    """Name -> layout and schedule on 4 ranks, and why some schedule is left out."""
+    """Name -> layout and schedule on 4 ranks, and the reasons for left-out schedules."""
     names = mllm.modules_order()
     deep = dict.fromkeys(names, ParallelSpec()) | {"language_model": ParallelSpec(pp=2)}
     twice = {name: ParallelSpec(dp=2) for name in names} | {"language_model": ParallelSpec(pp=2, dp=2)}
@@ -68,8 +69,8 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
 
 
 class Slots:
-    """Has every compute action of this process take the seconds that `jobs` says. late: the most by which the model's
-    own computing was longer than its slot."""
+    """Makes every compute action of this process take its seconds in `jobs`. late: the most by which the model's own
+    computing was longer than its slot."""
 
     def __init__(self) -> None:
         self.jobs: dict[Job, float] = {}
@@ -98,7 +99,7 @@ def _layered(lists: Schedule) -> bool:
 
 
 def _in_step(jobs: dict[Job, float], table: StepTable) -> dict[Job, float]:
-    """Replicas that gather their weights layer by layer go in step: all take as long as the slowest."""
+    """Replicas that gather their weights layer by layer run in lock step: all take as long as the slowest."""
     together: dict[tuple[Any, ...], float] = {}
     for (op, module, stage, chunk), seconds in jobs.items():
         key = op, module, stage, table.chunks[chunk].index
@@ -107,13 +108,13 @@ def _in_step(jobs: dict[Job, float], table: StepTable) -> dict[Job, float]:
 
 
 def busiest(lists: Schedule, jobs: dict[Job, float]) -> float:
-    """Seconds of the slots of the rank that has most: no step is shorter."""
+    """Seconds of slots on the busiest rank: a lower bound of the step."""
     own = ([jobs[a.op, a.module, a.stage, a.chunk] for a in actions if a.op in COMPUTE] for actions in lists.actions)
     return max(map(sum, own))
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
-    """One rank: all cases in turn; rank 0 writes what was found."""
+    """One rank: all cases in turn; rank 0 writes the results."""
     torch.set_num_threads(1)
     join_group(rank, RANKS, port, 300)
     slots, mllm = Slots(), build_model(options.hidden)
@@ -124,7 +125,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     for name, (layout, schedule) in chosen.items():
         if options.only and name not in options.only:
             continue
-        mllm = build_model(options.hidden)  # anew, for shard = "full" takes the weights of a model
+        mllm = build_model(options.hidden)  # a new one, since shard = "full" takes over the weights of a model
         parallel = parallelize(mllm, layout, schedule=schedule, transport="distributed", timeout=240)
         links = links or measure_links(parallel.channel, mllm.modules_order())
         table = parallel.table(samples, options.microbatches)
@@ -134,7 +135,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
         used = [seconds for seconds in alone.values() if seconds > 0]
         slots.jobs = {job: seconds * options.slot / statistics.mean(used) for job, seconds in alone.items()}
         told: list[Any] = [slots.jobs]
-        dist.broadcast_object_list(told, 0)  # each rank has timed its own layers: those of one rank count
+        dist.broadcast_object_list(told, 0)  # each rank has timed its own layers: one rank's times are used by all
         slots.jobs, found = told[0] if not _layered(lists) else _in_step(told[0], table), []
         for _ in range(options.steps + 1):
             slots.late = 0.0
@@ -168,7 +169,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print the table, write the JSON; returns what was written."""
+    """Run the benchmark, print the table, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases to run, as the table names them")
     parser.add_argument("--steps", type=int, default=5, help="of each case, after one that warms up")

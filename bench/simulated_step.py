@@ -1,26 +1,26 @@
-"""The simulator against the clock: layouts and schedules of a small model on 2 gloo ranks with 1 thread each.
+"""Simulator against measurement: layouts and schedules of a small model on 2 gloo ranks with 1 thread each.
 
-Two predictions of each step are compared with what it takes:
+Two predictions of each step are compared with its measured time:
 
-- `error`: from the step's own actions. Steps take turns: every other one is profiled, the steps in between are what the
-  prediction is compared with. Each profiled step is simulated with the costs of its own actions, and the prediction is
-  the median of these simulations: what is slower than usual differs from step to step, and a step that waits for the
-  slower of two ranks takes longer than the slower of two medians. Costs are of
+- `error`: from the step's own actions. Steps alternate: every other one is profiled, and the prediction is compared
+  with the steps in between. Each profiled step is simulated with the costs of its own actions, and the prediction is
+  the median of these simulations. Medians of single costs would be too low: slow actions differ from step to step, and
+  a step that waits for the slower of two ranks takes longer than the slower of two medians. Costs are of
 
-    FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the mean of both
+    FORWARD, BACKWARD   each (op, module, stage, chunk); the mean of both if copies run one twice
     SEND                posting it
-    RECV                from when both sides are there (the receiver has come, the sender has posted) to its end
+    RECV                from when both sides are ready (receiver arrived, sender posted) to its end
     REDUCE_GRAD         alone: a sum of the same bytes over the same ranks while nothing else runs
 
-- `fitted_error`: from what is known before the first step, as a run with log.predict predicts: layers timed one by one
-  and fitted (`interlace.run.profiling`), links measured (`interlace.run.measured_links`), the chunks' sizes.
+- `fitted_error`: from data available before the first step, as in a run with log.predict: layers timed one by one and
+  fitted (`interlace.estimate.profiling`), links measured (`interlace.estimate.measured_links`), the chunks' sizes.
 
-A round goes through all cases and profiles each anew. A rank that has to share its core with other programs takes
-longer in bursts, which medians do not see; so it is noted how many cores others kept busy meanwhile, and of all rounds
-of a case the quietest half counts. The simulator plays the very lists that the ranks ran. Compared are whole steps,
-from the call to its return on the slower rank: what stands in no list (making the table, comparing the ranks, gathering
-the loss) is read off the profiled steps, too, and added to both predictions; the lists alone are beside them. On more
-ranks than cores: bench/simulated_slots.py.
+A round runs all cases and profiles each again. A rank that shares its core with other programs is slower in bursts,
+which medians do not show. So the number of cores that others kept busy is recorded, and the quietest half of a case's
+rounds counts. The simulator uses the same lists that the ranks ran. Whole steps are compared, from the call to its
+return on the slower rank. Work outside of the lists (making the table, comparing the ranks, gathering the loss) is
+measured in the profiled steps and added to both predictions. The report also compares the lists alone. For more ranks
+than cores: bench/simulated_slots.py.
 
     python -m bench.simulated_step [--steps 12] [--rounds 8] [--out bench/results/simulated_step.json]
 """
@@ -53,12 +53,12 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
+from interlace.estimate.measured_links import measure_links
+from interlace.estimate.predictor import Predictor
+from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize
-from interlace.run.measured_links import measure_links
-from interlace.run.predictor import Predictor
-from interlace.run.profiling import profile_costs
 from interlace.schedule import GENERATORS, Op, Schedule
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline, simulate_arrays
@@ -106,7 +106,7 @@ def build_model(hidden: int = 256, layers: tuple[int, int, int] = (4, 2, 5), fra
 
 
 def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
-    """Images and clips of many sizes between texts of many lengths: chunks cost as much as they cost."""
+    """Images and clips of many sizes between texts of many lengths: chunks of unequal cost."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: int, high: int) -> int:
@@ -127,12 +127,12 @@ def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
 
 
 def layouts(mllm: MultimodalModel) -> dict[str, Layout]:
-    """All of 2 ranks."""
+    """All layouts of 2 ranks."""
     one = dict.fromkeys(mllm.modules_order(), ParallelSpec())
     halves = one | {"language_model": ParallelSpec(pp=2)}
     twice = {name: ParallelSpec(dp=2) for name in one}
     return {
-        # Placed as "parallel" places them when they share ranks, with the cut between encoders and language model.
+        # Placed like "parallel" on shared ranks, with the cut between encoders and language model.
         "encoders | language model": Layout.from_specs(mllm, one, placement="colocated"),
         "chain in 2": Layout.balanced(mllm, 2),
         "replicated, language model in 2": Layout.from_specs(mllm, halves, placement="replicated"),
@@ -144,8 +144,8 @@ def layouts(mllm: MultimodalModel) -> dict[str, Layout]:
 
 
 def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
-    """Name -> layout and schedule: all layouts under 1F1B, and every other schedule that there is; and why some are
-    left out."""
+    """Name -> layout and schedule: all layouts under 1F1B, and every other schedule; and the reasons for left-out
+    ones."""
     found = {name: (layout, "1f1b") for name, layout in layouts(mllm).items()}
     left_out = {}
     for schedule in GENERATORS:
@@ -169,7 +169,7 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
 
 
 def costs_of(timeline: Timeline, lanes: list[int]) -> dict[Cost, list[float]]:
-    """What the actions of one step took, by what they are; lanes: the rank of each."""
+    """Seconds of the actions of one step, by cost key; lanes: the rank of each."""
     found: dict[Cost, list[float]] = defaultdict(list)
     posted: dict[Cost, float] = {}
     for record in timeline.records():
@@ -210,8 +210,8 @@ def seconds_of(schedule: Schedule, lanes: list[int], costs: dict[Cost, float], s
 
 
 def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
-    """Reduction -> seconds of a sum of as many bytes, made as the executor makes it, alone."""
-    from interlace.run.gradients import Sum
+    """Reduction -> seconds of a sum of as many bytes, run as in the executor, alone."""
+    from interlace.run.execute.gradients import Sum
 
     [rank] = parallel._ranks.values()
     found = {}
@@ -232,7 +232,7 @@ def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
 
 
 class Others:
-    """How many cores other programs keep busy, from now on. Its calls are collective."""
+    """Number of cores that other programs keep busy, from now on. Its calls are collective."""
 
     def __init__(self) -> None:
         self._at = self._read()
@@ -253,7 +253,7 @@ class Others:
 
 
 def wait_until_quiet(patience: float) -> None:
-    """Until others keep less than a twentieth of a core busy for a second, or for `patience` seconds."""
+    """Wait until others use less than a twentieth of a core for a second, at most `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         others = Others()
@@ -265,15 +265,15 @@ def wait_until_quiet(patience: float) -> None:
 
 
 class Case:
-    """One layout and schedule in one round: what was profiled and what was measured."""
+    """One layout and schedule in one round: profiles and measurements."""
 
     def __init__(self, parallel: ParallelModel, predictor: Predictor) -> None:
         self.parallel, self.predictor = parallel, predictor
         self.lanes = [lane.ranks[0] for lane in parallel.layout.lanes()]
-        self.costs: list[dict[Cost, float]] = []  # of each step that was profiled
-        self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps that were profiled, and that were not
-        self.listed: list[float] = []  # of the lists alone, in steps that were not profiled
-        self.around: list[float] = []  # of all but the lists, in steps that were profiled
+        self.costs: list[dict[Cost, float]] = []  # of each profiled step
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of profiled steps, and of others
+        self.listed: list[float] = []  # of the lists alone, in steps without profile
+        self.around: list[float] = []  # of everything but the lists, in profiled steps
 
     def step(self, samples: list[Sample], microbatches: int, profiled: bool) -> None:
         self.parallel.zero_grad()
@@ -324,7 +324,7 @@ class Case:
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
-    """One rank: profile and measure in turns; rank 0 writes what was found."""
+    """One rank: profile and measure in turns; rank 0 writes the results."""
     torch.set_num_threads(1)
     join_group(rank, 2, port, 300)
     mllm = build_model(options.hidden)
@@ -364,7 +364,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print the table, write the JSON; returns what was written."""
+    """Run the benchmark, print the table, write the JSON and return its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases to run, as the table names them")
     parser.add_argument("--steps", type=int, default=12, help="of each layout in a round, every other one profiled")

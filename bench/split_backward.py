@@ -1,12 +1,12 @@
-"""A backward in two halves against a whole one: time, FLOPs and what is kept, of a stack of Llama layers.
+"""Split backward against a whole one: time, FLOPs and kept memory of a stack of Llama layers.
 
     python -m bench.split_backward [--layers 4] [--hidden 512] [--tokens 1024] [--repeats 9] [--threads 1] [--out FILE]
 
-BACKWARD_INPUT makes gradients of activations, and of norms and biases; BACKWARD_WEIGHT those of the weights of linear
-layers (`interlace.run.deferred`). The floor of both together is the whole backward, whose FLOPs they have, which is
-checked. Kept: bytes that autograd saves of a forward, beside weights (not known of "selective", which saves elsewhere),
-and bytes between the halves. Times are medians over rounds in which whole and split backwards take turns, so that what
-else the machine does meets both.
+BACKWARD_INPUT computes gradients of activations, and of norms and biases; BACKWARD_WEIGHT those of the weights of
+linear layers (`interlace.run.execute.deferred`). The floor of both together is the whole backward: their FLOPs are
+equal, which is checked. Kept: bytes that autograd saves of a forward, beside weights (unknown for "selective", which
+saves elsewhere), and bytes between the halves. Times are medians over rounds in which whole and split backwards
+alternate, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from bench.measure import command, machine, versions, write_json
-from interlace.comm.deferred import DeferredGradients
+from interlace.comm.overlap.deferred import DeferredGradients
 from interlace.model import Checkpointing, set_checkpointing
-from interlace.run.deferred import LinearLayers
+from interlace.run.execute.deferred import LinearLayers
 
 ROOT = Path(__file__).parents[1]
 
 
 class Stack:
-    """Layers without embeddings, and an input of theirs that takes a gradient, as between stages."""
+    """Layers without embeddings, with an input that takes a gradient, as between stages."""
 
     def __init__(self, layers: int, hidden: int, tokens: int, checkpointing: Checkpointing) -> None:
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def measure(layers: int, hidden: int, tokens: int, repeats: int, checkpointing: 
 
 
 def kept_by_forward(stack: Stack) -> int:
-    """Bytes of what autograd saves in a forward that is whole."""
+    """Bytes that autograd saves in a forward for a whole backward."""
     own = {parameter.untyped_storage().data_ptr() for parameter in stack.model.parameters()}
     storages: dict[int, int] = {}
 
@@ -138,7 +138,7 @@ def kept_by_forward(stack: Stack) -> int:
 
 
 def kept_between(stack: Stack) -> int:
-    """Bytes of what waits for BACKWARD_WEIGHT."""
+    """Bytes kept for BACKWARD_WEIGHT."""
     stack.forget()
     with stack.linears.forward():
         output = stack.forward()

@@ -1,10 +1,10 @@
-"""What a step costs before and beside its computing: table, routes, schedule, proof; and the executor, per action.
+"""Time of a step besides its computing: table, routes, schedule, proof; and the executor, per action.
 
     python -m bench.step_tables [--repeats 20] [--out bench/results/step_tables.json]
 
 Tables: 1,024 samples of random lengths for 16 lanes (4 replicas of an encoder in 2 stages, 2 of a language model in 4)
-with 128 chunks per replica of the language model, and fewer or more of the encoder. Executor: stages that do nothing
-but hand tensors on, on one rank and on two that are threads, against the same calls of the stages without it.
+with 128 chunks per replica of the language model, and fewer or more of the encoder. Executor: stages that only pass
+tensors on, on one rank and on two that are threads, against the same calls of the stages without it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import command, machine, versions, write_json
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import Routes
-from interlace.run.executor import Executor
+from interlace.run.execute.executor import Executor
+from interlace.run.execute.step import StageRuntime, Step
+from interlace.run.execute.threads import run_threads
 from interlace.run.lanes import Place
-from interlace.run.step import StageRuntime, Step
-from interlace.run.table import Lengths, step_table
-from interlace.run.threads import run_threads
+from interlace.run.tables.table import Lengths, step_table
 from interlace.schedule import Schedule, StageGraph, StepTable, check, one_f_one_b
 
 LINKS = (("vision", "language_model"),)
@@ -36,7 +36,7 @@ SAMPLES, MICROBATCHES = 1024, 128
 
 
 def graph_of(vision: tuple[int, int], language: tuple[int, int], ranks: int | None = None) -> StageGraph:
-    """(dp, pp) of each; every stage on a rank of its own, or stage i of all on rank i modulo `ranks`."""
+    """(dp, pp) of each; every stage on its own rank, or stage i of all on rank i modulo `ranks`."""
     modules: dict[str, Any] = {}
     first = 0
     for name, (dp, pp) in (("vision", vision), ("language_model", language)):
@@ -89,7 +89,7 @@ def tables(repeats: int, chunks: int | None) -> dict[str, Any]:
 
 
 class Nothing(nn.Module):
-    """A stage that hands on what it was given, times a weight."""
+    """A stage that returns its input times a weight."""
 
     def __init__(self, sink: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Nothing(nn.Module):
 
 
 def executor(ranks: int, repeats: int) -> dict[str, Any]:
-    """Microseconds per action that the executor adds to a step of stages that do nothing."""
+    """Microseconds per action that the executor adds to a step of trivial stages."""
     graph = graph_of((1, 1), (1, 2 * ranks - 1), ranks)
     lengths = Lengths(np.full(64, 8), np.full(64, 1), {"vision": np.full(64, 8)})
     table = step_table(graph.layout, lengths, microbatches=64)

@@ -1,24 +1,24 @@
-"""Subblock ablation: what splitting long rows of blocks does to time and to how evenly SMs are busy.
+"""Subblock ablation: effect of splitting long rows of blocks on time and on the balance of SMs.
 
     python -m bench.subblocks [--preset cpu|gpu|smoke] [--masks ...] [--heads 1:1 8:1] [--ranks 1 8] [--out JSON]
 
 Cornstarch 2025-11 (sections 5.2 and 6.4, figure 9) splits the keys of a block of queries into subblocks that other
 SMs take. Variants, measured in alternation:
 
-    none              one work item per row, however long
+    none              one work item per row, of any length
     fixed_16          pieces of at most 16 key blocks: the paper finds "16-32 subblocks" good, and its figure reads so
     fixed_32          pieces of at most 32 key blocks
-    fixed_4096_keys   pieces of at most 4,096 keys, as Cornstarch's code has it; with blocks of 128 that is fixed_32
+    fixed_4096_keys   pieces of at most 4,096 keys, as in Cornstarch's code; with blocks of 128 that is fixed_32
     automatic         AttentionPlan.build without a cap: chosen from the work and the number of SMs (on a CPU: none)
 
-`--ranks 8` gives each launch the queries that one of 8 context-parallel ranks holds (every 8th block) against all keys,
-and `--heads 1:1` one head per launch: the paper's setting, where a launch has too few rows to fill the GPU.
+`--ranks 8` gives each launch the queries of one of 8 context-parallel ranks (every 8th block) against all keys, and
+`--heads 1:1` one head per launch. This is the paper's setting, where a launch has too few rows to fill the GPU.
 
 Times are measured, forward and backward, merge of partial results included. Busy time per SM (on a CPU: per core) is
-modelled, not measured: the forward's work items, in the order in which they are launched, are list-scheduled on as many
-servers, with costs per item, per FULL and per PARTIAL block that are measured in the same run on plans that hold
-nothing else. `model_ms` beside the measured time says how far the model holds. The CPU backend may ignore splits: its
-measured times then differ by noise alone.
+modelled, not measured. The forward's work items, in launch order, are list-scheduled on as many servers. Costs per
+item, per FULL and per PARTIAL block are measured in the same run on plans that contain nothing else. `model_ms` beside
+the measured time shows the accuracy of the model. The CPU backend may ignore splits: its measured times then differ
+only by noise.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def servers(at: torch.device) -> int:
 
 
 def calibrate(options: argparse.Namespace, clock: Clock) -> Costs:
-    """Costs from three masks of which every row is alike: nothing visible, all FULL blocks, all PARTIAL blocks."""
+    """Costs from three masks with identical rows: nothing visible, all FULL blocks, all PARTIAL blocks."""
     length, at, count = options.calibration, clock.device, servers(clock.device)
     rows = -(-length // BLOCK)
     heads = max(1, -(-WAVES * count // rows))
@@ -242,7 +242,7 @@ def run_case(
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the ablation, print its lines, write the JSON; returns what was written."""
+    """Run the ablation, print its lines, write the JSON and return its content."""
     start = time.monotonic()
     options = parse(argv)
     at = device()

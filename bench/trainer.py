@@ -1,14 +1,14 @@
 """`interlace train` against a plain PyTorch loop: the same modules, data and batches on the same cores, in one run.
 
-    plain    what a user writes without us: HuggingFace modules with SDPA, samples padded to the longest of the batch,
-             images of one size together, speech padded as Whisper wants it, AdamW and clipping, one process
+    plain    a user's loop without interlace: HuggingFace modules with SDPA, samples padded to the longest of the batch,
+             images of one size together, speech padded to Whisper's length, AdamW and clipping, one process
     packed   the same loop around a MultimodalModel: one packed row, bitfield attention, no runtime
     the rest `interlace train`, on 1 to 3 ranks, by placement and number of microbatches
 
-The model of configs/stamps.toml (1.6 M parameters) and two larger ones train on its data. Each layout trains in
-processes of its own, round after round, so that all see the same machine; a figure is the median over rounds of tokens
-(of the language model, without padding) per second of a step, from loading the batch to the update. Written after each
-size; sizes that --out has from this machine and these versions, and that are not measured now, stay in it.
+The model of configs/stamps.toml (1.6 M parameters) and two larger ones train on its data. Each layout trains in its own
+processes, round after round, so that all run under the same load. A figure is the median over rounds of tokens (of the
+language model, without padding) per second of a step, from loading the batch to the update. The report is written after
+each size. Sizes of --out from this machine and these versions are kept if they are not measured now.
 
     python -m bench.trainer [--sizes 1.6M 37M 150M] [--rounds 3] [--dataset digits] [--out bench/results/trainer.json]
 """
@@ -35,15 +35,15 @@ from interlace.model.language import merge_tokens
 from interlace.model.loss import cross_entropy_sum
 from interlace.model.projector import stack_tokens
 from interlace.model.sample import IGNORE
-from interlace.train import config as configs
-from interlace.train.build import build, materialize
-from interlace.train.feed import Feed, datasets, prepare
+from interlace.train.config import load as configs
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed, datasets, prepare
+from interlace.train.data.texts import tokenizer_of, vocabulary_of
 from interlace.train.launch import launcher
-from interlace.train.metrics import LOSS
+from interlace.train.models.build import build, materialize
+from interlace.train.models.tuning import rates
 from interlace.train.optim import Optimizer
-from interlace.train.schema import Config
-from interlace.train.texts import tokenizer_of, vocabulary_of
-from interlace.train.tuning import rates
+from interlace.train.report.metrics import LOSS
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "stamps.toml"
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 
 class Plain:
-    """Loss of a list of samples by the modules of a MultimodalModel alone, as their library runs them."""
+    """Loss of a list of samples by the modules of a MultimodalModel alone, run as in their library."""
 
     def __init__(self, mllm: MultimodalModel, attention: str = "sdpa") -> None:
         self.mllm, self.device = mllm, next(mllm.parameters()).device
@@ -123,7 +123,7 @@ class Plain:
         return cross_entropy_sum(output.logits, labels) / targets
 
     def _encode(self, name: str, samples: Sequence[Sample]) -> Tensor | None:
-        """Features of all items in order, [n, D]; None for no items. Images of one shape go together."""
+        """Features of all items in order, [n, D]; None for no items. Images of one shape are batched."""
         encoder: Any = self.mllm.encoders[name]
         items = [item for sample in samples for item in sample.media.get(name, ())]
         if not items:
@@ -149,7 +149,7 @@ class Plain:
 
 
 class InRows(Plain):
-    """The same with samples side by side in one row, where HuggingFace's attention keeps them apart by positions."""
+    """The same with samples packed in one row; HuggingFace's attention separates them by positions."""
 
     def __call__(self, samples: Sequence[Sample]) -> Tensor:
         """Mean cross entropy over all targets, in nats."""
@@ -160,7 +160,7 @@ class InRows(Plain):
 
 
 def packed(mllm: MultimodalModel) -> Callable[[Sequence[Sample]], Tensor]:
-    """The same loss by the model itself."""
+    """Loss by the MultimodalModel itself."""
 
     def loss(samples: Sequence[Sample]) -> Tensor:
         output: Tensor = mllm(**mllm.collate(samples)).loss
@@ -170,7 +170,7 @@ def packed(mllm: MultimodalModel) -> Callable[[Sequence[Sample]], Tensor]:
 
 
 def train(loop: str, config: Config) -> list[Step]:
-    """Trains as a loop in one process does."""
+    """Train with a loop in one process."""
     torch.set_num_threads(launcher.default_threads(1))
     torch.manual_seed(config.run.seed)
     tokenizer = tokenizer_of(config)
@@ -208,12 +208,12 @@ def config_of(
     rest += [f"run.folder={json.dumps(folder)}", "checkpoint.every=0", *DATA[dataset]]
     rest += [f"train.steps={steps}", f"train.microbatches={microbatches}", "train.warmup_steps=0"]
     rest += ["train.schedule_steps=450", "train.validate_every=0", "train.validation_samples=2"]
-    apart = "parallel={placement='colocated', timeout=60.0}"  # where the config would choose
-    return configs.load(CONFIG, [*model, apart, *layout, *rest, "run.device=cpu"])  # where the plain loops compute, too
+    apart = "parallel={placement='colocated', timeout=60.0}"  # otherwise the config would choose
+    return configs.load(CONFIG, [*model, apart, *layout, *rest, "run.device=cpu"])  # same device as the plain loops
 
 
 def run(name: str, config: Config) -> list[Step]:
-    """The steps of a loop, or of `interlace train` as its metrics have them, in processes of their own."""
+    """The steps of a loop, or those in the metrics of `interlace train`, in separate processes."""
     folder = Path(config.run.folder)
     path = folder / "config.toml"
     path.write_text(configs.dumps(config))
@@ -235,7 +235,7 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
     cases: list[tuple[str, int]] = [(loop, 1) for loop in LOOPS]
     cases += [(layout, n) for layout in LAYOUTS for n in microbatches]
     found: dict[tuple[str, int], list[list[Step]]] = {case: [] for case in cases}
-    # The first run is not counted: a machine that has used less memory until then may be slow to give it.
+    # The first run is not counted: the system may be slow to provide memory that was not used before.
     for counted, (name, n) in [(False, cases[1]), *((True, case) for _ in range(rounds) for case in cases)]:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(size, LAYOUTS.get(name, ()), n, folder, steps, dataset)
@@ -267,7 +267,7 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
 
 
 def speed(ran: Sequence[Step]) -> float:
-    """Tokens per second of a round: the median over its steps once it is warm."""
+    """Tokens per second of a round: the median over its steps after warm-up."""
     return statistics.median(step.tokens_per_s for step in ran[WARM:])
 
 

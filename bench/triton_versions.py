@@ -1,7 +1,7 @@
-"""Other versions of Triton beside the installed one: fetched once with pip into a cache folder of their own.
+"""Other versions of Triton beside the installed one: fetched once with pip into a separate cache folder.
 
-Registers differ between versions, so a tile that is clean under one spills under another; compile processes run with
-such a folder first on PYTHONPATH (`environment`). The cache is $INTERLACE_CACHE, else ~/.cache/interlace.
+Registers differ between versions, so a tile that is clean under one version spills under another. Compile processes run
+with such a folder first on PYTHONPATH (`environment`). The cache is $INTERLACE_CACHE, else ~/.cache/interlace.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.9.0", "3.6.0")
-"""What the kernels are compiled under: the newest that the package allows, and the oldest, of a common H200 image."""
+"""Versions that the kernels are compiled under: the newest that the package allows, and the oldest, of a common H200
+image."""
 
 
 class Unavailable(RuntimeError):
-    """A version of Triton is neither installed nor cached, and pip could not fetch it; says why."""
+    """A version of Triton is neither installed nor cached, and pip could not fetch it; the message has the cause."""
 
 
 def cache_folder() -> Path:
@@ -30,10 +31,10 @@ def cache_folder() -> Path:
 
 
 def site(version: str) -> Path | None:
-    """The folder to put first on PYTHONPATH for this version of Triton; None when it is the installed one.
+    """The folder to put first on PYTHONPATH for this version of Triton; None if it is the installed one.
 
-    Raises Unavailable. Safe when several processes call it at once: one installs and the others wait; and when it is
-    interrupted: the folder gets its name once it is whole.
+    Raises Unavailable. Safe if several processes call it at once: one installs and the others wait. Safe if
+    interrupted: the folder is renamed to its final name once it is complete.
     """
     try:
         if metadata.version("triton") == version:
@@ -43,7 +44,7 @@ def site(version: str) -> Path | None:
     folder = cache_folder() / f"triton-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f"{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, even by a crash
         if not is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as fresh:
@@ -53,7 +54,7 @@ def site(version: str) -> Path | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file that the wheel lists is there in its full size (an interrupted copy or a cleaner of old files
+    """True if every file in the wheel's list exists in its full size (an interrupted copy or a cleaner of old files
     leaves gaps)."""
     records = list(folder.glob("triton-*.dist-info/RECORD"))
     if len(records) != 1:

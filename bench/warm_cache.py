@@ -1,16 +1,16 @@
-"""Fill Triton's cache with kernels for a Hopper GPU that is not here, so that they need not be compiled there.
+"""Fill Triton's cache with kernels for a Hopper GPU that is not present, to avoid compilation on it later.
 
     TRITON_CACHE_DIR=FOLDER python -m bench.warm_cache triton|gluon [pytest arguments]
 
-Triton gets a driver whose device is sm_90 and whose launches do nothing, so its own code computes the keys under which
-a launch on the GPU looks. They hold where Triton is the same file by file and ptxas has the same version. A process
-fills for one of two backends:
+Triton gets a driver whose device is sm_90 and whose launches do nothing. Its own code therefore computes the cache keys
+of a launch on the GPU. They are valid if all of Triton's files are identical and ptxas has the same version. A process
+fills the cache for one of two backends:
 
     triton    `bench.kernel_times`, and the tests that name this backend
-    gluon     what leaves the choice to the op or names Gluon, and the layout of HuggingFace's models
+    gluon     code that leaves the choice to the op or names Gluon, and the layout of HuggingFace's models
 
-Tests are those of tests/gpu/test_attention.py in bf16. They run on the CPU at the sizes that they have on a GPU, and
-every call of the CPU backend is repeated on meta tensors with the backend that Hopper would take.
+Tests are those of tests/gpu/test_attention.py in bf16. They run on the CPU at their GPU sizes. Every call of the CPU
+backend is repeated on meta tensors with the backend for Hopper.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODELS = ((16, 16, 72), (12, 2, 128))  # heads, key heads, head dimension: SigLI
 
 
 class Driver:
-    """A Hopper GPU on which kernels can be compiled and launches do nothing."""
+    """Driver of a Hopper GPU on which kernels can be compiled and launches do nothing."""
 
     class utils:
         @staticmethod
@@ -70,19 +70,19 @@ class Driver:
 
 
 def pytest_configure() -> None:
-    """Also as a plugin of pytest: in every worker of xdist."""
+    """Install the driver in every worker of xdist, as a plugin of pytest."""
     install()
 
 
 def install() -> None:
-    """The driver, the capability of its device, and the launches that go with every call of the CPU backend."""
+    """Install the driver, its device's capability, and launches that accompany every call of the CPU backend."""
     from tests.gpu import dense
 
     triton.runtime.driver.set_active(Driver())
-    for call in calls(Configuration(ARCHITECTURE, part="plan")):  # every process begins with them
+    for call in calls(Configuration(ARCHITECTURE, part="plan")):  # needed by every process
         call.run()
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    dense.LENGTH, dense.DIM = 1000, 128  # as on a GPU, before the tests read them
+    dense.LENGTH, dense.DIM = 1000, 128  # as on a GPU, set before the tests read them
     forward, backward = cpu.forward, cpu.backward
 
     def launching_forward(job: Attention) -> Any:
@@ -115,7 +115,7 @@ def on_meta(job: Attention) -> Attention:
 
 
 def backend_of(job: Attention) -> ModuleType | None:
-    """The backend that computes this on Hopper, None for neither."""
+    """The backend that computes this on Hopper, None if neither does."""
     dim, widest = job.q.shape[3], max(job.q.shape[3], job.v.shape[3])
     if job.q.dtype not in triton_backend.DTYPES or widest > triton_backend.MAX_HEAD_DIM:
         return None
@@ -125,7 +125,7 @@ def backend_of(job: Attention) -> ModuleType | None:
 
 
 def benchmarks() -> None:
-    """What `bench.kernel_times` launches."""
+    """Launches of `bench.kernel_times`."""
     for text in CASES:
         case = Case(text, torch.device("meta"))
         for kernel, label, tile, plan in case.arms():

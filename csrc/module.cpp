@@ -1,6 +1,6 @@
-// interlace._core: what python/interlace/{attention,balance,comm,plan,schedule,simulate}/ call. Arrays in, arrays out;
-// every function checks its arguments and releases the GIL while it computes or waits; Ctrl-C ends those of balance/,
-// plan/, schedule/ and simulate/.
+// interlace._core: functions for python/interlace/{attention,balance,comm,plan,schedule,simulate}/. They take and
+// return arrays. Every function checks its arguments and releases the GIL while it computes or waits. Ctrl-C ends
+// functions of balance/, plan/, schedule/ and simulate/.
 #include <pybind11/pybind11.h>
 
 namespace interlace {

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from interlace.train.schema import Config
+from interlace.train.config.sections import Config
 
 PAGE = Path(__file__).parent / "config-reference.md"
 Schema = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the bitfield attention kernels share: the mask predicate, masked tile loads, the dot, the softcap.
+"""Common parts of the bitfield attention kernels: mask predicate, masked tile loads, dot, softcap.
 
 The predicate is the one of ``interlace.masks`` (query i sees key j), rearranged so that a pair costs five compares:
 

@@ -1,4 +1,4 @@
-"""From tensors and a plan to kernel launches: arguments, grids, tiles and work buffers.
+"""Kernel launches from tensors and a plan: arguments, grids, tiles and work buffers.
 
 Each function returns the launches of one pass as `Call`s, in order. The attention backend runs them; `ahead_of_time`
 compiles the very same objects (made of meta tensors) for a named architecture without a GPU, so what the static gate

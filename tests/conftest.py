@@ -1,5 +1,7 @@
-"""Settings for every test: one thread, and hypothesis without a deadline and with the same examples in every run (the
-machines that run this are shared). And one pool of rank processes, and one folder of trials, for all tests."""
+"""Settings for every test: one thread; hypothesis without a deadline (shared machines) and with fixed examples.
+
+All tests share one pool of rank processes and one folder of probe results.
+"""
 
 import gc
 import os
@@ -22,24 +24,26 @@ try:
 except ImportError:
     pass  # tests/gpu runs on bare machines without it
 else:
-    # Without a database or a random seed, a run on a fresh clone tries what every other run tried. How long it takes to
-    # draw an example says how busy the machine is.
+    # Without a database or a random seed, a run on a fresh clone tests the same examples as every other run.
+    # The time to draw an example depends on the load of the machine, so that check is off.
     always: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("interlace", derandomize=True, database=None, **always)
     settings.register_profile("explore", max_examples=1000, **always)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "interlace"))
-    # Newer versions also draw constants that they find in the modules imported so far: under xdist, that is which tests
-    # this worker happened to run before. There is no setting for it.
+    # Newer versions also draw constants found in the modules imported so far. Under xdist, that depends on
+    # the tests that this worker ran before. There is no setting to disable it.
     if hasattr(providers, "_get_local_constants"):
-        providers._get_local_constants = lambda: providers._local_constants  # none are ever added
+        providers._get_local_constants = lambda: providers._local_constants  # blocks later additions
 
 
 MOST_SLOW_CASES = 2  # of one test; INTERLACE_EVERY_CASE=1 runs all of them, and tests marked every_case
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a slow test with many cases a sample runs, and tests marked `every_case` do not: all take longer than a check
-    may."""
+    """Samples slow tests with many cases, and skips tests marked `every_case`.
+
+    All of them take longer than a check may.
+    """
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("every_case") and not os.environ.get("INTERLACE_EVERY_CASE"):
@@ -52,13 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if FOLDER not in os.environ:  # the workers of a run inherit it
+    if FOLDER not in os.environ:  # inherited by the workers of a run
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="interlace-trials-")
         config.add_cleanup(lambda: (os.environ.pop(FOLDER), shutil.rmtree(folder, ignore_errors=True)))
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the collector need not look through half a million objects again and again."""
+    """Freezes imported objects, so that the garbage collector does not scan half a million of them repeatedly."""
     gc.collect()
     gc.freeze()
 
@@ -69,7 +73,10 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def shared_trials() -> None:
-    """Before each test, as `interlace.train.build.build` keeps answers in the folder of its config from then on."""
+    """Resets the folder of probe results before each test.
+
+    `interlace.train.models.build.build` changes it to the folder of its config.
+    """
     share_trials()
 
 

@@ -1,4 +1,4 @@
-"""How often Python code is entered in a call: what says that a loop is in arrays or in C++, on any machine alike."""
+"""Counts calls of Python code: shows on any machine that a loop runs in arrays or in C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def python_calls(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What `function` returns, and how many functions, of Python and of C, this thread called meanwhile."""
+    """Result of `function`, and the number of functions (Python and C) that this thread called meanwhile."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -17,7 +17,7 @@ def python_calls(function: Callable[[], Any]) -> tuple[Any, int]:
         count += event in ("call", "c_call")
 
     gc.collect()
-    gc.disable()  # what is freed may call too, and when is not ours to say
+    gc.disable()  # finalizers may also call functions, at unpredictable times
     sys.setprofile(note)
     try:
         result = function()

@@ -1,6 +1,6 @@
-"""Where test processes are forked from: a server that has imported what they need, so that one starts in milliseconds.
+"""Fork server of test processes with preloaded imports, so that a process starts in milliseconds.
 
-A process that is spawned imports torch and transformers anew: four seconds of a core each.
+A spawned process imports torch and transformers again, which takes four seconds of a core.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "tests.tiny",
 
 
 def context() -> ForkServerContext:
-    """The one context of a test run. The server starts with the first process, and a module that imports wrongly in it
-    is imported by the process itself."""
+    """The only context of a test run. The server starts with the first process.
+
+    A module whose import fails in the server is imported by the process itself.
+    """
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(PRELOADED)
     return made
@@ -29,7 +31,7 @@ def context() -> ForkServerContext:
 def start_script(
     script: str, output: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> BaseProcess:
-    """A process that runs the text of a program, as `python -c` would, and writes what it says to a file."""
+    """Starts a process that runs a program text, like `python -c`, and writes its output to a file."""
     process = context().Process(target=_run, args=(script, output, {**os.environ, **environment}, list(arguments)))
     process.start()
     return process

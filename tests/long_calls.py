@@ -1,8 +1,8 @@
-"""A call of every function of balance, plan, schedule and simulate in csrc that takes seconds, for test_interrupts.
+"""Calls that take seconds, of every function of balance, plan, schedule and simulate in csrc, for test_interrupts.
 
-python -m tests.long_calls NAME ... runs them one after the other; each gets SIGINT a moment after it has begun, and one
-line of JSON says how it ended: name, how, and how many seconds of CPU time after the signal. One that is over before
-that, as on a fast machine, runs again with a shorter moment.
+python -m tests.long_calls NAME ... runs them one after the other. Each gets SIGINT shortly after its start. One line of
+JSON reports its end: name, how, and seconds of CPU time after the signal. A call that ends before the signal, as on a
+fast machine, runs again with a shorter delay.
 """
 
 import json
@@ -44,7 +44,7 @@ def searched():
 
 
 def forwards(actions):
-    """One rank with as many forwards of one stage."""
+    """One rank with this many forwards of one stage."""
     zero, rows = np.zeros(1, int), np.full((actions, 7), -1, np.int32)
     rows[:, :4] = 0
     nothing, starts = np.zeros(0, int), np.array([0, 1])
@@ -54,7 +54,7 @@ def forwards(actions):
 
 
 def step(chunks):
-    """Two modules of one stage each, a chunk of the one read by a chunk of the other."""
+    """Two modules of one stage each; a chunk of one is read by a chunk of the other."""
     links = [("a", "b")]
     graph = StageGraph.build({"a": [0], "b": [1]}, links, replicas=2)
     pairs = np.stack([np.arange(chunks // 2), np.arange(chunks // 2) + chunks // 2], axis=1)
@@ -70,13 +70,11 @@ def scheduled(chunks):
     return *arguments, True, True, *_core.schedule_lists(*arguments, *GPIPE), *nothing
 
 
-# Name -> (function, what makes its arguments). Where a function has two ways that take long, both are here.
+# Name -> (function, its argument factory). A function with two slow code paths has an entry for each.
 CALLS = {
     "assign_lpt": (_core.assign_lpt, lambda: (some(8 * MILLION), MILLION, None)),
     "assign_even": (_core.assign_even, lambda: (some(8 * MILLION), MILLION, None)),
     "assign_lpt_greedy": (_core.assign_lpt_greedy, lambda: (some(8 * MILLION), MILLION, None)),
-    "assign_karmarkar_karp": (_core.assign_karmarkar_karp, lambda: (some(10**5), 10**4, None)),
-    "assign_multifit": (_core.assign_multifit, lambda: (some(4 * MILLION), MILLION, None)),
     "assign_contiguous": (_core.assign_contiguous, lambda: (some(8 * MILLION), 4 * MILLION, None)),
     "assign_exact": (_core.assign_exact, lambda: (some(60), 7, None, 2**62, np.inf)),
     "assign_exact, many bins": (_core.assign_exact, lambda: (some(10**5), 3 * 10**4, None, 2**62, np.inf)),
@@ -127,7 +125,7 @@ CALLS = {
 
 
 def interrupted(name):
-    """Runs one of the calls and interrupts it: how it ended, and the CPU seconds that it still took."""
+    """Runs one call and interrupts it. Returns how it ended and the CPU seconds after the signal."""
     function, arguments = CALLS[name]
     given = arguments()
     for moment in MOMENTS:
@@ -156,13 +154,13 @@ def interrupted_after(moment, function, given):
         ended = time.process_time()
         over.set()
         thread.join()
-    except KeyboardInterrupt:  # it came when the call had just returned
+    except KeyboardInterrupt:  # the signal came just after the call had returned
         thread.join()
         return "returned", None
     return how, ended - at[0] if at else None
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
     for name in sys.argv[1:]:
         print(json.dumps(interrupted(name)), flush=True)

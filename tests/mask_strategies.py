@@ -1,4 +1,4 @@
-"""Random masks for property tests, and the mask rule written out a second time, pair by pair in plain Python."""
+"""Random masks for property tests, and a second implementation of the mask rule, pair by pair in plain Python."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def masks(draw: st.DrawFn, batch: int | None = None, longest: int = 40, shortest
 
 @st.composite
 def mask_pairs(draw: st.DrawFn, longest: int = 40, shortest: int = 1) -> tuple[BitfieldMask, BitfieldMask | None]:
-    """A mask, and None or a mask of other keys (of another length, or the whole of which the first is a part)."""
+    """A mask, and None or a mask of other keys: of another length, or the full mask whose first part is this mask."""
     mask = draw(masks(longest=longest, shortest=shortest))
     kind = draw(st.sampled_from(["self", "other", "part"]))
     if kind == "self":

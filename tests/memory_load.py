@@ -1,4 +1,4 @@
-"""What tests of races run beside: memory that is never at rest."""
+"""Memory load in the background of race tests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 @contextmanager
 def memory_load(device: torch.device | str = "cpu", size: int = 64 << 20) -> Iterator[None]:
-    """Meanwhile a thread streams through two buffers of `size` bytes, more than caches hold, on the CPU or, by a stream
-    of its own, on a GPU."""
+    """Streams through two buffers of `size` bytes, larger than the caches, in a background thread: on the CPU, or on a
+    GPU in a separate stream."""
     stop = threading.Event()
     stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
 
     def on_cpu() -> None:
         buffers = [np.zeros(size, dtype=np.uint8) for _ in range(2)]
         while not stop.is_set():
-            np.copyto(*buffers)  # without the interpreter's lock
+            np.copyto(*buffers)  # releases the GIL
 
     def on_gpu() -> None:
         with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
-"""What pip would install: the declared requirements resolved for every Python, lowest and newest, from metadata alone.
+"""Resolution of the declared requirements for every Python, lowest and newest, from metadata alone.
 
 python -m tests.resolution writes tests/resolution.json and the table in docs/installing.md. It needs uv on the PATH
-(pip install uv) and a package index, and takes some minutes. pip itself cannot be asked: it reads the markers of the
+(pip install uv) and a package index, and takes some minutes. pip itself is unsuitable: it evaluates markers for the
 Python that runs it, also under --python-version.
 """
 
@@ -45,7 +45,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 def resolve(python: str, pins: str, extra: str) -> dict[str, Any]:
-    """One row: the versions of what is declared, or the error."""
+    """One row: the versions of the declared packages, or the error."""
     command = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", python, "--python-platform", PLATFORM, "--only-binary", ":all:"]
     command += ["--resolution", PINS[pins], *(["--extra", extra] if extra else [])]
@@ -60,7 +60,7 @@ def resolve(python: str, pins: str, extra: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the package's own requirements, then which torch each extra goes with."""
+    """Markdown table: the package's own requirements, then the torch versions for each extra."""
     lines = ["| Python | pins | " + " | ".join(SHOWN) + " |", "|---" * (2 + len(SHOWN)) + "|"]
     for row in rows:
         if not row["extra"]:

@@ -1,5 +1,7 @@
-"""Cases that a run tries: a sample of a long sweep, always the same, or all with INTERLACE_EVERY_CASE=1. And properties
-that are tried on fewer examples in the fast tier than in the slow one."""
+"""Sampling of test cases: a fixed sample of a long sweep, or all cases with INTERLACE_EVERY_CASE=1.
+
+Properties use fewer examples in the fast tier than in the slow one.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ T = TypeVar("T")
 
 
 def sample(cases: Sequence[T], most: int) -> list[T]:
-    """At most so many of the cases, in their order."""
+    """At most this many of the cases, in their order."""
     if os.environ.get("INTERLACE_EVERY_CASE") or len(cases) <= most:
         return list(cases)
     return [cases[place] for place in sorted(random.Random(0).sample(range(len(cases)), most))]
 
 
 def given_by_tier(few: int, many: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], Any]:
-    """hypothesis's `given`: `few` examples in the fast tier, `many` in the slow one. The test has no fixtures."""
+    """hypothesis's `given`: `few` examples in the fast tier, `many` in the slow one. The test must not have
+    fixtures."""
     from hypothesis import given, settings
 
     def decorate(check: Callable[..., None]) -> Any:

@@ -1,4 +1,4 @@
-"""TCP sockets as the kernel knows them (Linux): on which addresses this process listens, what waits to be read."""
+"""TCP socket state from the kernel (Linux): listening addresses of this process, and unread bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOPBACK = "0100007F"  # 127.0.0.1 as /proc writes it
 
 
 def listens_on() -> set[tuple[str, int]]:
-    """(address as /proc writes it, port) of every TCP socket on which this process listens."""
+    """(address as /proc writes it, port) of every listening TCP socket of this process."""
     sockets = set()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -27,7 +27,7 @@ def listens_on() -> set[tuple[str, int]]:
 
 
 def unread(port: int) -> int:
-    """Bytes that have come to this port of this machine, from the machine itself, and that its process has not read."""
+    """Unread bytes in the receive queue of this port, sent from this machine."""
     found = 0
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""The command line, end to end on tiny models: what it prints, which files it leaves, how it fails."""
+"""Command line, end to end on tiny models: output, files and failures."""
 
 from __future__ import annotations
 
@@ -20,43 +20,9 @@ import torch
 from interlace.cli import main
 from interlace.comm.transports import capabilities
 from interlace.train.trainer import read_metrics
+from tests.cli import TINY
 
 ROOT = Path(__file__).parents[1]
-TINY = """
-[run]
-name = "tiny"
-folder = "{folder}"
-[model.vision]
-architecture = "SiglipVisionModel"
-config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, image_size = 8, patch_size = 4 }}
-[model.language_model]
-architecture = "LlamaForCausalLM"
-config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 1, max_position_embeddings = 64, tie_word_embeddings = true }}
-[data]
-dataset = "digits"
-cache = "{folder}/cache"
-[train]
-steps = 6
-batch_size = 8
-microbatches = 2
-warmup_steps = 2
-lr = 5e-3
-validate_every = 3
-validation_samples = 8
-[parallel]
-placement = "colocated"
-threads = 1
-timeout = 20.0
-[checkpoint]
-every = 2
-[log]
-every = 1
-trace_step = 3
-trackers = []
-samples = 4
-max_new_tokens = 6
-accuracy_samples = 16
-"""  # noqa: E501  (inline tables of TOML are one line)
 
 
 @pytest.fixture
@@ -68,7 +34,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The program runs in the process of the tests: what it sets in torch is put back."""
+    """Runs the program in the test process and restores the torch settings that it changes."""
     for variable in ("RANK", "WORLD_SIZE", "INTERLACE_LAUNCHER"):
         monkeypatch.delenv(variable, raising=False)
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
@@ -79,7 +45,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of two ranks whose output nobody reads."""
+    """Folder of a finished run of two ranks; its output is discarded."""
     folder = tmp_path_factory.mktemp("trained")
     config = folder / "tiny.toml"
     config.write_text(TINY.format(folder=folder))
@@ -203,7 +169,7 @@ def test_ranks_that_do_not_match_are_refused(
     assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
 
 
-def test_two_ranks_train_and_leave_their_folder_though_nobody_reads_their_output(trained: Path) -> None:
+def test_training_writes_its_run_folder_with_stdout_closed(trained: Path) -> None:
     for name in ("config.toml", "trace.json", "timeline.png", "mask.png", "report.html", "samples.png"):
         assert (trained / name).stat().st_size > 100, name
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
@@ -253,7 +219,7 @@ def test_a_trained_model_answers(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
+def test_resumed_run_locks_its_folder_and_stops_on_sigterm(
     trained: Path, tmp_path: Path, in_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "run"))
@@ -261,7 +227,7 @@ def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
     settings = ["train.steps=4000", "train.schedule_steps=6", "train.validate_every=0", "checkpoint.every=0"]
     process = _start("train", "--resume", folder, *(word for each in settings for word in ("--set", each)))
     _wait_for(lambda: _curve(folder)[-1][0] > 8, process)
-    assert main(["train", "--resume", str(folder)]) == 2  # a second job must not have the same folder
+    assert main(["train", "--resume", str(folder)]) == 2  # a second job must not use the same folder
     assert f"{folder} is in use by process {process.pid} on " in capfd.readouterr().err
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=600)[0]
@@ -275,8 +241,10 @@ def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
-    """kill -9 of a rank, then --resume, then SIGTERM to the launcher: the curve of an unbroken run, whose launcher is
-    killed: its ranks save and give the folder back, and nothing else of it stays."""
+    """kill -9 of a rank, then --resume, then SIGTERM to the launcher: the loss curve equals that of an unbroken run.
+
+    The launcher of the unbroken run is killed: its ranks save, release the folder and leave nothing else behind.
+    """
     steps = ["--set", "train.steps=4000", "--set", "checkpoint.every=5", "--set", "train.validate_every=0"]
     settings = [*steps, "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
     process = _start("train", tiny, *settings)
@@ -323,7 +291,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_of_torchrun_that_is_asked_to_stop_saves_all_and_fails_the_job(tiny: Path, number: int) -> None:
+def test_signal_to_a_torchrun_rank_saves_and_fails_the_job(tiny: Path, number: int) -> None:
     settings = ["--set", "train.steps=4000", "--set", "train.validate_every=0", "--set", "log.samples=0"]
     torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "interlace", "train", tiny, *settings]
     process = _start(*torchrun, module="torch.distributed.run")
@@ -338,7 +306,7 @@ def test_a_rank_of_torchrun_that_is_asked_to_stop_saves_all_and_fails_the_job(ti
     assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (folder / "run.lock").exists()
 
 
-def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
+def test_closed_stdout_is_no_error_for_a_printing_command() -> None:
     process = _start("doctor")
     assert process.stdout is not None
     process.stdout.close()
@@ -354,7 +322,7 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: i
     os.kill(_ranks(process.pid)[victim], signal.SIGSTOP)
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 1, output
-    # Waiting for rank 0 at the ends of a step takes half as long again: it may first have to wait for somebody else.
+    # Waiting for rank 0 at the ends of a step has a timeout 1.5 times as long: rank 0 may first wait for another rank.
     seconds = "12" if victim else "1[28]"
     words = rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within {seconds}[.0-9]* s"
     assert re.search(words, output), output
@@ -401,12 +369,12 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
     for part in ("python", "triton", "attention: cpu", "shm", "gloo", "nccl", "cuda", "apt", "interlace._core"):
         assert part in said
     assert "training can run here" in said
-    assert "Error:" not in said and "…" not in said  # reasons in plain words, none cut short
+    assert "Error:" not in said and "…" not in said  # readable reasons, none truncated
     transports = capabilities()
     for name, found in transports.items():
         assert re.search(rf"{'off' if found.missing else 'on'}\W+{name}\W", said), name
     listed = [name for name in re.findall(r"(?:on|off)\W+(\w+)\W", said) if name in transports]
-    assert listed == list(transports)  # best first, as they are chosen
+    assert listed == list(transports)  # best first, in order of choice
     assert re.search(r"on\W+attention: cpu\W+runs on cpu, instruction set (amx|avx512|avx2|baseline)\W", said)
     if not torch.cuda.is_available():
         assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in said

@@ -1,4 +1,4 @@
-"""No test judges by how fast this machine is just now: a limit on measured seconds is only for what hangs."""
+"""Tests do not depend on machine speed: limits on measured seconds only detect hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = 30.0  # seconds
 
 
 def tight_limits(source: str) -> Iterator[int]:
-    """Lines that assert that a clock has gone on by less than so many seconds, written as a number below `LEAST`."""
+    """Lines that assert an upper limit on elapsed time, written as a number below `LEAST`."""
     for statement in ast.walk(ast.parse(source)):
         if isinstance(statement, ast.Assert):
             for compared in ast.walk(statement.test):

@@ -1,7 +1,7 @@
 """Every function of interlace._core under hostile arguments: a valid answer, or ValueError, TypeError or OverflowError.
 
-Never a crash, a hang, gigabytes of memory, or an index out of range. `make test-asan` runs this file on a build with
-AddressSanitizer and UndefinedBehaviorSanitizer, where reading one element too far or a signed overflow is a crash.
+Crashes, hangs, gigabytes of memory and indices out of range are failures. `make test-asan` runs this file on a build
+with AddressSanitizer and UndefinedBehaviorSanitizer, where an out-of-bounds read or a signed overflow is a crash.
 """
 
 import itertools
@@ -20,22 +20,22 @@ from interlace import BitfieldMask, _core
 from tests.sampling import given_by_tier
 from tests.schedule.core_calls import schedule_calls
 
-# In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
+# A hang in C++ can only be stopped by ending the process, as this method of pytest-timeout does.
 pytestmark = pytest.mark.timeout(600, method="thread")
 
 Check = Callable[..., bool]
 
 
 class Call(NamedTuple):
-    arguments: tuple  # that are answered
+    arguments: tuple  # calls with an answer
     valid: Check  # (result, *arguments)
 
 
-# --- one answered call of every function
+# --- one valid call of every function
 
 
 def within(array, shape, low, high) -> bool:
-    """Whole numbers low .. high - 1 in an array of this shape."""
+    """Integers low .. high - 1 in an array of this shape."""
     array = np.asarray(array)
     return array.dtype.kind in "iu" and array.shape == shape and bool(((array >= low) & (array < high)).all())
 
@@ -155,7 +155,7 @@ def listed(lists, queries, keys, sinks, block, threads) -> bool:
 
 
 def written(outputs: int) -> Check:
-    """The last arrays were written to; from finite numbers come finite ones, but for the lse of empty rows."""
+    """The last arrays were written to; finite inputs give finite outputs, except the lse of empty rows."""
 
     def valid(result, *arguments) -> bool:
         inputs = [x for x in flat(arguments[:-outputs]) if isinstance(x, float) or getattr(x, "dtype", x) == np.float32]
@@ -177,8 +177,10 @@ def configured(found, modules, gpus, *_) -> bool:
 
 
 def simulation() -> tuple[np.ndarray, ...]:
-    """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2; two reductions, and a shard
-    of the latter's weights that nobody gathers."""
+    """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2.
+
+    There are two reductions, and a shard of the weights of module 1 that no rank gathers.
+    """
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
     forward, send, reduce = [0, 0, 0, 0, -1, -1, 0], [4, 0, 0, 0, 1, 1, 0], [9, 0, 0, -1, 0, -1, 0]
     tied = [9, 0, 0, -1, 1, -1, 0]
@@ -203,7 +205,7 @@ def simulation() -> tuple[np.ndarray, ...]:
 
 
 def searched(layers: int) -> list[np.ndarray]:
-    """One module: (tp, cp), forward and backward by these, and six figures of every layer."""
+    """One module: (tp, cp), forward and backward for these, and six figures of every layer."""
     times = np.arange(1.0, 2 * layers + 1).reshape(2, layers)
     return [np.array([[1.0, 1], [2, 1]]), times, 2 * times, np.ones((6, layers))]
 
@@ -214,10 +216,7 @@ def calls() -> dict[str, Call]:
     frozen = np.array([True, True, False, True, False, False])
     table = np.arange(1.0, 9.0).reshape(4, 2)
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
-    dealt = {
-        name: Call((w, 3, 2), assigned)
-        for name in ("lpt", "even", "lpt_greedy", "karmarkar_karp", "multifit", "contiguous", "zigzag", "ring")
-    }
+    dealt = {name: Call((w, 3, 2), assigned) for name in ("lpt", "even", "lpt_greedy", "contiguous", "zigzag", "ring")}
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
     }
@@ -290,7 +289,7 @@ def attention_calls() -> dict[str, Call]:
 
 CALLS = calls()
 
-# --- what may be wrong with an argument
+# --- possible errors of an argument
 
 WHOLE = [
     *(-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 5, 63, 64, 65, 1000, 2**15, 2**20, 2**24, 2**28, 2**30),
@@ -305,7 +304,7 @@ DTYPES = "f2 f4 f8 >f8 >f2 longdouble i1 i2 >i4 i4 i8 u1 u4 u8 ? c16 O S8 M8[s]"
 
 
 def misaligned(array):
-    """The same values where no element starts at a multiple of its size."""
+    """The same values in an array whose elements are not aligned to their size."""
     room = np.zeros(array.nbytes + 1, np.uint8)
     copy = room[1:].view(array.dtype).reshape(array.shape)
     copy[...] = array
@@ -323,7 +322,7 @@ def read_only(array):
 
 
 def longest(array):
-    """Terabytes that take no memory."""
+    """An array of terabytes that uses no memory."""
     return np.broadcast_to(array.reshape(-1)[:1], (2**41,)) if array.size else array
 
 
@@ -359,7 +358,7 @@ SHAPES = {
 def filled(value, place):
     def changed(array):
         copy = array.copy()
-        copy[place] = value  # OverflowError where the dtype cannot hold it
+        copy[place] = value  # OverflowError if the dtype cannot hold it
         return copy
 
     return changed
@@ -389,7 +388,7 @@ def variants(argument) -> list:
 
 
 def mutated(argument, variant):
-    """ValueError, TypeError or OverflowError if numpy itself refuses."""
+    """Raises ValueError, TypeError or OverflowError if numpy itself refuses."""
     if isinstance(argument, np.ndarray):
         return None if variant == "None" else ARRAYS[variant](argument)
     if isinstance(argument, list):
@@ -408,7 +407,7 @@ def copied(argument):
 
 def attempt(name: str, changes: dict[int, Any]) -> None:
     """Calls a function with some arguments mutated: {position: variant}."""
-    print(name, changes)  # the last one is to blame for a crash or a hang
+    print(name, changes)  # the last one printed caused a crash or a hang
     arguments = [copied(argument) for argument in CALLS[name].arguments]
     try:
         with np.errstate(all="ignore"):
@@ -461,7 +460,7 @@ def test_each_hostile_argument(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_arrays_alike(name):
-    """Arrays that still fit each other get past the first check."""
+    """Arrays that still match each other pass the first check."""
     places = [i for i, argument in enumerate(CALLS[name].arguments) if isinstance(argument, np.ndarray)]
     for variant in ARRAYS if places else []:
         attempt(name, dict.fromkeys(places, variant))

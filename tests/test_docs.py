@@ -1,4 +1,4 @@
-"""README and docs: what they link to exists, and their Python examples are Python."""
+"""README and docs: link targets exist, and Python examples are valid Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import interlace
 from bench.scheduling_report import readme_table
-from interlace.train.schema import Config
+from interlace.train.config.sections import Config
 
 ROOT = Path(__file__).parents[1]
 DRAWN = [ROOT / "docs" / "who-computes-what.md", ROOT / "docs" / "schedules.md"]
@@ -51,8 +51,8 @@ def test_examples_parse(page):
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch):
-    """All blocks of a page in one namespace; what they print is what the page says that they print."""
-    # The default backend takes half a minute here, and what a page shows does not depend on it.
+    """Runs all blocks of a page in one namespace; the output equals the output shown on the page."""
+    # The default backend takes half a minute here, and the output does not depend on it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_the_page_of_the_api_has_all_public_names():
     assert listed == public - {("model", "Checkpointing")}  # the type of an argument
 
 
-def test_scheduling_figures_of_the_readme_are_those_of_the_report():
+def test_readme_scheduling_figures_match_the_report():
     report = json.loads((ROOT / "bench" / "results" / "scheduling.json").read_text())
     assert readme_table(report) in (ROOT / "README.md").read_text(), "python -m bench.scheduling_report prints it"
     assert not report["settings"]["quick"] and not report["missing_peers"]
@@ -108,7 +108,7 @@ def test_scheduling_figures_of_the_readme_are_those_of_the_report():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_figures_of_the_readme_are_those_of_the_reports(dtype):
+def test_readme_attention_figures_match_the_reports(dtype):
     name = "attention_cpu.json" if dtype == "float32" else f"attention_cpu_{dtype}.json"
     report = json.loads((ROOT / "bench" / "results" / name).read_text())
     assert report["settings"]["dtype"] == dtype and report["complete"]
@@ -144,7 +144,7 @@ def test_hidden_communication_on_the_page_is_that_of_the_report():
     assert quoted in (ROOT / "README.md").read_text(), quoted
 
 
-def test_hidden_communication_of_whole_steps_is_that_of_the_report():
+def test_documented_hidden_communication_matches_the_report():
     report = json.loads((ROOT / "bench" / "results" / "overlapped_step.json").read_text())
     assert not report["settings"]["quick"] and len(report["rows"]) == 3
     for row in report["rows"]:

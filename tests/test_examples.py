@@ -1,4 +1,4 @@
-"""examples/ run, and say what is so."""
+"""Examples run and print correct statements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_op_in_a_model_and_by_itself(capsys):
 
 
 def test_the_benchmark_prints_a_line_per_length(monkeypatch, capsys):
-    """It compares what it times; how fast that is no test can say."""
+    """The benchmark compares results before timing; speed is not tested."""
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "64", "256"])
     runpy.run_path(str(EXAMPLES / "benchmark.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
@@ -62,8 +62,8 @@ def test_pictures_to_a_model_that_huggingface_loads(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_small_checkpoint_goes_through_the_commands_of_the_session(tmp_path, monkeypatch, capfd):
-    """docs/a-session.md with a step in place of its epochs: its config and its commands."""
+def test_commands_of_the_session_page_run_on_a_small_checkpoint(tmp_path, monkeypatch, capfd):
+    """docs/a-session.md with one step instead of its epochs: its config and its commands."""
     runpy.run_path(str(EXAMPLES / "small_checkpoint.py"))["write"](tmp_path / "checkpoint")
     for number, kind in enumerate(["birds", "fruit"] * 6):
         place = tmp_path / "pictures" / kind / f"{number}.png"

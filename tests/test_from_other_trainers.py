@@ -1,4 +1,4 @@
-"""docs/from-other-trainers.md: the keys that it names are there, and its config trains what it says."""
+"""docs/from-other-trainers.md: its keys exist, and its config trains as described."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from interlace.model.patterns import is_adapter
-from interlace.train.config import from_table
+from interlace.train.config.load import from_table
+from tests.layering import ROOT
 from tests.model.wholes import llava
-from tests.test_layering import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,7 +30,7 @@ def sections() -> dict[str, set[str]]:
 
 
 def test_keys_that_the_tables_name_are_there():
-    """In our column, the second."""
+    """Keys in the second column, which has ours."""
     ours = "\n".join(line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| "))
     named = re.findall(r"`((?:train|data|model|parallel|checkpoint|log)\.[\w.]+)", ours)
     keys = sections()
@@ -43,7 +43,7 @@ def test_keys_that_the_tables_name_are_there():
 def test_the_config_trains_adapters_of_the_language_model_alone(tmp_path):
     pytest.importorskip("peft")
     from interlace.model import MultimodalModel
-    from interlace.train.build import freeze
+    from interlace.train.models.build import freeze
 
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.S)
     table = tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""Installing: what is declared resolves, hints can be followed, and what needs no torch works without it."""
+"""Installation: requirements resolve, hints are usable, and parts that need no torch work without it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from interlace.cli import main
-from interlace.train import build
 from interlace.train.commands import doctor
+from interlace.train.models import build
 from tests import resolution
 
 if sys.version_info >= (3, 11):
@@ -37,7 +37,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_plan_and_the_other_pure_parts_work_without_torch():
-    """torch = None in sys.modules makes every `import torch` fail, as where it is not installed."""
+    """torch = None in sys.modules makes every `import torch` fail, as on a machine without torch."""
     program = """
 import sys
 sys.modules.update(torch=None, transformers=None, triton=None)
@@ -68,12 +68,12 @@ def declared() -> dict[str, list[Requirement]]:
     return found
 
 
-# In no extra: the user's own trackers, what one processor of transformers or one comparison in bench/ wants.
+# In no extra: the user's own trackers, and requirements of one transformers processor or one comparison in bench/.
 UNDECLARED = {"wandb", "mlflow", "trackio", "num2words", "accelerate"}
 
 
 def check_hint(hint: str) -> None:
-    """What `pip install` is told to install is a real extra, or a declared package in a version that is allowed."""
+    """The arguments of `pip install` are a real extra, or a declared package in an allowed version."""
     if hint in UNDECLARED:
         return
     known = declared()
@@ -161,7 +161,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path):
     assert "'/nowhere/g++'" in done.stderr and "apt-get install g++ python3-dev" in done.stderr
 
 
-def test_the_table_of_resolved_versions_is_that_of_the_declared_requirements():
+def test_resolved_versions_match_the_declared_requirements():
     found = json.loads(resolution.RESULT.read_text())
     assert found["requirements"] == resolution.requirements(), "run python -m tests.resolution"
     rows = found["resolved"]
@@ -179,7 +179,7 @@ def test_the_table_of_resolved_versions_is_that_of_the_declared_requirements():
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, and a package index")
 @pytest.mark.parametrize("pins", resolution.PINS)
 def test_requirements_resolve(pins):
-    """One Python per run, as the index answers slowly; python -m tests.resolution asks for all."""
+    """One Python per run, since the index is slow; python -m tests.resolution resolves all."""
     row = resolution.resolve("3.12", pins, "")
     if "error" in row and "fetch" in row["error"]:
         pytest.skip("no package index can be reached")

@@ -1,4 +1,4 @@
-"""Ctrl-C ends every long call of the scheduler with KeyboardInterrupt, and whatever else a signal handler raises."""
+"""Ctrl-C ends every long call of the scheduler with KeyboardInterrupt; exceptions of other handlers do too."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from interlace import _core, balance
 from tests.long_calls import CALLS
 
 ROOT = Path(__file__).parent.parent
-# Those whose loops are the longest; the others in `make test-all`.
+# Calls with the longest loops; `make test-all` has the others.
 FAST = [
     "assign_exact",
     "assign_rows",
@@ -26,18 +26,18 @@ FAST = [
     "orchestrate",
     "search_configuration",
 ]
-# None of their time is in a loop of their own that could take long.
+# Functions without a long loop of their own.
 SHORT = {"assign_zigzag", "assign_ring", "fingerprint", "Exchange"}
 
 
 def interrupt(names):
-    """Each call in one other process, which SIGINT reaches while it runs."""
+    """Runs each call in one other process and sends it SIGINT meanwhile."""
     command = [sys.executable, "-m", "tests.long_calls", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     ended = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["name"] for each in ended] == list(names)
-    # CPU time: the machine may be busy with other things.
+    # CPU time: the machine may be busy with other work.
     late = [each for each in ended if each["how"] != "KeyboardInterrupt" or each["seconds"] > 1.0]
     assert not late
 
@@ -60,7 +60,7 @@ class Alarm(Exception):
     pass
 
 
-def test_a_call_raises_what_a_signal_handler_raises_and_leaves_no_trace():
+def test_exception_of_a_signal_handler_leaves_no_state():
     weights = np.random.default_rng(0).random(60)
     few = balance.assign_exact(weights, 7, nodes=1000)
 
@@ -91,11 +91,11 @@ def test_a_handler_that_returns_does_not_end_the_call():
     assert len(calls) == 1 and found.bound <= found.makespan
 
 
-def test_calls_in_other_threads_go_on_while_the_main_thread_handles_the_signal():
+def test_calls_in_other_threads_continue_during_a_signal():
     weights = np.random.default_rng(0).random(60)
     found = []
     thread = threading.Thread(target=lambda: found.append(balance.assign_exact(weights, 7, nodes=10**7)))
-    # A shell that starts the tests in the background has them ignore SIGINT.
+    # A shell that starts the tests in the background makes them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The judge of 16-bit results notices what a tolerance of 3e-2 let pass."""
+"""Judge of 16-bit results: detects errors that a tolerance of 3e-2 accepts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention import cases
-from tests.attention.test_backends import directions
+from tests.attention.backends import directions
 from tests.judge import judge
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -37,7 +37,7 @@ def test_one_percent_too_much_or_too_little_is_noticed(name, dtype):
         judge(what, torchs[0], torchs, exact)
         for factor in (1.01, 0.99):
             wrong = (exact * factor).to(dtype)
-            assert (wrong.double() - exact).abs().max() <= 3e-2 * max(1.0, exact.abs().max())  # which was allowed
+            assert (wrong.double() - exact).abs().max() <= 3e-2 * max(1.0, exact.abs().max())  # once accepted
             with pytest.raises(AssertionError, match=f"{what} is off by"):
                 judge(what, wrong, torchs, exact)
 

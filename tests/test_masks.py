@@ -1,4 +1,4 @@
-"""BitfieldMask against its rule written out pair by pair (tests/mask_strategies.py)."""
+"""BitfieldMask against a pair-by-pair implementation of its rule (tests/mask_strategies.py)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_flex_mask_mod_is_compared_pair_by_pair(pair):
     def flipped(b, h, q, k):
         return mask.to_flex(keys)(b, h, q, k) ^ ((b == last[0]) & (q == last[1]) & (k == last[2]) & (h == 1))
 
-    assert mask.differs_from_flex(flipped, keys) is None  # one head asked for: not the one that differs
+    assert mask.differs_from_flex(flipped, keys) is None  # the requested head is not the one that differs
     found = mask.differs_from_flex(flipped, keys, heads=2)
     assert (found.batch, found.head, found.query, found.key) == (last[0], 1, *last[1:])
     assert found.bitfield == bool(mask.to_dense(keys)[last]) != found.flex
@@ -87,7 +87,8 @@ def test_flex_block_mask_of_a_multimodal_row():
 
 
 def test_gemma3_rule():
-    """Image tokens see the text before them and their own image both ways; the other image only when it is before."""
+    """Image tokens see earlier text, and their own image in both directions; they see another image only if it is
+    earlier."""
     mask = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 2), Segment("image", 2)]])
     wanted = [
         [1, 0, 0, 0, 0, 0],
@@ -113,7 +114,7 @@ def test_window_with_sinks_is_a_lambda():
 
 @pytest.mark.parametrize("sinks", [2**31, 2**40, 2**64])
 def test_sinks_beyond_every_position_are_no_window(sinks):
-    """Positions are int32, in which such a number would wrap around or be refused by one backend and not by another."""
+    """Positions are int32: a larger number would wrap around, or only some backends would refuse it."""
     mask = BitfieldMask.causal(1, 8, window=2, sinks=sinks)
     assert torch.equal(mask.to_dense(), BitfieldMask.causal(1, 8).to_dense())
     assert AttentionPlan.build(mask, block=4).stats().full == 1
@@ -150,7 +151,7 @@ def test_from_segments_numbers_streams_and_pads():
 
 @pytest.mark.parametrize("kinds", [55, 56, 80])
 def test_from_segments_of_more_kinds_than_streams(kinds):
-    """Those beyond the last stream share it: who sees whom is still causal, and both ways within a segment."""
+    """Kinds beyond the last stream share it. Visibility is still causal, and bidirectional within a segment."""
     names = [f"kind {n}" for n in range(kinds)]
     mask = BitfieldMask.from_segments([[Segment("text", 2), *(Segment(name, 2) for name in names), Segment("text", 1)]])
     index = torch.arange(mask.length)
@@ -214,7 +215,7 @@ def test_select_by_slice_and_by_row():
         mask.select(torch.zeros(3, 1, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------------- Cornstarch's words
+# ---------------------------------------------------------------------- Cornstarch's bitfield dialects
 
 
 WORDS = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 1 << 40, (1 << 60) | 1, 1 << 60, (1 << 60) | (1 << 5)])
@@ -249,7 +250,7 @@ def test_causal_bit_dialect_is_the_dissertation(pairs):
             assert bool(dense[i, j]) == (q & own != 0 and (not causal or j <= i)), (i, j)
 
 
-def test_cornstarch_keeps_stream_numbers_and_refuses_the_ambiguous():
+def test_cornstarch_masks_keep_streams_and_refuse_ambiguity():
     causal = -(1 << 63)
     mask = BitfieldMask.from_cornstarch(torch.tensor([[causal | 0b111, 0b010, 0b100, causal | 0b111]]))
     assert mask.own.tolist() == [[0, 1, 2, 0]] and mask.doc is None

@@ -1,4 +1,4 @@
-"""The source distribution and the wheel built from it hold everything, and neither build looks at torch."""
+"""The source distribution and the wheel built from it are complete, and both builds are independent of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # torch = None in sys.modules makes every `import torch` fail.
 BUILD = "import sys; sys.modules['torch'] = None; import setuptools.build_meta as b; b.{hook}(sys.argv[1])"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # csrc/ is compiled, beside other tests
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # compiles csrc/, while other tests run
 
 
 def python(*arguments: str, cwd: Path) -> str:
@@ -27,7 +27,7 @@ def python(*arguments: str, cwd: Path) -> str:
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["INTERLACE_OPTIMIZE"] = "-O0"  # what the wheel holds is looked at, not how fast it is
+    environment["INTERLACE_OPTIMIZE"] = "-O0"  # only the content of the wheel is tested, not its speed
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -35,7 +35,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> tuple[set[str], Path]:
-    """Files of the sdist, and the wheel that was built from it."""
+    """Files of the sdist, and the wheel built from it."""
     folder = tmp_path_factory.mktemp("packaging")
     tree = folder / "tree"
     tree.mkdir()
@@ -102,12 +102,12 @@ def test_wheel_works_where_it_is_unpacked(distributions, tmp_path):
 
 
 def test_an_installed_wheel_computes_trains_and_exports(distributions, tmp_path):
-    """In an environment of its own, where all but Interlace is that of the tests."""
+    """In a separate environment, which has all packages of the tests except Interlace."""
     home = tmp_path / "venv"
     python("-m", "venv", "--without-pip", str(home), cwd=tmp_path)
     install = ("install", "--quiet", "--no-deps", "--no-index", str(distributions[1]))
     python("-m", "pip", "--python", str(home / "bin" / "python"), *install, cwd=tmp_path)
-    (site,) = home.glob("lib/*/site-packages")  # the others after it, as pip would else find an Interlace to replace
+    (site,) = home.glob("lib/*/site-packages")  # others.pth must come after pip, which would find an Interlace there
     (site / "others.pth").write_text("\n".join({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")}))
     own = home / "bin" / "python"
     told = run(own, "-c", "import interlace, interlace._core as c; print(interlace.__file__, c.__file__)", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`make test-asan` runs an instrumented module, and what a sanitizer finds ends the process."""
+"""`make test-asan` runs an instrumented module, and a sanitizer error ends the process."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from interlace import _core
 
 pytestmark = pytest.mark.skipif("INTERLACE_SANITIZE" not in os.environ, reason="for `make test-asan`")
 
-# Reads 16 bytes of 8: the runtime library watches memcpy, whoever calls it.
+# Reads 16 bytes of 8: the runtime library checks memcpy for every caller.
 OVERREAD = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -20,10 +20,10 @@ libc.memcpy(*map(ctypes.c_void_p, (libc.malloc(16), libc.malloc(8))), 16)
 """
 
 
-def test_the_module_is_instrumented_and_its_runtime_libraries_are_loaded():
+def test_module_is_instrumented_and_sanitizers_are_loaded():
     module = Path(_core.__file__)
     code, mapped = module.read_bytes(), Path("/proc/self/maps").read_text()
-    # Each kind of check calls its handler by name; those that end in _abort do not come back.
+    # Each kind of check calls its handler by name; handlers that end in _abort do not return.
     for handler in (
         b"asan_report_load8",
         b"ubsan_handle_add_overflow_abort",

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: the messages that it explains are those that the program has."""
+"""docs/troubleshooting.md: the messages that it explains exist in the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.test_layering import PACKAGE, ROOT
+from tests.layering import PACKAGE, ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = [
@@ -18,7 +18,7 @@ MESSAGES = [
 
 @cache
 def texts() -> list[str]:
-    """Every string of the package; what an f-string puts in is `…`."""
+    """Every string of the package; placeholders of f-strings are replaced by `…`."""
     found = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -36,7 +36,7 @@ def test_the_program_says_it(message):
 
 
 def _has(text: str, pieces: list[str]) -> bool:
-    """Whether the pieces stand in the text in this order."""
+    """True if the text contains the pieces in this order."""
     at = 0
     for piece in pieces:
         at = text.find(piece, at) + len(piece)

@@ -1,8 +1,7 @@
-"""Nothing that comes from elsewhere is unpickled: a pickle may run any code of whoever wrote it. On the syntax tree.
+"""External data is never unpickled, since a pickle may run arbitrary code of its author. Checked on the syntax tree.
 
-Sockets that Interlace opens, memory that it shares and files that it is given: JSON, fixed headers or numbers.
-torch.distributed's own collectives of objects, DataLoader, Ray and processes that a program starts itself lie within
-the job, whose members trust each other.
+Sockets opened by Interlace, shared memory and input files use JSON, fixed headers or numbers. torch.distributed's own
+object collectives, DataLoader, Ray and child processes are within the job, whose members trust each other.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import imported
+from tests.layering import imported
 
 ROOT = Path(__file__).parent.parent
 
-# Modules that unpickle or run what they read, and names that do, whatever object they belong to.
+# Modules that unpickle or execute their input, and names that do so on any object.
 MODULES = {
     "pickle", "_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "yaml", "copyreg",
     "multiprocessing", "torch.multiprocessing", "torch.package", "torch.hub", "torch.jit.load",
@@ -26,7 +25,7 @@ NAMES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list", "read_pickle", "recv_pyobj", "Unpickler", "FileSystemReader", "eval", "exec",
 }  # fmt: skip
-CALLED = {"load", "eval", "exec"}  # what these are attributes of matters
+CALLED = {"load", "eval", "exec"}  # only as attributes of these modules
 GIVEN = {"weights_only", "allow_pickle", "trust_remote_code"}
 
 WITHIN_THE_JOB = "among the processes of one job"
@@ -43,15 +42,18 @@ ALLOWED = {
     ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
     ("bench/collective_time.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlapped_step.py", "torch.multiprocessing"): "starts processes",
-    ("python/interlace/data/workers.py", "multiprocessing"): "starts processes",
-    ("python/interlace/data/workers.py", "multiprocessing.connection.Connection"): "to processes that it has started",
-    ("python/interlace/data/workers.py", "multiprocessing.connection.wait"): "to processes that it has started",
-    ("python/interlace/data/workers.py", "pickle"): "of what it sends",
-    ("python/interlace/data/worker_process.py", "multiprocessing.connection.Connection"): "to who has started it",
-    ("python/interlace/data/worker_process.py", "pickle"): "of who has started it",
-    ("python/interlace/data/producing.py", "pickle"): "of who has started it",
-    ("python/interlace/data/ray_tasks.py", "pickle"): "among the tasks of one job",
-    ("python/interlace/run/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
+    ("python/interlace/data/workers/pool.py", "multiprocessing"): "starts processes",
+    (
+        "python/interlace/data/workers/pool.py",
+        "multiprocessing.connection.Connection",
+    ): "to processes that it has started",
+    ("python/interlace/data/workers/pool.py", "multiprocessing.connection.wait"): "to processes that it has started",
+    ("python/interlace/data/workers/pool.py", "pickle"): "of what it sends",
+    ("python/interlace/data/workers/process.py", "multiprocessing.connection.Connection"): "to who has started it",
+    ("python/interlace/data/workers/process.py", "pickle"): "of who has started it",
+    ("python/interlace/data/workers/tasks.py", "pickle"): "of who has started it",
+    ("python/interlace/data/workers/ray_tasks.py", "pickle"): "among the tasks of one job",
+    ("python/interlace/estimate/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
     ("python/interlace/train/around.py", "pickle"): "of what it has pickled itself, to time that",
     ("bench/kernel_times.py", "multiprocessing"): "starts processes",
     ("bench/kernel_times.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
@@ -61,7 +63,7 @@ ALLOWED = {
 
 
 def unpicklers(source: str) -> set[str]:
-    """What in a source may unpickle, or run, data."""
+    """Calls and imports in a source that may unpickle or execute data."""
     found = {name for name in imported(source, "module") for module in MODULES if f"{name}.".startswith(f"{module}.")}
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -69,7 +71,7 @@ def unpicklers(source: str) -> set[str]:
         last = getattr(node.func, "attr", getattr(node.func, "id", ""))
         name = ast.unparse(node.func) if last in CALLED else last
         given = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg in GIVEN}
-        if last in NAMES and not (last in ("eval", "exec") and "." in name):  # module.eval() is another one
+        if last in NAMES and not (last in ("eval", "exec") and "." in name):  # module.eval() is unrelated
             found.add(last)
         if name == "torch.load" and given.get("weights_only") != "True":
             found.add("torch.load")

@@ -1,4 +1,4 @@
-"""Tiny multimodal models and random samples that the tests share."""
+"""Tiny multimodal models and random samples shared by the tests."""
 
 from __future__ import annotations
 

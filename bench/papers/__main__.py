@@ -1,12 +1,12 @@
-"""The papers' tables and figures, simulated again: theirs beside ours, and whether the direction is the same.
+"""The papers' tables and figures, simulated again: printed figures beside ours, and if both show the same direction.
 
     python -m bench.papers --list
     python -m bench.papers oobleck-2.2 entrain-4.2     # prints them, writes bench/results/papers/NAME.json and the page
     python -m bench.papers --all
-    python -m bench.papers --page                      # docs/papers.md alone, from the reports that there are
+    python -m bench.papers --page                      # docs/papers.md alone, from the existing reports
     python -m bench.papers entrain-4.13 --pictures build/papers
 
-Tables whose figures are seconds on a clock are run last by --all, and should be run while nothing else runs.
+--all runs tables with wall-clock times last. They should run while the machine is otherwise idle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cornstarch's context parallelism, counted: work per rank and per multiprocessor, from the blocks of attention plans.
 
-No GPU is timed. A rank's work is the blocks that its rows visit; a multiprocessor takes one row of blocks (or one part
-of a row) after the other, and the next head's kernel starts when the last one has ended, as the paper found it on A40s.
+No GPU is timed. A rank's work is the blocks that its rows visit. A multiprocessor processes rows of blocks (or parts of
+a row) one after the other. The next head's kernel starts when the last one has ended, as the paper observed on A40s.
 Measured figures of the project's own kernel are in bench/results/context_parallel.json.
 """
 
@@ -31,7 +31,7 @@ THEIR_NAMES = {"contiguous": "naive ring", "zigzag": "zigzag", "random": "random
 
 
 def ranks_of(case: str, small: bool, length: int = 65536) -> list[Row]:
-    """One mask of the kind, drawn with seed 0: the blocks of every rank, and how far the slowest is above the mean."""
+    """One mask of the kind, drawn with seed 0: blocks of every rank, and the excess of the slowest over the mean."""
     length = 8192 if small else length
     plan = AttentionPlan.build(draw(case, length, np.random.default_rng(0)), block=BLOCK)
     blocks = plan.row_blocks()
@@ -74,7 +74,7 @@ def balanced(rows: Rows) -> list[Claim]:
 
 # ---------------------------------------------------------------------- 2025-11 figures 12 and 13
 
-ARMS = {  # their name -> (dealing of tokens, whether rows are cut into parts)
+ARMS = {  # their name -> (assignment of tokens, True if rows are cut into parts)
     "causal CP": ("zigzag", False), "inter-GPU only": ("lpt", False), "intra-GPU only": ("zigzag", True),
     "Cornstarch": ("lpt", True),
 }  # fmt: skip
@@ -100,7 +100,7 @@ def embedded(length: int) -> tuple[BitfieldMask, Tensor]:
 
 @lru_cache(maxsize=32)
 def parts(length: int, ranks: int, method: str, split: bool) -> tuple[tuple[float, ...], ...]:
-    """Per rank, the blocks of each of its work items for one head; a PARTIAL block counts as the plan counts it."""
+    """Per rank, the blocks of each of its work items for one head; PARTIAL blocks are weighted as in the plan."""
     mask, blocks = embedded(length)
     shards = dealt(blocks, ranks, method)
     found = []
@@ -111,7 +111,7 @@ def parts(length: int, ranks: int, method: str, split: bool) -> tuple[tuple[floa
 
 
 def slowest(length: int, ranks: int, method: str, split: bool, together: int = 1) -> tuple[float, float]:
-    """(blocks that the busiest multiprocessor of the slowest rank computes per head, how busy all of its are).
+    """(blocks per head on the busiest multiprocessor of the slowest rank, utilisation of that rank's multiprocessors).
 
     together: heads whose kernels run at once, as with that many streams.
     """
@@ -159,7 +159,7 @@ def both_balances(rows: Rows) -> list[Claim]:
 
 
 def streams(case: str, small: bool, together: int = 4) -> list[Row]:
-    """64k tokens: kernels of 4 heads at once, tokens dealt by LPT, against one head after the other."""
+    """64k tokens: kernels of 4 heads at once, tokens assigned by LPT, against one head after the other."""
     length, ranks = (SMALL_LENGTH, SMALL_RANKS) if small else (65536, RANKS)
     causal = slowest(length, ranks, "zigzag", False)
     several = slowest(length, ranks, "lpt", False, together)

@@ -1,7 +1,7 @@
-"""Cornstarch: cuts that know what is frozen and cuts that do not, from the printed times of stages.
+"""Cornstarch: frozen-aware and frozen-unaware cuts, from the printed times of stages.
 
-2025-03 table 3 and 2025-11 table 2 (dissertation table 3.2). Both print what a stage takes and how long or how fast a
-pipeline is, so that a simulation of these stages can be held against the print without any model of a GPU.
+2025-03 table 3 and 2025-11 table 2 (dissertation table 3.2). Both print the time of a stage and the time or speed of a
+pipeline. A simulation of these stages can therefore be compared with the print without any model of a GPU.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ MARCH = {
 def stages_of(case: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """(LLM, encoder) stages of both cuts of table 3.
 
-    Of one kind of input all rows share the language model, so its whole backward is stages x the printed time in each
-    of them; the row that table 9 gives most stages sets the whole. The text gives both cuts of a model equally many.
+    For one kind of input all rows share the language model, so in each of them its whole backward is stages x the
+    printed time. The row with the most stages in table 9 sets the whole. By the text, both cuts of a model have equally
+    many stages.
     """
     whole = max(m.stages[0] * m.aware.llm_backward for n, m in MARCH.items() if n[0] == case[0] and n[-1] == "S")
     model = MARCH[case]

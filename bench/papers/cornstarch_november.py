@@ -18,7 +18,7 @@ from interlace import plan
 from interlace.layout import Layout
 from interlace.plan import ModuleCosts
 
-MODELS = ("SSS", "MMS", "LLS", "SSM", "MMM", "LLM", "SSL", "MML", "LLL")  # those that table 2 of the paper names
+MODELS = ("SSS", "MMS", "LLS", "SSM", "MMM", "LLM", "SSL", "MML", "LLL")  # the models in table 2 of the paper
 STAGES, MICROBATCHES, BATCH = 12, 12, 4
 SMALL_STAGES, SMALL_MICROBATCHES = 4, 4
 NETWORK = 25e9  # bytes/s into a node of 4 GPUs: one adaptor of 200 Gbit/s
@@ -29,7 +29,7 @@ Stages = dict[str, int]
 
 
 def splits(placement: str, stages: int) -> Iterator[Stages]:
-    """All ways to share out the stages."""
+    """All ways to split the stages."""
     if placement == "colocated":
         for merged in range(1, stages):
             yield {"vision": merged, "audio": merged, LANGUAGE_MODEL: stages - merged}
@@ -40,7 +40,7 @@ def splits(placement: str, stages: int) -> Iterator[Stages]:
 
 
 def slowest(costs: dict[str, ModuleCosts], stages: Stages, placement: str, aware: bool) -> float:
-    """Seconds of the slowest stage, as a planner that knows what is frozen or does not sees it."""
+    """Seconds of the slowest stage in a planner's view; aware: the planner accounts for frozen modules."""
     per_layer = plan.layer_costs(costs, list(costs), frozen_aware=aware, recompute=True)
     worst = {}
     for name, each in per_layer.items():
@@ -52,14 +52,14 @@ def slowest(costs: dict[str, ModuleCosts], stages: Stages, placement: str, aware
 
 
 def planned(costs: dict[str, ModuleCosts], placement: str, stages: int) -> Layout:
-    """Stages as a planner that does not know what is frozen gives them: the slowest one is fastest in its own eyes."""
+    """Stages of a frozen-unaware planner: minimises the slowest stage by its own estimate."""
     chosen = min(splits(placement, stages), key=lambda each: slowest(costs, each, placement, False))
     return layout_of(costs, chosen, placement, frozen_aware=False, recompute=True)
 
 
 def searched(costs: dict[str, ModuleCosts], placement: str, stages: int, count: int) -> tuple[float, Layout]:
-    """Seconds and layout by Cornstarch's algorithm 1: for each number of stages of the language model the encoders that
-    match it best, of these the one whose iteration is shortest."""
+    """Seconds and layout by Cornstarch's algorithm 1: for each number of stages of the language model the best matching
+    encoders; of these, the layout with the shortest iteration."""
     best: dict[int, Stages] = {}
     for each in sorted(splits(placement, stages), key=lambda each: slowest(costs, each, placement, True)):
         best.setdefault(each[LANGUAGE_MODEL], each)
@@ -84,7 +84,7 @@ def times(model: str, small: bool) -> dict[str, tuple[float, str]]:
         ):
             counts = " + ".join(str(made.spec(module).pp) for module in made.modules)
             found[f"{placement}, {name}"] = (seconds, counts)
-    # GraphPipe's planner may place encoders either way, and takes what looks faster to it.
+    # GraphPipe's planner may place encoders either way, and takes the one that it estimates to be faster.
     looks = {
         placement: min(slowest(costs, each, placement, False) for each in splits(placement, stages))
         for placement in ("colocated", "parallel")
@@ -99,7 +99,7 @@ def times(model: str, small: bool) -> dict[str, tuple[float, str]]:
 def fully_sharded(costs: dict[str, ModuleCosts], model: str) -> float:
     """Seconds of FSDP on all GPUs: each computes 2 samples whole, and gathers every weight twice, layer by layer.
 
-    Gathers hide behind computing as far as it is long enough. What enters a node comes through its one adaptor.
+    Gathers are hidden up to the duration of computing. All data into a node pass its one adaptor.
     """
     per_layer = plan.layer_costs(costs, list(costs), recompute=True)
     size = dict(zip(costs, model))

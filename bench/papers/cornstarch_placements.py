@@ -48,7 +48,7 @@ TWO_ENCODERS = {  # table 6, medium language model: (LLM, colocated), (LLM, visi
 
 
 def step(costs: dict[str, ModuleCosts], placement: str, llm: int, encoders: tuple[int, ...], count: int) -> Timeline:
-    """encoders: stages of each that there is, one number for all where it is one."""
+    """encoders: stages of each encoder; a single number applies to every encoder."""
     names = [name for name in costs if name != LANGUAGE_MODEL]
     stages = dict(zip(names, encoders * (len(names) if len(encoders) == 1 else 1))) | {LANGUAGE_MODEL: llm}
     return play(costs, layout_of(costs, stages, placement, recompute=True), count, recompute=True)

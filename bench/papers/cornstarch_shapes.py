@@ -1,4 +1,4 @@
-"""The models of both Cornstarch papers as shapes, and what a sample costs in each of their modules."""
+"""Models of both Cornstarch papers as shapes, and the costs of a sample in each of their modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bench.papers.pipeline import LANGUAGE_MODEL
 from bench.papers.shapes import A40, Transformer, causal_pairs
 from interlace.plan import ModuleCosts
 
-LLAMA = {  # layers and hidden size as printed, the rest from the models that have them
+LLAMA = {  # layers and hidden size as printed, the rest from the published models
     "S": Transformer.of(16, 2048, 8192, heads=32, kv_heads=8, gated=True, vocabulary=128256, tied=True),
     "M": Transformer.of(32, 4096, 14336, heads=32, kv_heads=8, gated=True, vocabulary=128256),
     "L": Transformer.of(64, 5120, 27648, heads=40, kv_heads=8, gated=True, vocabulary=128256),
@@ -18,7 +18,7 @@ EVA_CLIP = {
 }
 WHISPER = {size: Transformer.of(n, h, 4 * h) for size, n, h in (("S", 32, 1920), ("M", 40, 3840), ("L", 48, 5120))}
 QWEN2_VISION = {size: Transformer.of(n, h, 4 * h) for size, n, h in (("S", 32, 1280), ("M", 48, 2560), ("L", 64, 3840))}
-# A Conformer: more than attention and FFN; what a layer has follows from the printed parameters.
+# A Conformer: more than attention and FFN; the layer size follows from the printed parameters.
 PHI4_AUDIO = {
     "S": Transformer(24, 1024, round(0.5e9 / 24)),
     "M": Transformer(32, 3072, round(3.4e9 / 32)),

@@ -63,7 +63,7 @@ def size_of(name: str, large: bool, small: bool) -> tuple[int, int]:
 def compare(what: str, arms: tuple[str, ...], large: bool, case: str, small: bool) -> list[Row]:
     """Rows of one figure: MFU or throughput of each arm, and of the last against the others.
 
-    case: a model, or "setting: model" where modules are frozen.
+    case: a model, or "setting: model" for settings with frozen modules.
     """
     place = 1 if what == "MFU" else 0
     setting, _, model = case.rpartition(": ")

@@ -1,4 +1,4 @@
-"""DistTrain figure 21: what a training step waits for its images, decoded in between or ahead of it."""
+"""DistTrain figure 21: waiting time of a training step for its images, decoded synchronously or ahead."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from interlace.model import Media, Sample
 CASES = {"8 images of 512": (8, 512), "16 images of 512": (16, 512), "8 images of 1024": (8, 1024),
          "16 images of 1024": (16, 1024)}  # fmt: skip
 STEPS = 3
-SLACK = 1.5  # a step computes so many times as long as its images take to decode
+SLACK = 1.5  # ratio of a step's computing to the decoding time of its images
 
 
 class Pictures(Dataset[Sample]):
-    """Samples of so many JPEG files, half as large again as they are wanted: each is decoded and made smaller."""
+    """Samples of so many JPEG files, stored at 1.5 times the needed size: each is decoded and resized."""
 
     def __init__(self, folder: Path, images: int, side: int) -> None:
         self.files = []
@@ -50,15 +50,15 @@ class Pictures(Dataset[Sample]):
 
 
 def waits(data: Pictures, prefetch: int, computes: float) -> float:
-    """Seconds per step from asking for a sample to having its images, in steps that then compute."""
+    """Seconds per step from requesting a sample to having its images, in steps that then compute."""
     spent = []
     with Loader(data, 1, prefetch=prefetch, shuffle=False) as loader:
         for step in range(STEPS + 1):
             begin = time.perf_counter()
             [sample] = next(loader)
             for item in sample.media["vision"]:
-                item.data  # noqa: B018 (decodes it, where nobody has)
-            if step:  # the first one waits in any case
+                item.data  # noqa: B018 (decodes it, if not yet decoded)
+            if step:  # the first step always waits
                 spent.append(time.perf_counter() - begin)
             time.sleep(computes)
     return float(np.median(spent))

@@ -1,8 +1,8 @@
 """DistTrain's models, data and steps: shapes of table 1, sequences of images and captions, and their simulation.
 
-A step is three modules: ViT-Huge encodes the images of a sequence of 8,192 tokens, Llama reads all of it, Stable
-Diffusion 2.1 is trained on each image. Every module has its own tp, pp and dp; within a tensor-parallel group of the
-encoder or the generator each GPU takes other images (DistTrain section 8.1).
+A step has three modules: ViT-Huge encodes the images of a sequence of 8,192 tokens, Llama reads the whole sequence, and
+Stable Diffusion 2.1 is trained on each image. Every module has its own tp, pp and dp. Within a tensor-parallel group of
+the encoder or the generator each GPU processes different images (DistTrain section 8.1).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GPU_MEMORY = 80e9
 # channel of a layer (16 bit, flash attention, sequence parallelism).
 WEIGHT_BYTES, STATE_BYTES, ACTIVATION_BYTES = 6, 12, 34
 
-# LAION-400M: of 413 M images 211 M, 67 M and 9.6 M have both sides of 256, 512 and 1,024 pixels at least (laion.ai); a
-# lognormal side goes through all three. Captions: assumed.
+# LAION-400M: of 413 M images 211 M, 67 M and 9.6 M have both sides of at least 256, 512 and 1,024 pixels (laion.ai). A
+# lognormal side matches all three. Captions: assumed.
 SIDE = Lognormal(260.0, 0.69, 64, 1024)
 CAPTION = Lognormal(13.0, 0.7, 3, 256)
 
@@ -82,7 +82,7 @@ class Samples:
 
 @lru_cache(maxsize=8)
 def draw(n: int, seed: int = 0) -> Samples:
-    """Pairs of image and caption, as they come, fill one sequence after the other."""
+    """Pairs of image and caption fill one sequence after the other, in drawn order."""
     rng = np.random.default_rng(seed)
     found, texts, images, text = [], [], [], 0
     while len(found) < n:
@@ -103,13 +103,13 @@ def draw(n: int, seed: int = 0) -> Samples:
 
 @dataclass(frozen=True)
 class Model:
-    """One of the three, with the modules that are frozen."""
+    """One of the three models, with its frozen modules."""
 
     name: str
     frozen: frozenset[str] = frozenset()
 
     def image_flops(self, module: str, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Forward of each image in the encoder or the generator."""
+        """FLOPs of the forward of each image in the encoder or the generator."""
         if module == ENCODER:
             return (
                 2.0 * VIT_HUGE.parameters * tokens + 4.0 * VIT_HUGE.layers * VIT_HUGE.hidden * tokens.astype(float) ** 2
@@ -118,23 +118,23 @@ class Model:
 
     @property
     def llm_flops(self) -> float:
-        """Forward of a sequence."""
+        """FLOPs of the forward of a sequence."""
         return LLAMA[self.name].flops(SEQUENCE, causal_pairs(SEQUENCE))
 
     def tp_seconds(self, tp: int) -> float:
-        """All-reduces of the language model's forward of a sequence."""
+        """Seconds of the all-reduces in the language model's forward of a sequence."""
         llm = LLAMA[self.name]
         return 2 * llm.layers * A800.link.all_reduce(2.0 * SEQUENCE * llm.hidden, tp) if tp > 1 else 0.0
 
     def passes(self, module: str) -> float:
-        """Forward and backward of a module in units of its forward: a projector trains before the language model and
-        before the generator, none before the encoder, whose first layer therefore has no gradient of its input."""
+        """Forward and backward of a module in units of its forward. Trained projectors are before the language model
+        and before the generator. None is before the encoder, whose first layer therefore has no input gradient."""
         layers = np.ones(VIT_HUGE.layers if module == ENCODER else 1)
         frozen = np.full(len(layers), module in self.frozen)
         return float(planning.frozen_costs(layers, layers, layers, frozen, trainable_before=module != ENCODER).mean())
 
     def flops(self, samples: Samples) -> float:
-        """What training on `samples` takes, backward included."""
+        """FLOPs of training on `samples`, backward included."""
         media = sum(
             self.passes(module) * float(self.image_flops(module, tokens).sum())
             for module in (ENCODER, GENERATOR)
@@ -143,7 +143,7 @@ class Model:
         return media + self.passes(LLM) * self.llm_flops * len(samples)
 
     def works(self, samples: Samples) -> dict[str, ModuleWork]:
-        """What `orchestrate` is given: means over samples, forward and backward."""
+        """Input of `orchestrate`: means over samples, forward and backward."""
         found = {}
         for module in MODULES:
             if module == LLM:
@@ -169,13 +169,13 @@ class Model:
         return found
 
 
-# ---------------------------------------------------------------------- who computes what
+# ---------------------------------------------------------------------- assignment of GPUs
 
 Degrees = dict[str, ParallelSpec]
 
 
 def megatron(model: Model, gpus: int, batch: int) -> Degrees:
-    """One tp of 8 and one dp for all, a stage of its own for the encoder and for the generator (section 2.1)."""
+    """The same tp of 8 and the same dp for all; encoder and generator have one stage each (section 2.1)."""
     stages = MEGATRON_STAGES[model.name]
     dp = max(d for d in range(1, gpus // (8 * (stages + 2)) + 1) if batch % d == 0)
     return {module: ParallelSpec(tp=8, pp=stages if module == LLM else 1, dp=dp) for module in MODULES}
@@ -225,7 +225,7 @@ class Step:
     order: NDArray[np.int64]
 
     def lane(self, module: str, replica: int) -> int:
-        """Which replica of `module` serves a replica of the language model: neighbours share one."""
+        """The replica of `module` that serves a replica of the language model: neighbours share one."""
         return replica * self.degrees[module].dp // self.degrees[LLM].dp
 
     @cached_property
@@ -249,12 +249,12 @@ class Step:
         return found
 
     def llm_seconds(self) -> float:
-        """Forward of a sequence in one stage."""
+        """Seconds of the forward of a sequence in one stage."""
         spec = self.degrees[LLM]
         return (A800.seconds(self.model.llm_flops) / spec.tp + self.model.tp_seconds(spec.tp)) / spec.pp
 
     def table(self) -> StepTable:
-        """The k-th chunks of all modules go side by side."""
+        """Step table in which the k-th chunks of all modules belong together."""
         replicas, count = self.order.shape
         chunks: list[Chunk] = []
         at: dict[tuple[str, int, int], int] = {}
@@ -283,8 +283,8 @@ class Step:
         )
 
     def graph(self) -> StageGraph:
-        """One rank for each lane. A stage counts as one layer; projectors are in the last of the encoder, the first of
-        the generator."""
+        """One rank for each lane. A stage counts as one layer. Projectors are in the last stage of the encoder and the
+        first of the generator."""
         modules, trainable, first = {}, {}, 0
         for module in MODULES:
             spec = self.degrees[module]
@@ -304,7 +304,7 @@ class Step:
         return StageGraph(Layout(modules, first), ((ENCODER, LLM), (LLM, GENERATOR)), trainable)
 
     def seconds(self) -> float:
-        """Of the iteration, simulated."""
+        """Seconds of the iteration, simulated."""
         table, graph = self.table(), self.graph()
         media, llm = self.media_seconds, self.llm_seconds()
 
@@ -333,12 +333,12 @@ class Step:
 
 
 def in_order(samples: int, replicas: int) -> NDArray[np.int64]:
-    """As they come: the samples of a replica follow each other."""
+    """Drawn order: the samples of a replica are consecutive."""
     return np.arange(samples).reshape(replicas, -1)
 
 
 def reordered(model: Model, samples: Samples, degrees: Degrees) -> NDArray[np.int64]:
-    """DistTrain's two reorderings: samples dealt to replicas by their media, then the microbatches put in order."""
+    """DistTrain's two reorderings: samples assigned to replicas by their media, then microbatches reordered."""
     cost = sum(
         (
             np.array([model.passes(m) * model.image_flops(m, tokens).sum() / gpus for tokens in samples.tokens])

@@ -55,7 +55,7 @@ def sizes_of(small: bool) -> tuple[int, int]:
 
 
 def ratios(case: str, small: bool) -> list[Row]:
-    """The GPU ratios that 1 + 59 batches of each size give, most of the encoder first."""
+    """The GPU ratios that 1 + 59 batches of each size give, largest encoder share first."""
     dataset, model = PAIRS[case]
     each = np.stack(vlm.seconds(vlm.work(dataset, model, vlm.SAMPLES, SEEDS["trials"]), model), axis=1)
     rng = np.random.default_rng(SEEDS["trials"])
@@ -236,7 +236,7 @@ def spread_claims(rows: Rows) -> list[Claim]:
 
 
 def variability(case: str, small: bool) -> list[Row]:
-    """Per replica, the standard deviation over its microbatches as a share of their mean: least and most."""
+    """Per replica, the standard deviation over its microbatches relative to their mean: least and most."""
     dataset, model = PAIRS[case]
     made, own = assigned(dataset, model, small)
     times = vlm.seconds(own, model)

@@ -36,7 +36,7 @@ PLAY = (
 
 
 def systems(case: str, small: bool, profiled: bool = False) -> dict[str, tuple[vlm.Stages, list[vlm.Replica]]]:
-    """How each system cuts the model and deals the samples of a step; profiled: cuts by our lengths, not as printed."""
+    """Each system's cuts of the model and assignment of samples; profiled: cuts by our lengths, not as printed."""
     _, model = PAIRS[case]
     samples, replicas = sizes_of(small)
     vision, llm = costs(case, small)
@@ -53,7 +53,7 @@ def systems(case: str, small: bool, profiled: bool = False) -> dict[str, tuple[v
 
 @functools.cache
 def profiled_cuts(case: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Stages that DistTrain finds from one sample and Entrain from a stable batch (4.7.1), of our samples."""
+    """Stages that DistTrain finds from one sample and Entrain from a stable batch (4.7.1), with our samples."""
     each = np.stack(vlm.seconds(vlm.work(*PAIRS[case], vlm.SAMPLES, SEEDS["trials"]), PAIRS[case][1]), axis=1)
     one = plan.proportional_allocation(LANES, each[0]).tolist()
     many = plan.stable_batch_size(each, LANES).allocation.tolist()
@@ -70,7 +70,7 @@ def costs(case: str, small: bool) -> tuple[vlm.Floats, vlm.Floats]:
 
 
 def speeds(case: str, small: bool) -> list[Row]:
-    """Seconds of an iteration of each system, cut as profiling says here, and cut as printed."""
+    """Seconds of an iteration of each system, with cuts from our profiling, and with printed cuts."""
     rows = []
     for profiled in (True, False):
         for system, (stages, replicas) in systems(case, small, profiled).items():
@@ -95,7 +95,7 @@ def speed_claims(rows: Rows) -> list[Claim]:
 
 
 def _faster(rows: Rows, system: str, entrain: str, says: str) -> list[Claim]:
-    """Where lengths vary most, then on all data."""
+    """Claims for the data whose lengths vary most, then for all data."""
     ratio = {case: rows.ours(case, system) / rows.ours(case, entrain) for case in rows.cases()}
     most = [ratio[case] for case in ratio if case.startswith("SynthChartNet")]
     behind = [f"{case} {each:.2f} x" for case, each in ratio.items() if not ahead(each)]
@@ -118,7 +118,7 @@ BEHIND = {
 
 
 def pictures(case: str, small: bool) -> list[Row]:
-    """Length and bubble of the step of figure 4.13, of the slowest replica."""
+    """Length and bubble of the step of figure 4.13, for the slowest replica."""
     rows = []
     for system, (stages, replicas) in systems(MAIN, small).items():
         if system != case:
@@ -139,7 +139,7 @@ def pictures(case: str, small: bool) -> list[Row]:
 
 
 def draw_schedules(folder: Path) -> None:
-    """One picture per system: the replica of figure 4.13's step that takes longest."""
+    """One picture per system: the slowest replica of figure 4.13's step."""
     for system, (stages, replicas) in systems(MAIN, False).items():
         _, timelines = vlm.iteration(stages, replicas, *costs(MAIN, False))
         slowest = max(timelines, key=lambda timeline: timeline.makespan)
@@ -169,7 +169,7 @@ def picture_claims(rows: Rows) -> list[Claim]:
 
 
 def memory(case: str, small: bool) -> list[Row]:
-    """GB that ranks hold at most: weights, gradients, optimizer and activations."""
+    """Peak GB of ranks: weights, gradients, optimizer and activations."""
     rows = []
     made = systems(case, small)
     stages, replicas = made["Entrain"]
@@ -188,7 +188,7 @@ def memory(case: str, small: bool) -> list[Row]:
 
 
 def held(case: str, small: bool, stages: vlm.Stages, replica: vlm.Replica) -> np.ndarray:
-    """Bytes of activations that each rank of a replica holds at most."""
+    """Peak bytes of activations on each rank of a replica."""
     dataset, model = PAIRS[case]
     own = vlm.work(dataset, model, sizes_of(small)[0], SEEDS["step"])
     timeline = vlm.play(stages, replica, *costs(case, small))
@@ -261,7 +261,7 @@ def memory_claims(rows: Rows) -> list[Claim]:
 
 
 def cuts(case: str, small: bool) -> list[Row]:
-    """Samples per second of Entrain with each split of the lanes, and the split that profiling chooses."""
+    """Samples per second of Entrain with each split of the lanes, and the split that profiling selects."""
     dataset, model = PAIRS[case]
     samples, replicas = sizes_of(small)
     vision, llm = costs(case, small)

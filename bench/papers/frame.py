@@ -1,8 +1,9 @@
-"""What each reproduced table is made of, how it is printed, and how it is stored.
+"""Reproduced tables: their parts, printing and storage.
 
-A table has cases (a data set, a model, a failure rate). Each case is run alone and gives rows: what the paper prints
-beside ours. From all rows, and from nothing else, follow the claims: a direction that the paper states, and whether
-ours has it. So a test can replay one case of a stored report and draw the same conclusions from the stored rows.
+A table has cases (a data set, a model, a failure rate). Each case runs alone and returns rows: the paper's printed
+figures beside ours. Claims are derived from all rows, and from nothing else. A claim is a direction that the paper
+states, and if ours shows it. So a test can replay one case of a stored report and get the same claims from the stored
+rows.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from bench.measure import machine, versions, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 MARGIN = 0.02
-"""A difference below it counts as none: what was assumed or drawn moves figures by more than that."""
+"""Smaller differences count as none: assumptions and drawn samples change figures by more than that."""
 
 Value = Any  # a number, a text, or None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one case. theirs: as printed, None where the paper prints none; ours: None where it was not run."""
+    """One figure of one case. theirs: as printed, None if the paper prints none; ours: None if it was not run."""
 
     case: str
     what: str
@@ -36,9 +37,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A direction that the paper states. theirs, ours: the figures that say so, as text. why: where they differ.
+    """A direction that the paper states. theirs, ours: the figures that show it, as text. why: reason if they differ.
 
-    assumed: the line follows from a constant that was assumed, or fitted to the figures that it is held against.
+    assumed: the line follows from a constant that was assumed, or fitted to the figures that it is compared with.
     """
 
     says: str
@@ -50,22 +51,22 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """ "holds", "differs", or "follows": holds, but it could not do otherwise."""
+        """ "holds", "differs", or "follows": holds, but only as a consequence of what was assumed or fitted."""
         return "differs" if not self.holds else "follows" if self.assumed else "holds"
 
 
 def ahead(ratio: float) -> bool:
-    """Whether it is more than 1, by more than `MARGIN`."""
+    """True if it exceeds 1 by more than `MARGIN`."""
     return ratio > 1 + MARGIN
 
 
 def behind(ratio: float) -> bool:
-    """Whether it is less than 1, by more than `MARGIN`."""
+    """True if it is below 1 by more than `MARGIN`."""
     return ratio < 1 - MARGIN
 
 
 def rises(values: Sequence[float]) -> bool:
-    """Whether the last is ahead of the first, and none is behind the one before it."""
+    """True if the last is ahead of the first, and none is behind its predecessor."""
     return ahead(values[-1] / values[0]) and not any(behind(b / a) for a, b in pairwise(values))
 
 
@@ -85,20 +86,20 @@ class Rows:
         return self._rows[case, what].theirs
 
     def cases(self) -> list[str]:
-        """The cases that there are rows of, in their order."""
+        """The cases that have rows, in their order."""
         return list(dict.fromkeys(case for case, _ in self._rows))
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper, and how its figures are made here.
+    """A table or figure of a paper, and how its figures are reproduced here.
 
     name: of the command. source: paper, table and section. about: one line.
-    cases, run: `run(case, small)` gives the rows of one case, the same at every call unless `timed`; small: a size that
-        takes a second at most, whose figures are no result.
+    cases, run: `run(case, small)` returns the rows of one case, the same at every call unless `timed`; small: a size
+        that takes a second at most; its figures are no result.
     conclude: the claims that follow from the rows of any of the cases.
-    assumed: what the paper does not print and was put in. missing: what cannot be reproduced, and why.
-    timed: ours are seconds on a clock of this machine. draw: writes the figure's pictures into a folder.
+    assumed: inputs that the paper does not print. missing: parts that cannot be reproduced, and why.
+    timed: ours are wall-clock seconds on this machine. draw: writes the figure's pictures into a folder.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Table:
 
 
 def run_table(table: Table, small: bool = False) -> dict[str, Any]:
-    """The report of a table, as it is stored."""
+    """The report of a table, in its stored form."""
     rows = [row for case in table.cases for row in table.run(case, small)]
     report: dict[str, Any] = {
         "name": table.name,
@@ -131,14 +132,14 @@ def run_table(table: Table, small: bool = False) -> dict[str, Any]:
 
 
 def store(report: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes a report to its file and returns that."""
+    """Writes a report to its file and returns the path."""
     path = folder / f"{report['name']}.json"
     write_json(path, report)
     return path
 
 
 def stored(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The stored report of a table, None if there is none."""
+    """The stored report of a table, None if it does not exist."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -154,7 +155,7 @@ def claims_of(report: dict[str, Any]) -> list[Claim]:
 
 
 def show(value: Value, unit: str = "") -> str:
-    """A figure as people read it."""
+    """A figure formatted for readers."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""OrchMLLM's models on drawn samples: what each data-parallel rank computes in each phase, dealt in several ways.
+"""OrchMLLM's models on drawn samples: work of each data-parallel rank in each phase, under several assignments.
 
 Work is counted in FLOPs from the printed shapes (table 1). Ranks hold all modules (FSDP) and run one batch of each
-phase per step; rows of encoders travel to the rank whose language model reads them, as edges of a StepTable.
+phase per step. Rows of encoders are sent to the rank whose language model reads them, as edges of a StepTable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Without the input embedding, which computes nothing."""
+        """Number of parameters, without the input embedding, which computes nothing."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
     def linear(self) -> float:
@@ -139,7 +139,7 @@ MODELS = {
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """n samples. tokens: of each phase, 0 where a sample has none. home: the rank that drew it."""
+    """n samples. tokens: of each phase, 0 for a sample without it. home: the rank that drew it."""
 
     tokens: dict[str, Ints]
     home: Ints
@@ -155,7 +155,7 @@ def drawn(model: Model, ranks: int, each: int, seed: int) -> Batch:
     mix = draw("omni", ranks * each, seed=seed)
     rng = np.random.default_rng(seed + 1)
     pictured = mix.items["vision"] > 0
-    # Pictures of LLaVA-1.5 as they come (COCO's 640 x 480 most of all), in patches of 14; larger ones are resized.
+    # Pictures of LLaVA-1.5 at their own sizes (mostly COCO's 640 x 480), in patches of 14; larger ones are resized.
     size = Lognormal(640 * 480 / 14**2, 0.5, 64, (model.resolution // 14) ** 2).draw(rng, len(mix))
     vision = np.where(pictured, size, 0)
     audio = mix.items["audio"] * mix.tokens["audio"]
@@ -163,7 +163,7 @@ def drawn(model: Model, ranks: int, each: int, seed: int) -> Batch:
     return Batch({"vision": vision, "audio": audio, "llm": mix.text + rows}, np.repeat(np.arange(ranks), each))
 
 
-# ---------------------------------------------------------------------- who computes what
+# ---------------------------------------------------------------------- assignment of samples
 
 Dealt = dict[str, NDArray[np.int32]]
 """Phase -> the rank of each sample."""
@@ -186,7 +186,7 @@ def dealt(model: Model, batch: Batch, how: str, *, nodewise: bool = True) -> Dea
 
 
 def balanced(model: Model, batch: Batch, phase: str, batching: str, nodewise: bool) -> NDArray[np.int32]:
-    """The rank of each sample in one phase by post-balancing; samples without the modality stay where they are."""
+    """The rank of each sample in one phase by post-balancing; samples without the modality stay on their rank."""
     tokens = batch.tokens[phase]
     own = np.flatnonzero(tokens)
     shape = model.shape(phase)
@@ -202,7 +202,7 @@ def balanced(model: Model, batch: Batch, phase: str, batching: str, nodewise: bo
 
 
 def flops(model: Model, batch: Batch, phase: str, rank_of: NDArray[np.int32]) -> tuple[Floats, float]:
-    """(FLOPs of a forward of each rank as it is batched, FLOPs of all without padding)."""
+    """(FLOPs of a forward of each rank with its batching, FLOPs of all without padding)."""
     shape, tokens = model.shape(phase), batch.tokens[phase].astype(np.float64)
     causal = phase == "llm"
     each = shape.linear() * tokens + shape.quadratic(causal) * tokens**2
@@ -215,7 +215,7 @@ def flops(model: Model, batch: Batch, phase: str, rank_of: NDArray[np.int32]) ->
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: where every phase waits for the slowest rank. loose: simulated, ranks wait for rows alone. useful: FLOPs
+    """seconds: if every phase waits for the slowest rank. loose: simulated, ranks wait for rows alone. useful: FLOPs
     without padding. tokens: of the language model. fullest: per phase, tokens of the fullest rank over the mean."""
 
     seconds: float

@@ -1,7 +1,7 @@
-"""A cluster that loses and gains nodes under Oobleck, Varuna and Bamboo: what a second of it is spent on.
+"""Cluster that loses and gains nodes under Oobleck, Varuna and Bamboo: how its time is spent.
 
-How they go on, and how fast, is `interlace.simulate`'s (`elastic_job`, `recovery`, `failure_trace`), which
-`interlace simulate --trace` replays for any config. Here are the paper's cluster and models, and events without names.
+Recovery and speed come from `interlace.simulate` (`elastic_job`, `recovery`, `failure_trace`), which `interlace
+simulate --trace` replays for any config. This module has the paper's cluster and models, and events without names.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from interlace.simulate.elastic_job import Job
 from interlace.simulate.recovery import Pace, Rates, Spent, book
 
 NODES = 30  # one GPU each (2.7.1)
-FAULTS = 1  # assumed; any pipeline but one may be lost
+FAULTS = 1  # assumed; tolerates the loss of all pipelines but one
 NODE_BYTES = 40e9  # 2.7.1
 TRAINED_BYTES = 16  # per parameter in fp32: weight, gradient and Adam's two moments
 SAVED_BYTES = 12  # the same without the gradient
 LINK = 25e9  # bytes per second, 200 Gbps (2.7.1)
 EVERY = 10  # iterations between Varuna's checkpoints (2.7.1)
-REGROUP = 1.0  # seconds to notice a loss and to form communicators anew; assumed
+REGROUP = 1.0  # seconds to notice a loss and to re-create communicators; assumed
 
 
 @dataclass(frozen=True)
 class Model:
-    """Table 2.1. layers: table 2.3's caption."""
+    """A model of table 2.1. layers: table 2.3's caption."""
 
     name: str
     parameters: float
@@ -44,7 +44,7 @@ class Model:
 
     @property
     def least_nodes(self) -> int:
-        """Fewest nodes whose memory holds what is trained; activations are recomputed."""
+        """Fewest nodes whose memory holds the trained state; activations are recomputed."""
         return int(-(-TRAINED_BYTES * self.parameters // NODE_BYTES))
 
     @property
@@ -54,11 +54,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted, for one model: see `oobleck_failures.fit`.
+    """Fitted constants of one model: see `oobleck_failures.fit`.
 
     layer: seconds of one layer, forward and backward of a microbatch. save, load: bytes per second of checkpoints.
-    start: seconds to start the framework anew. bamboo: iterations per second of Bamboo on all nodes, 0 where it does
-    not run. bamboo_loss: seconds that a failure costs it.
+    start: seconds to restart the framework. bamboo: iterations per second of Bamboo on all nodes, 0 if it does not run.
+    bamboo_loss: seconds that a failure costs it.
     """
 
     layer: float
@@ -71,7 +71,7 @@ class Constants:
 
 @functools.cache
 def job(model: Model) -> Job:
-    """The model on all nodes. Its layers cost the same, and one costs 1; the backward recomputes: 3/4."""
+    """The model on all nodes. All layers cost the same, 1 each; the backward recomputes: 3/4."""
     ones = np.ones(model.layers)
     return Job(
         *(ones / 4, ones * 3 / 4),
@@ -88,7 +88,7 @@ def job(model: Model) -> Job:
 
 @dataclass(frozen=True)
 class Event:
-    """seconds since the event before; nodes from now on; grace: seconds of warning (0: none, -1: nodes were added)."""
+    """seconds since the last event; nodes from now on; grace: seconds of warning (0: none, -1: nodes were added)."""
 
     seconds: float
     nodes: int
@@ -96,14 +96,14 @@ class Event:
 
 
 def failures(every: float, seed: int) -> list[Event]:
-    """Failures one by one at random, until less than half of the nodes are left (2.7.2)."""
+    """Single failures at random times, until less than half of the nodes are left (2.7.2)."""
     rng = np.random.default_rng(seed)
     return [Event(float(rng.exponential(every)), nodes - 1) for nodes in range(NODES, NODES // 2 - 1, -1)]
 
 
 def spot_trace(every: float, grace: float, hours: float, seed: int) -> list[Event]:
-    """Preemptions and additions, each at random and equally often, between half and all of the nodes: how many nodes
-    there are then. See `failure_trace.spot_trace`: preemptions come less often than `every`, by 7 %."""
+    """Preemptions and additions, at random and equally often, between half and all of the nodes: the resulting number
+    of nodes. See `failure_trace.spot_trace`: preemptions are 7 % less frequent than `every`."""
     nodes, before = NODES, 0.0
     found: list[Event] = []
     for change in failure_trace.spot_trace(NODES, every, hours, seed, warning=grace):
@@ -114,7 +114,7 @@ def spot_trace(every: float, grace: float, hours: float, seed: int) -> list[Even
 
 
 def oobleck(model: Model, own: Constants, events: Sequence[Event], seed: int) -> Spent:
-    """See `recovery.Oobleck`; the node that fails is any."""
+    """See `recovery.Oobleck`; any node may fail."""
     rng = np.random.default_rng(seed)
     system = recovery.Oobleck(job(model), _rates(own), range(NODES))
     fresh = itertools.count(NODES)
@@ -130,7 +130,7 @@ def oobleck(model: Model, own: Constants, events: Sequence[Event], seed: int) ->
 
 
 def varuna(model: Model, own: Constants, events: Sequence[Event], *, saving: bool = True) -> Spent:
-    """See `recovery.Checkpoints`; saving: False for checkpoints that are free, and more frequent (table 2.4)."""
+    """See `recovery.Checkpoints`; saving: False for checkpoints that are free and more frequent (table 2.4)."""
     rates = _rates(own)
     system = recovery.Checkpoints(job(model), rates if saving else replace(rates, save=math.inf, every=2), range(NODES))
     spent: list[Spent] = []
@@ -142,7 +142,7 @@ def varuna(model: Model, own: Constants, events: Sequence[Event], *, saving: boo
 
 
 def bamboo(model: Model, own: Constants, events: Sequence[Event]) -> Spent:
-    """Computes everything twice, so that it goes on after a failure; its speed is a constant that was fitted."""
+    """Bamboo computes everything twice and continues after a failure; its speed is a fitted constant."""
     spent: list[Spent] = []
     nodes, recovering = NODES, 0.0
     for event in events:

@@ -1,7 +1,7 @@
-"""Throughput while nodes fail and come back: dissertation tables 2.2 and 2.4, figures 2.1, 2.10 and 2.11.
+"""Throughput under node failures and rejoins: dissertation tables 2.2 and 2.4, figures 2.1, 2.10 and 2.11.
 
-Speeds, cuts and repairs are the planner's and the simulator's (`oobleck_cluster`); the constants that remain are fitted
-to the columns of one failure in six hours, so that the other columns are predictions.
+Speeds, cuts and repairs come from the planner and the simulator (`oobleck_cluster`). The other constants are fitted to
+the columns of one failure in six hours, so that the other columns are predictions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from interlace.simulate.recovery import Spent
 
 SECONDS = {"6h": 21600.0, "1h": 3600.0, "10m": 600.0}
 SYSTEMS = ("Bamboo", "Varuna", "Oobleck")
-RUNS, TRACES = 100, 20  # sequences of failures at random; traces of 12 hours
+RUNS, TRACES = 100, 20  # sequences of random failures; traces of 12 hours
 SPOT = {name.upper(): rates for name, rates in SPOT_RATES.items()}
 
 MODELS = {  # table 2.1 and the caption of table 2.3
@@ -54,7 +54,7 @@ FREE_SAVING = {  # table 2.4: samples/s of Varuna without the cost of checkpoint
     "GPT-3 6.7b": {"6h": 4.61, "1h": 4.29, "10m": 1.98},
 }
 ABLATED = tuple(FREE_SAVING)
-ODD = ("GPT-2", "GPT-3 Medium")  # whose printed losses do not fit their printed batches: see `_contradiction`
+ODD = ("GPT-2", "GPT-3 Medium")  # their printed losses do not fit their printed batches: see `_contradiction`
 
 # A checkpoint takes SAVE_START + bytes / SAVE seconds: the two values that give the ratios of the 6h columns of Varuna
 # with and without saving in table 2.4 (0.943 and 0.898).
@@ -82,7 +82,7 @@ ASSUMED = (
 
 
 def size(case: str, small: bool) -> tuple[Model, int]:
-    """(the model, how many sequences of events)."""
+    """(the model, number of event sequences)."""
     model = MODELS[case]
     return (replace(model, batch=model.batch // 16), 2) if small else (model, RUNS)
 
@@ -111,7 +111,7 @@ def _constants(model: Model, layer: float, bamboo: float = 0.0) -> Constants:
 
 
 def spent(model: Model, runs: int, system: str, traces: list[list[Event]]) -> Spent:
-    """Where the seconds of a system go in all of the traces; runs: as the constants were fitted."""
+    """Time budget of a system over all traces; runs: as in the fit of the constants."""
     own = fit(model, runs)
     play: dict[str, Callable[[int, list[Event]], Spent]] = {
         "Bamboo": lambda seed, events: cluster.bamboo(model, own, events),
@@ -147,7 +147,7 @@ def throughput(case: str, small: bool) -> list[Row]:
 
 
 def _contradiction(rows: Rows, system: str, cases: list[str]) -> str:
-    """What the print of a model says a failure costs, beside how long its iteration is by the same print."""
+    """Printed cost of a failure of a model, beside its printed iteration time."""
     said = []
     for case in cases:
         often, seldom = rows.theirs(case, f"10m {system}"), rows.theirs(case, f"6h {system}")
@@ -282,7 +282,7 @@ def without_saving_claims(rows: Rows) -> list[Claim]:
 
 
 def breakdown(model: Model, runs: int, system: str, found: Spent) -> Iterator[tuple[str, float]]:
-    """(kind, share of the seconds): redundant work is of Bamboo, and taken from what it computes."""
+    """(kind, share of the seconds). Redundant work exists only in Bamboo, and is subtracted from its computing."""
     redundant = 0.0
     if system == "Bamboo":
         speed = model.batch / (fit(model, runs).layer * cluster.job(model).grid(cluster.NODES).seconds)
@@ -295,7 +295,7 @@ def breakdown(model: Model, runs: int, system: str, found: Spent) -> Iterator[tu
 
 
 def occupation(case: str, small: bool) -> list[Row]:
-    """Shares of time by what it was spent on."""
+    """Shares of time by activity."""
     model, runs = size(case, small)
     return [
         Row(case, f"{frequency} {system}: {kind}", None, share)

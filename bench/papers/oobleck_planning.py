@@ -25,7 +25,7 @@ CASES = {f"{nodes} nodes of {gpus}": (nodes, gpus) for nodes, gpus in PRINTED}
 
 
 def latency(case: str, small: bool) -> list[Row]:
-    """Seconds to make one pipeline template of each number of layers, the best of three."""
+    """Seconds to compute one pipeline template for each number of layers, the best of three."""
     nodes, gpus = CASES[case]
     rows = []
     for layers, printed in zip(LAYERS, PRINTED[nodes, gpus]):

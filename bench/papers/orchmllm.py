@@ -44,7 +44,7 @@ def _mean(values: list[float]) -> float:
 
 
 def composition(case: str, small: bool) -> list[Row]:
-    """Part of the language model's sequence that is of the modality, over samples."""
+    """Fraction of the language model's sequence that belongs to the modality, over samples."""
     model = MODELS["MLLM-10B"]
     batch = mllm.drawn(model, 4 if small else 256, 80, 0)
     merge = model.merge[0 if case == "vision" else 1]
@@ -97,7 +97,7 @@ def overall(case: str, small: bool) -> list[Row]:
 def megatron(model: Model, gpus: int, seed: int) -> tuple[float, float]:
     """(MFU, tokens per second and GPU) of pipelines: encoders on the first stage, layers of the LLM on the others.
 
-    Microbatches of one sample under 1F1B, replicas wait for each other at the end; TP is free.
+    Microbatches of one sample under 1F1B. Replicas wait for each other at the end; TP is free.
     """
     replicas = max(1, gpus // (TP * model.megatron_stages))
     each = model.megatron_batch * replicas // (GPUS // (TP * model.megatron_stages)) // replicas
@@ -192,7 +192,7 @@ def throughput_claims(rows: Rows) -> list[Claim]:
 
 
 def ablation(case: str, small: bool, ways: dict[str, str]) -> list[Row]:
-    """MFU of each way to deal samples on 128 GPUs, and how much more than the mean the fullest rank holds."""
+    """MFU of each assignment of samples on 128 GPUs, and the excess of the fullest rank over the mean."""
     model, gpus = MODELS[case], _gpus(ABLATION_GPUS, small)
     rows = []
     for name, how in ways.items():
@@ -281,7 +281,7 @@ def algorithm_claims(rows: Rows) -> list[Claim]:
 
 
 def volumes(model: Model, batch: Batch, phase: str) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes that a rank holds of each new batch of a phase, which rank takes which batch node-wise)."""
+    """(bytes that a rank holds of each new batch of a phase, node-wise assignment of batches to ranks)."""
     of = mllm.balanced(model, batch, phase, mllm.PADDED[phase], False)
     own = np.flatnonzero(batch.tokens[phase])
     size = {"vision": PATCH_BYTES, "audio": FRAME_BYTES, "llm": 2 * model.llm.hidden}[phase] * batch.tokens[phase][own]
@@ -290,7 +290,7 @@ def volumes(model: Model, batch: Batch, phase: str) -> tuple[np.ndarray, np.ndar
 
 
 def gathered(case: str, small: bool) -> list[Row]:
-    """What the fullest rank receives and how MFU falls with it: node-wise all-to-all against all-gather."""
+    """Traffic into the fullest rank and the resulting loss of MFU: node-wise all-to-all against all-gather."""
     model, gpus = MODELS[case], _gpus(ABLATION_GPUS, small)
     sums: dict[str, list[float]] = {}
     for seed in range(1 if small else STEPS):
@@ -299,7 +299,7 @@ def gathered(case: str, small: bool) -> list[Row]:
         received, waited = {"all-to-all": 0.0, "all-gather": 0.0}, {"all-to-all": 0.0, "all-gather": 0.0}
         for phase in PHASES:
             volume, placement = volumes(model, batch, phase)
-            back = 2 if phase == "llm" else 1  # gradients of rows travel back
+            back = 2 if phase == "llm" else 1  # gradients of rows are sent back
             received["all-to-all"] += float(volume.sum(axis=0).max())
             received["all-gather"] += float(volume.sum())
             waited["all-to-all"] += back * float(balance.internode_volume(volume, placement, NODE).max()) / LINK
@@ -349,7 +349,7 @@ def gathered_claims(rows: Rows) -> list[Claim]:
 
 
 def nodewise(case: str, small: bool) -> list[Row]:
-    """What the rank that sends most to other nodes sends node-wise, over what it sends without."""
+    """Inter-node traffic of the rank that sends most, node-wise relative to without."""
     model, gpus = MODELS[case], _gpus(ABLATION_GPUS, small)
     rows = []
     for phase in PHASES:

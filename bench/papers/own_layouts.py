@@ -1,8 +1,8 @@
-"""Own layouts for encoder and language model: on shared ranks and on ranks of their own, against one layout for both.
+"""Separate layouts for encoder and language model, on shared ranks and on separate ranks, against one layout for both.
 
 The newest peer (NVIDIA, arXiv 2605.27678, behind Megatron MIMO) prints two figures: up to +49.3 % TFLOP/s per GPU on
-shared ranks, up to +13.0 % tokens/s on separate ones. Its models and data are not at hand, so only the direction is
-compared: steps of lengths that are drawn, tables by `step_table`, layouts by `Layout.from_specs`, simulated.
+shared ranks, up to +13.0 % tokens/s on separate ones. Its models and data are not available, so only the direction is
+compared. Steps of drawn lengths are simulated, with tables from `step_table` and layouts from `Layout.from_specs`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.papers.pipeline import LANGUAGE_MODEL, Modules
 from bench.papers.shapes import H100, Transformer, costs_of
 from interlace.layout import Layout, ParallelSpec
 from interlace.plan import LinkModel, ModuleCosts
-from interlace.run.table import step_table
+from interlace.run.tables.table import step_table
 from interlace.schedule import Action, Op, StageGraph, one_f_one_b
 from interlace.simulate import simulate
 
@@ -35,7 +35,7 @@ CASES = tuple(f"{vision} + {llm}, {data}" for llm in MODELS for vision in ENCODE
 
 
 class Work(NamedTuple):
-    """Per sample: FLOPs of the forward of a layer, of what follows the last one, and tokens, float64 [n] each."""
+    """Per sample: FLOPs of the forward of a layer, of the part after the last layer, and tokens, float64 [n] each."""
 
     layer: NDArray[np.float64]
     head: NDArray[np.float64]
@@ -90,7 +90,7 @@ class Case:
         return H100.seconds(float(flops)) / tp, sums
 
     def costs(self, tp: int) -> dict[str, ModuleCosts]:
-        """Mean seconds of each layer with its sums, to cut by."""
+        """Mean seconds of each layer with its sums, as weights for cuts."""
         found = {}
         for module, shape in self.shapes.items():
             everyone = np.arange(len(self.drawn), dtype=np.int32)
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward of all samples."""
+        """FLOPs of forward and backward of all samples."""
         return 3 * sum(float(self.shapes[m].layers * w.layer.sum() + w.head.sum()) for m, w in self.work.items())
 
     def step(self, layout: Layout, tp: dict[str, int], *, chunks: int | None = None) -> float:
@@ -140,9 +140,9 @@ class Case:
         return self.step(layout, {"vision": self.tp, LANGUAGE_MODEL: self.tp})
 
     def shared(self) -> float:
-        """The encoder whole on every GPU, for all samples first; then the language model on the same GPUs; and then the
-        encoder's backwards, which 1F1B leaves for the end, as Megatron's three phases do (its pull request 4784),
-        wherever that is faster."""
+        """The whole encoder on every GPU, for all samples first; then the language model on the same GPUs. If that is
+        faster, the encoder's backwards come last, where 1F1B leaves them, as in Megatron's three phases (its pull
+        request 4784)."""
         specs = {
             "vision": ParallelSpec(dp=self.gpus),
             LANGUAGE_MODEL: ParallelSpec(tp=self.tp, pp=self.pp, dp=self.gpus // (self.tp * self.pp)),
@@ -152,7 +152,7 @@ class Case:
         return self.step(layout, {"vision": 1, LANGUAGE_MODEL: self.tp})
 
     def separate(self) -> tuple[float, int, int]:
-        """The encoder on GPUs of its own: (seconds, how many, chunks of each), the best of all."""
+        """The encoder on separate GPUs: (seconds, number of GPUs, chunks of each), the best of all."""
         lane = self.tp * self.pp
         chunks = [count for count in ENCODER_CHUNKS if count <= self.microbatches] or [self.microbatches]
         return min((self._separate(n, count), n, count) for n in range(lane, self.gpus, lane) for count in chunks)

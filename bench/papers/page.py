@@ -1,4 +1,4 @@
-"""docs/papers.md, made from the stored reports, so that it says what they say."""
+"""Writes docs/papers.md from the stored reports, so that it matches them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ The page is written by `python -m bench.papers --all` from the reports in `bench
 
 
 def render() -> str:
-    """The page of the reports that are stored, as Markdown."""
+    """The page of the stored reports, as Markdown."""
     lines = [INTRODUCTION, "| from | it says | theirs | ours | |", "|---|---|---|---|---|"]
     reports = {name: stored(name) for name in TABLES}
     found = {name: report for name, report in reports.items() if report is not None}
@@ -48,12 +48,12 @@ def render() -> str:
 
 
 def _paper(name: str) -> str:
-    """The paper that a table is of: what stands before its number, without "table" or "figure"."""
+    """The paper of a table: the part before its number, without "table" or "figure"."""
     return name.rpartition("-")[0].removesuffix("-table").removesuffix("-figure")
 
 
 def _section(paper: str, reports: dict[str, dict[str, Any]]) -> list[str]:
-    """What is behind the lines of one paper: its tables, why figures differ, what was assumed, what cannot be shown."""
+    """Details of one paper: its tables, reasons for differences, assumptions, and what cannot be reproduced."""
     lines = ["", f"## {paper}", ""]
     lines += [f"- `{name}`: {report['source']}. {report['about']}" for name, report in reports.items()]
     differs = [
@@ -73,7 +73,7 @@ def _section(paper: str, reports: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _once(reports: dict[str, dict[str, Any]], key: str) -> list[str]:
-    """Each note once, with the names of the tables that it is of, if not of all."""
+    """Each note once, with the names of its tables unless it applies to all."""
     of: dict[str, list[str]] = {}
     for name, report in reports.items():
         for note in report[key]:

@@ -1,6 +1,6 @@
-"""A step of modules whose layers have stated costs, on a layout, under 1F1B: what tables of papers are simulated with.
+"""A step of modules with given layer costs, on a layout, under 1F1B: the simulation behind the papers' tables.
 
-One rank stands for a lane: its tensor- and context-parallel GPUs compute in lock step.
+One rank represents a lane: its tensor- and context-parallel GPUs compute in lock step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from interlace.layout import Layout, ParallelSpec
 from interlace.plan import ModuleCosts
 from interlace.run.graph import stage_durations
-from interlace.run.table import nominal_table
+from interlace.run.tables.table import nominal_table
 from interlace.schedule import StageGraph, one_f_one_b
 from interlace.simulate import Timeline, simulate
 
@@ -20,12 +20,12 @@ LANGUAGE_MODEL = "language_model"
 
 @dataclass(frozen=True)
 class Modules:
-    """What layouts and graphs ask a model for, where there are only costs: names, and who feeds whom."""
+    """Replaces a model for layouts and graphs if there are only costs: module names, and which module feeds which."""
 
     costs: Mapping[str, ModuleCosts]
 
     def modules_order(self) -> list[str]:
-        """Encoders, then the language model, as they stand in `costs`."""
+        """Encoders, then the language model, in the order of `costs`."""
         return list(self.costs)
 
     def edges(self) -> tuple[tuple[str, str], ...]:
@@ -40,7 +40,7 @@ def layout_of(
     frozen_aware: bool = True,
     recompute: bool = False,
 ) -> Layout:
-    """Modules cut into so many stages each; costs: the language model last."""
+    """Modules cut into the given numbers of stages; costs: the language model last."""
     specs = {name: ParallelSpec(pp=count) for name, count in stages.items()}
     return Layout.from_specs(
         Modules(costs), specs, placement=placement, costs=costs, frozen_aware=frozen_aware, recompute=recompute
@@ -48,7 +48,7 @@ def layout_of(
 
 
 def play(costs: Mapping[str, ModuleCosts], layout: Layout, microbatches: int, *, recompute: bool = False) -> Timeline:
-    """The step of `layout` under 1F1B, every microbatch of which costs the same; transfers are free."""
+    """The step of `layout` under 1F1B with microbatches of equal cost; transfers are free."""
     model = Modules(costs)
     trainable = {}
     for name, cost in costs.items():

@@ -1,6 +1,6 @@
 """Parameters and forward FLOPs of models that papers print as shapes: transformers, and Stable Diffusion's U-Net.
 
-A product of [m, k] and [k, n] counts 2 m k n, attention 4 FLOPs per channel for each query and key that see each other.
+A product of [m, k] and [k, n] counts 2 m k n. Attention counts 4 FLOPs per channel for each visible (query, key) pair.
 Norms, activations and lookups are left out, as everywhere in the project. From FLOPs to seconds: `Gpu`.
 """
 
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from interlace.costs.fitted import FREE
 from interlace.plan import LayerTimes, LinkModel, ModuleCosts
-from interlace.plan.cost_model import FREE
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU computes and how fast it talks to those beside it; efficiency is assumed, and printed as such.
+    """Speed of a GPU and of its link to neighbours; efficiency is assumed, and printed as such.
 
-    peak: FLOP/s of dense bfloat16. efficiency: the part of it that kernels reach. link: to the other GPUs of its
+    peak: FLOP/s of dense bfloat16. efficiency: the fraction of it that kernels reach. link: to the other GPUs of its
     tensor-parallel group.
     """
 
@@ -44,7 +44,7 @@ H100 = Gpu("H100", 989e12, 0.45, LinkModel(10e-6, 1 / 450e9))
 
 @dataclass(frozen=True)
 class Transformer:
-    """layers of layer_parameters each; vocabulary: of an LLM, whose head is a product and whose embedding is none."""
+    """layers of layer_parameters each; vocabulary: of an LLM; its head is a product and its embedding is a lookup."""
 
     layers: int
     hidden: int
@@ -65,7 +65,7 @@ class Transformer:
         vocabulary: int = 0,
         tied: bool = False,
     ) -> Transformer:
-        """From the sizes of its products; gated: three in the FFN, as in Llama, instead of two."""
+        """Transformer from the sizes of its products; gated: three in the FFN, as in Llama, instead of two."""
         keys = hidden // heads * (kv_heads or heads)
         layer = 2 * hidden * hidden + 2 * hidden * keys + (3 if gated else 2) * hidden * ffn
         return cls(layers, hidden, layer, vocabulary, tied)
@@ -75,14 +75,14 @@ class Transformer:
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     def layer_flops(self, tokens: float, pairs: float) -> float:
-        """Forward of one layer; pairs: of a query and a key that see each other."""
+        """FLOPs of the forward of one layer; pairs: visible (query, key) pairs."""
         return 2.0 * self.layer_parameters * tokens + 4.0 * pairs * self.hidden
 
     def head_flops(self, tokens: float) -> float:
         return 2.0 * self.vocabulary * self.hidden * tokens
 
     def flops(self, tokens: float, pairs: float) -> float:
-        """Forward of all layers and the head."""
+        """FLOPs of the forward of all layers and the head."""
         return self.layers * self.layer_flops(tokens, pairs) + self.head_flops(tokens)
 
     def costs(
@@ -96,8 +96,8 @@ class Transformer:
     ) -> ModuleCosts:
         """Seconds of each layer for one chunk; a gradient of inputs or of weights takes as long as the forward.
 
-        projector: width of the linear layer that follows the last layer, always trained. The head is part of the last
-        layer, where there is one.
+        projector: width of the linear layer that follows the last layer, always trained. The head, if any, is part of
+        the last layer.
         """
         forward = [self.layer_flops(tokens, pairs)] * self.layers
         layer, trains = list(range(self.layers)), [trainable] * self.layers
@@ -113,12 +113,12 @@ class Transformer:
 
 
 def costs_of(forward: NDArray[np.float64], layer: NDArray[np.int64], trainable: NDArray[np.bool_]) -> ModuleCosts:
-    """Parts whose two gradients take as long as their forward each (cornstarch-2025-03 section 4.2)."""
+    """Costs of parts, each of whose two gradients takes as long as its forward (cornstarch-2025-03 section 4.2)."""
     return ModuleCosts(layer.astype(np.int64), LayerTimes(forward, forward, forward, forward), trainable)
 
 
 def causal_pairs(tokens: float) -> float:
-    """Of one causal row."""
+    """Visible pairs of one causal row."""
     return tokens * (tokens + 1) / 2
 
 
@@ -132,14 +132,14 @@ class Network(NamedTuple):
 
 UNET_CHANNELS = (320, 640, 1280, 1280)
 UNET_TIME = 1280  # width of the time embedding
-UNET_TEXT = (77, 1024)  # tokens and width of what the attention across reads
+UNET_TEXT = (77, 1024)  # tokens and width of the text that cross-attention reads
 
 
 def unet(side: int) -> Network:
     """The U-Net of Stable Diffusion 2.1 on a latent of side x side (an image of 8 * side): parameters, forward FLOPs.
 
     From its published configuration: two residual blocks a level on the way down and three on the way up, a transformer
-    block after each but on the lowest level, one between two in the middle.
+    block after each except on the lowest level, and one between two in the middle.
     """
     parameters = flops = 0.0
 

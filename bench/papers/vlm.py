@@ -1,7 +1,7 @@
 """Qwen2.5-Vision before Llama 3 on drawn samples: seconds of a sample, steps as tables and schedules, for Entrain.
 
-Work is counted from the published shapes of the models. How fast it runs on the paper's A40s is not printed; three
-rates stand for it (`rates`), fitted with the lengths of the data to what the dissertation prints (bench/length_fit.py).
+Work is counted from the published shapes of the models. Their speed on the paper's A40s is not printed. Three rates
+replace it (`rates`), fitted together with the lengths of the data to the dissertation's figures (bench/length_fit.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Ints = NDArray[np.int64]
 TP = 2  # table 4.1
 PEAK = 149.7e12  # FLOP/s of an A40 in bf16
 EFFICIENCY = 0.1765  # of the encoder; fitted (bench.length_fit)
-SPEED = {"1b": 0.915, "3b": 1.41}  # of the language models, in parts of the encoder's; fitted likewise
-SAMPLES = 20_000  # that stand for a data set
+SPEED = {"1b": 0.915, "3b": 1.41}  # of the language models, relative to the encoder's; fitted too
+SAMPLES = 20_000  # that represent a data set
 DATASETS = {"SynthChartNet": "synthchartnet", "ChartQA": "chartqa", "CocoQA": "cocoqa", "LLaVA-150k": "llava_150k"}
 
 
@@ -68,21 +68,21 @@ class Work:
 
 @functools.lru_cache(maxsize=32)
 def work(dataset: str, model: str, n: int, seed: int) -> Work:
-    """Of `n` samples of a data set; model: "1b" or "3b"."""
+    """Work of `n` samples of a data set; model: "1b" or "3b"."""
     drawn = draw(DATASETS[dataset], n, seed=seed)
     patches, tokens = drawn.items["vision"] * drawn.tokens["vision"], drawn.total
     return Work(vision_flops(patches), llm_flops(tokens, model), patches, tokens)
 
 
 def vision_flops(patches: NDArray[np.number]) -> Floats:
-    """FLOPs of a forward of pictures of so many patches."""
+    """FLOPs of a forward of pictures with these numbers of patches."""
     own = QWEN_VISION
     attention = own.layers * np.minimum(patches, WINDOW) + FULL_LAYERS * np.maximum(patches - WINDOW, 0)
     return 2.0 * own.layers * own.layer_parameters * patches + 4.0 * own.hidden * patches * attention
 
 
 def llm_flops(tokens: NDArray[np.number], model: str) -> Floats:
-    """FLOPs of a forward of sequences of so many tokens."""
+    """FLOPs of a forward of sequences with these numbers of tokens."""
     shape = LLAMA[model]
     return 2.0 * shape.parameters * tokens + 2.0 * shape.layers * shape.hidden * tokens**2  # half of it is masked
 
@@ -99,15 +99,15 @@ def seconds(own: Work, model: str) -> tuple[Floats, Floats]:
     return own.vision / rates()[ENCODER], own.llm / rates()[model]
 
 
-# ---------------------------------------------------------------------- who computes what
+# ---------------------------------------------------------------------- assignment of samples
 
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """What one replica computes, chunk by chunk in the order of execution.
+    """Work of one replica, chunk by chunk in the order of execution.
 
-    samples: places in the batch; all else counts places in it. encoder: what it takes together. microbatch: of each of
-    these; what is deferred is of the same as the chunk before it. slot: the microbatch of the LLM that reads a sample.
+    samples: indices in the batch; other fields index `samples`. encoder: samples of each encoder chunk. microbatch:
+    of each of these; a deferred chunk belongs to that of the chunk before it. slot: the LLM's microbatch of a sample.
     """
 
     samples: Ints
@@ -123,7 +123,7 @@ class Replica:
 
 
 def _plain(parts: list[Ints]) -> Replica:
-    """Encoder and language model take the same microbatches, given by places in the batch."""
+    """Encoder and language model use the same microbatches, given by indices in the batch."""
     slot = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return Replica(np.concatenate(parts), _members(slot), list(range(len(parts))), slot)
 
@@ -137,12 +137,12 @@ def _cut(samples: Ints, size: int) -> list[Ints]:
 
 
 def static(samples: int, replicas: int, size: int) -> list[Replica]:
-    """Microbatches of `size` samples as they come."""
+    """Microbatches of `size` samples in the given order."""
     return [_plain(_cut(own, size)) for own in np.array_split(np.arange(samples), replicas)]
 
 
 def disttrain(vision: Floats, llm: Floats, replicas: int, size: int, stages: tuple[int, int]) -> list[Replica]:
-    """DistTrain: samples dealt to replicas by encoder work, microbatches of `size` in a better order (6.1, 6.2).
+    """DistTrain: samples assigned to replicas by encoder work, microbatches of `size` in a better order (6.1, 6.2).
 
     stages: of the encoder and of the language model, for the order.
     """
@@ -159,7 +159,7 @@ def disttrain(vision: Floats, llm: Floats, replicas: int, size: int, stages: tup
 
 
 def dip(vision: Floats, samples: int, replicas: int, size: int) -> list[Replica]:
-    """DIP: each microbatch of `size` samples as two sub-microbatches, alike in encoder work, within its bounds."""
+    """DIP: each microbatch of `size` samples as two sub-microbatches of similar encoder work, within its bounds."""
     found = []
     for own in np.array_split(np.arange(samples), replicas):
         parts = []
@@ -173,7 +173,7 @@ def dip(vision: Floats, samples: int, replicas: int, size: int) -> list[Replica]
 def entrain(
     vision: Floats, llm: Floats, replicas: int, microbatches: int, *, as_printed: bool = False
 ) -> list[Replica]:
-    """Entrain: samples to replicas, then algorithm 4; what is deferred is an encoder chunk of its own."""
+    """Entrain: samples to replicas, then algorithm 4; deferred samples form a separate encoder chunk."""
     of = balance.assign_replicas(vision, llm, replicas, as_printed=as_printed)
     found = []
     for replica in range(replicas):
@@ -203,7 +203,7 @@ def undeferred(replica: Replica) -> Replica:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """How a model is cut. encoder, llm: layers of each stage. colocated: both on the same lanes (DIP)."""
+    """Cuts of a model. encoder, llm: layers of each stage. colocated: both on the same lanes (DIP)."""
 
     model: str
     encoder: Ints
@@ -228,7 +228,7 @@ class Stages:
         return len(self.llm) if self.colocated else len(self.encoder) + len(self.llm)
 
     def shares(self) -> dict[str, Floats]:
-        """Part of a module's seconds that each of its stages takes."""
+        """Fraction of a module's seconds in each of its stages."""
         shape = LLAMA[self.model]
         llm = self.llm.astype(float)
         llm[-1] += shape.hidden * shape.head / shape.layer_parameters
@@ -242,7 +242,7 @@ class Stages:
 
 
 def play(stages: Stages, replica: Replica, vision: Floats, llm: Floats) -> Timeline:
-    """The step of one replica under 1F1B, or under DIP's order where encoder and language model are colocated.
+    """The step of one replica under 1F1B, or under DIP's order if encoder and language model are colocated.
 
     A backward takes twice its forward; transfers are free. The schedule is proved by `check`.
     """

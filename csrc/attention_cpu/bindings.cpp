@@ -14,14 +14,14 @@ namespace {
 
 using namespace attention;
 
-constexpr int MOST_THREADS = 1024;  // GNU OpenMP ends the process where it cannot start one
+constexpr int MOST_THREADS = 1024;  // GNU OpenMP ends the process if it cannot start a thread
 
-// Messages are put together only when they are needed: these checks run in every call of every layer.
+// Messages are composed only on failure: these checks run in every call of every layer.
 void require(bool holds, const char *what) {
     if (!holds) throw py::value_error(what);
 }
 
-// bf16 has no numpy type: its tensors come as int16.
+// numpy has no bf16: bf16 tensors are passed as int16.
 Dtype dtype_of(const py::array &array, const char *name) {
     if (py::isinstance<py::array_t<float>>(array)) return Dtype::f32;
     if (py::isinstance<py::array_t<int16_t>>(array)) return Dtype::bf16;
@@ -57,7 +57,7 @@ const T *contiguous(const py::array &array, const char *name, std::initializer_l
     return static_cast<const T *>(array.data());
 }
 
-// Positions, and windows: the mask rule subtracts these.
+// Range of positions and windows, which the mask rule subtracts.
 void check_not_negative(const int32_t *values, int64_t count, const char *name) {
     int32_t least = 0;
     for (int64_t i = 0; i < count; ++i) least = std::min(least, values[i]);
@@ -65,7 +65,7 @@ void check_not_negative(const int32_t *values, int64_t count, const char *name) 
         throw py::value_error(std::string(name) + " holds " + std::to_string(least) + ": it must not be negative");
 }
 
-// Five fields (queries) or four (keys, which have no window).
+// Five fields (queries) or four (keys: no window).
 Tokens tokens(const py::array *fields, bool queries, int64_t batch, int64_t length) {
     const Tokens found{
         contiguous<int64_t>(fields[0], queries ? "q_bits" : "k_bits", {batch, length}),
@@ -80,7 +80,7 @@ Tokens tokens(const py::array *fields, bool queries, int64_t batch, int64_t leng
     return found;
 }
 
-// Compressed rows of key blocks, checked entry by entry: a wrong one would be read from other memory.
+// Compressed rows of key blocks. Every entry is checked: a wrong one would cause reads out of bounds.
 void list(const py::array *arrays, const char *ptr_name, const char *idx_name, int64_t rows, int64_t k_blocks,
           const int32_t *&ptr, const int32_t *&idx) {
     ptr = contiguous<int32_t>(arrays[0], ptr_name, {rows + 1});
@@ -116,7 +116,7 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.value_dim = v.shape(3);
     require(p.kv_heads >= 1 && p.q_heads % p.kv_heads == 0, "the heads of q must be a multiple of those of k");
     require(p.head_dim >= 1 && p.value_dim >= 1, "head dimensions must be at least 1");
-    p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger one is one block too
+    p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger block is equivalent: one block
     require(p.block <= 1 << 15,
             "blocks of more than 32768 tokens need gigabytes for the bits of one: use smaller ones");
     p.sinks = sinks;
@@ -143,7 +143,7 @@ void check_layout(const py::array &array, const char *name, int64_t items, Dtype
                               dtype_name(array) + " of shape " + shape_of(array));
 }
 
-// Where a result goes.
+// Pointer to a result array.
 void *result(py::array &array, const char *name, int64_t items, Dtype dtype) {
     check_layout(array, name, items, dtype);
     if (!array.writeable()) throw py::value_error(std::string(name) + " is read-only");
@@ -159,7 +159,7 @@ void attention_forward(const py::array &q, const py::array &k, const py::array &
     const int64_t rows = p.batch * p.q_heads * p.q_len;
     const ForwardResult to{result(out, "out", rows * p.value_dim, p.dtype),
                            result(lse, "lse", rows, computing(p.dtype))};
-    if (rows == 0) return;  // other sizes may then be anything
+    if (rows == 0) return;  // with no rows, other sizes are not checked
     const py::gil_scoped_release release;
     kernels().forward(p, to);
 }
@@ -181,7 +181,7 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
     in.lse = per_row(lse, "lse");
     in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
     in.dq = result(dq, "dq", q.size(), p.dtype);
-    // The caller's choice: like k and v, or as they are summed.
+    // The caller chooses: dtype of k and v, or dtype of the sums.
     in.wide = dtype_of(dk, "dk") == computing(p.dtype);
     in.dk = result(dk, "dk", k.size(), in.wide ? computing(p.dtype) : p.dtype);
     in.dv = result(dv, "dv", v.size(), in.wide ? computing(p.dtype) : p.dtype);

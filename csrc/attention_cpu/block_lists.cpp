@@ -14,18 +14,18 @@ namespace {
 
 constexpr int32_t FAR = std::numeric_limits<int32_t>::max();
 
-// Inclusive bounds over the tokens of one block: enough to prove many pairs of blocks empty or full.
+// Inclusive bounds over the tokens of one block. They suffice to prove many pairs of blocks empty or full.
 struct Summary {
     int32_t doc_lo = FAR, doc_hi = -1;  // over tokens that are not padding
     int32_t pos_lo = FAR, pos_hi = -1;
-    int32_t reach_lo = FAR, reach_hi = -FAR;  // pos - window: keys at or before it are out of reach
+    int32_t reach_lo = FAR, reach_hi = -FAR;  // pos - window: keys at or before it are outside the window
     int32_t span_lo = FAR, span_hi = -1;      // over tokens that have a span
     bool padded = false, spanless = false;    // some token is padding; some token has no span
     uint64_t any_bits = 0, all_bits = ~uint64_t(0);
-    uint64_t own = 0;  // 1 << own stream, of all
+    uint64_t own = 0;  // OR of 1 << own stream
 };
 
-// Of both together.
+// Merges the bounds of both.
 Summary operator|(const Summary &one, const Summary &other) {
     Summary s;
     s.doc_lo = std::min(one.doc_lo, other.doc_lo);
@@ -91,7 +91,7 @@ inline Class decide(const Summary &q, const Summary &k, int64_t sinks) {
     return one_span && !q.spanless && !k.spanless ? FULL : UNKNOWN;
 }
 
-// Keys are looked at in these portions, so that a partial block is usually recognised by the first.
+// Keys are tested in portions of this size, so that a partial block is usually recognised in the first.
 constexpr int64_t PORTION = 16;
 
 Class evaluate(const Tokens &q, int64_t rows, const Tokens &k, int64_t columns, int64_t sinks, int64_t panels,
@@ -111,7 +111,7 @@ Class evaluate(const Tokens &q, int64_t rows, const Tokens &k, int64_t columns, 
             }
         if (some && !every) return PARTIAL;
     }
-    return some ? FULL : EMPTY;  // "every" holds wherever it is reached with "some"
+    return some ? FULL : EMPTY;  // if "some" holds here, "every" holds too
 }
 
 Tokens from(Tokens t, int64_t first) {
@@ -119,7 +119,7 @@ Tokens from(Tokens t, int64_t first) {
             t.length};
 }
 
-// One list from the portions of rows that were classified in parallel; ptr holds the length of each row so far.
+// One list, from the portions of rows that were classified in parallel. ptr holds the length of each row so far.
 void join(std::vector<std::vector<int32_t>> &portions, int threads, Lists &lists) {
     std::vector<int64_t> start(portions.size() + 1, 0);
     for (size_t i = 0; i < portions.size(); ++i) start[i + 1] = start[i] + static_cast<int64_t>(portions[i].size());
@@ -136,7 +136,7 @@ void join(std::vector<std::vector<int32_t>> &portions, int threads, Lists &lists
 
 // The same pairs by column: row b * k_blocks + j lists the query blocks of key block j, ascending.
 void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k_blocks, int threads, Lists &by_key) {
-    constexpr int64_t COLUMNS = 512;  // of a portion of work
+    constexpr int64_t COLUMNS = 512;  // columns per portion of work
     const int64_t portions = (k_blocks + COLUMNS - 1) / COLUMNS;
     by_key.ptr.assign(static_cast<size_t>(batch * k_blocks + 1), 0);
     by_key.idx.resize(by_query.idx.size());
@@ -159,7 +159,7 @@ void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k
     });
 }
 
-// One side's block: the first of its tokens, how many, and which of them (bits of each panel) are done with.
+// One block of one side: its first token, its number of tokens, and bits of finished tokens per panel.
 struct Block {
     int64_t first, count;
     std::vector<uint64_t> seen;
@@ -176,7 +176,7 @@ struct Block {
     }
 };
 
-// Which queries see a key among keys[first, last), or which keys are seen by one of queries[first, last).
+// Marks queries that see a key of keys[first, last), or keys that are seen by a query of queries[first, last).
 void look_at(const Tokens &queries, const Tokens &keys, int64_t first, int64_t last, int64_t sinks, bool of_queries,
              Block &block) {
     uint64_t words[PANEL];
@@ -195,8 +195,8 @@ void look_at(const Tokens &queries, const Tokens &keys, int64_t first, int64_t l
     }
 }
 
-// The documents of one side as BlockLists says. Blocks with a full one are done; in most others every token sees
-// itself, so the block at the same place is looked at before the partial ones, of which few are then left.
+// The documents of one side as specified in BlockLists. Blocks that have a full block are done. In most others every
+// token sees itself, so the diagonal block is tested before the partial ones. Few of those are then left.
 std::vector<int32_t> documents(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t block, int64_t sinks,
                                int threads, bool of_queries, const Lists &full, const Lists &part) {
     const Tokens &side = of_queries ? queries : keys, &other = of_queries ? keys : queries;
@@ -235,7 +235,7 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
             summarise(tokens.at(at / blocks), first, std::min(first + block, tokens.length));
     });
 
-    // What decides a group of key blocks at once saves looking at each.
+    // Bounds of a group of key blocks, to decide the whole group at once.
     constexpr int64_t GROUP = 16;
     const int64_t k_groups = (k_blocks + GROUP - 1) / GROUP;
     std::vector<Summary> groups(batch * k_groups);
@@ -248,7 +248,7 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
     BlockLists lists;
     lists.full_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
     lists.part_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
-    constexpr int64_t ROWS = 16;  // a portion of work
+    constexpr int64_t ROWS = 16;  // rows per portion of work
     const int64_t portions = (rows + ROWS - 1) / ROWS;
     std::vector<std::vector<int32_t>> full(portions), part(portions);
     parallel_for(portions, threads, [&](int64_t portion) {

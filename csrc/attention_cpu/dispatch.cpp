@@ -15,8 +15,8 @@ namespace attention {
 
 namespace {
 #if defined(INTERLACE_AMX)
-// Whether the processor has tiles, bf16 products on them and bf16 conversions, and Linux lets this process use them: it
-// keeps the tiles' 8 KiB across context switches only for those that ask.
+// True if the processor has tiles, bf16 products on them and bf16 conversions, and Linux allows this process to use
+// them. Linux requires permission because it saves the tiles' 8 KiB at context switches.
 bool may_use_amx() {
     constexpr long ASK_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl(2), a state component
     unsigned eax, ebx, ecx, edx;

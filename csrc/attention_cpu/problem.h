@@ -1,11 +1,11 @@
-// What the attention kernels are given: raw pointers, whose sizes and block lists bindings.cpp checks, and the table of
-// functions that each instruction set provides. Nothing here depends on Python.
+// Input of the attention kernels: raw pointers, whose sizes and block lists are checked in bindings.cpp. Also the table
+// of functions that each instruction set provides. Independent of Python.
 #pragma once
 
 #include <cstdint>
 
-// Functions for other instruction sets than the one that is compiled for: by GCC's target pragma, which Clang lacks.
-// AMX needs GCC 11 besides, and Linux, which is asked for permission.
+// Functions for other instruction sets than the compiled one use GCC's target pragma, which Clang lacks. AMX also needs
+// GCC 11, and Linux for the permission.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define INTERLACE_WIDE_VECTORS
 #if defined(__linux__) && defined(__has_include)
@@ -18,15 +18,15 @@
 namespace interlace {
 namespace attention {
 
-// Columns (queries) of a panel: scores are computed for that many queries at a time, keys being the rows of the tile.
-// A panel's visibility for one key is one 64-bit word.
+// Columns (queries) of a panel: scores are computed for this many queries at a time. Keys are the rows of the tile.
+// Visibility of one key in a panel is one 64-bit word.
 constexpr int PANEL = 64;
 
 // Element types of q, k, v, out and their gradients. bf16 and fp16 are computed in fp32.
 enum class Dtype { f32, f64, bf16, f16 };
 
-// The fields of the mask rule (see masks.py) for one side, [batch, length] each. A query that sees nothing and a key
-// that nobody sees have a negative doc (block_lists.h): what their rows hold is not computed with.
+// The fields of the mask rule (see masks.py) for one side, [batch, length] each. Queries that see nothing and keys that
+// no query sees have a negative doc (block_lists.h). Their rows are excluded from the computation.
 struct Tokens {
     const int64_t *bits;
     const int32_t *doc, *span, *pos, *window;  // window: queries only
@@ -81,7 +81,7 @@ struct BackwardInput {
     bool wide;               // dk and dv are in the computing type
 };
 
-// What one instruction set provides.
+// Functions of one instruction set.
 struct Kernels {
     const char *name;
     // Bits of one block of the mask: words[key * panels + p] has bit c set when query p * PANEL + c sees that key.
@@ -100,7 +100,7 @@ extern const Kernels avx2_kernels, avx512_kernels;
 extern const Kernels amx_kernels;
 #endif
 
-// The widest instruction set of this processor; INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for a lesser one.
+// The widest instruction set of this processor. INTERLACE_CPU_ISA=avx512, avx2 or baseline selects a lower one.
 const Kernels &kernels();
 
 }  // namespace attention

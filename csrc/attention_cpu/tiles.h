@@ -1,4 +1,4 @@
-// The bits of the partial blocks, computed once and shared by all heads where memory allows.
+// The bits of the partial blocks, computed once and shared by all heads if memory allows.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class MaskTiles {
     MaskTiles(const Problem &problem, const Kernels &kernels);
 
     int64_t tile_words() const { return words_; }
-    // Whether tile() returns words that stay, and uses no room.
+    // True if the words that tile() returns stay valid and do not use `room`.
     bool kept() const { return kept_; }
 
     // The words of entry `at` of part_idx, which belongs to query block i of batch row b; `room` holds tile_words().

@@ -1,4 +1,4 @@
-// Memory of a work item, and the order of rows: shared by all instruction sets, compiled for the least of them.
+// Memory of a work item, and the order of rows. Shared by all instruction sets, compiled for the lowest.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ class Workspace {
     char *start_, *next_;
 };
 
-// Rows of blocks (b * q_blocks + i), those with the most blocks first. Or groups of so many rows of one batch row
-// together, b * groups + group.
+// Rows of blocks (b * q_blocks + i), those with the most blocks first. Or groups of several rows of one batch row:
+// b * groups + group.
 struct RowOrder {
     explicit RowOrder(const Problem &problem, int64_t together = 1);
 

@@ -2,28 +2,26 @@
 #include <optional>
 #include <utility>
 
-#include "balance/convolution.h"
-#include "balance/deal.h"
-#include "balance/even.h"
-#include "balance/exact.h"
-#include "balance/karmarkar_karp.h"
-#include "balance/lower_bound.h"
-#include "balance/lpt.h"
-#include "balance/multifit.h"
-#include "balance/order.h"
-#include "balance/packed.h"
-#include "balance/padded.h"
-#include "balance/refine.h"
-#include "balance/zigzag.h"
+#include "balance/batches/convolution.h"
+#include "balance/bins/deal.h"
+#include "balance/bins/even.h"
+#include "balance/bins/exact.h"
+#include "balance/bins/lower_bound.h"
+#include "balance/bins/lpt.h"
+#include "common/order.h"
+#include "balance/batches/packed.h"
+#include "balance/batches/padded.h"
+#include "balance/bins/refine.h"
+#include "balance/bins/zigzag.h"
 #include "common/arrays.h"
 #include "common/interruptible.h"
-#include "plan/partition.h"
+#include "plan/partition/partition.h"
 
 namespace interlace {
 
 namespace {
 
-// A missing capacity is n: more never fits anyway.
+// A missing capacity becomes n, which never limits.
 int64_t checked_capacity(int64_t items, int64_t bins, std::optional<int64_t> capacity) {
     checked_count(bins, "bins", 1, 1 << 30);
     if (!capacity) return items;
@@ -72,19 +70,6 @@ py::array_t<int32_t> assign_lpt_greedy(const py::array &weights, int64_t bins, s
     });
 }
 
-py::array_t<int32_t> assign_karmarkar_karp(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
-    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
-        const bool even = each < static_cast<int64_t>(values.size());
-        return karmarkar_karp(values, descending_order(values), useful(bins, values), even);
-    });
-}
-
-py::array_t<int32_t> assign_multifit(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
-    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
-        return multifit(values, descending_order(values), useful(bins, values), each);
-    });
-}
-
 py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, int64_t nodes,
                        double seconds) {
     const std::vector<double> values = read_costs(weights, "weights");
@@ -120,7 +105,7 @@ py::array_t<int32_t> assign_random(const py::array &weights, int64_t bins, std::
     });
 }
 
-// Items in rows of equally many, of which every bin takes at most `capacity` from each row.
+// Items in rows of equal length. Every bin takes at most `capacity` items from each row.
 py::array_t<int32_t> assign_rows(const py::array &weights, int64_t rows, int64_t bins, int64_t capacity, bool refined) {
     const std::vector<double> values = read_costs(weights, "weights");
     const int64_t items = static_cast<int64_t>(values.size());
@@ -191,7 +176,7 @@ py::array_t<int32_t> assign_contiguous(const py::array &weights, int64_t bins, s
 }
 
 py::array_t<int32_t> assign_zigzag(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
-    // Counts differ by at most one, so every capacity that is possible at all is kept.
+    // Counts differ by at most one, so they fit every feasible capacity.
     return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t) {
         return zigzag(static_cast<int64_t>(values.size()), bins);
     });
@@ -215,8 +200,6 @@ void bind_balance(py::module_ &module) {
     method("assign_lpt", &assign_lpt);
     method("assign_even", &assign_even);
     method("assign_lpt_greedy", &assign_lpt_greedy);
-    method("assign_karmarkar_karp", &assign_karmarkar_karp);
-    method("assign_multifit", &assign_multifit);
     method("assign_contiguous", &assign_contiguous);
     method("assign_zigzag", &assign_zigzag);
     method("assign_ring", &assign_ring);

@@ -29,7 +29,7 @@ void relax() {
 
 #if defined(__linux__) && defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 
-// A futex has 32 bits: the lower half of the counter, which changes whenever the counter does.
+// A futex has 32 bits: the lower half of the counter. It changes whenever the counter does.
 void wake(uint64_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 void sleep_while(const uint64_t *word, uint64_t seen, double seconds) {
@@ -63,7 +63,7 @@ void bell_wait(Bell &bell, uint64_t seen, double seconds, uint64_t spins) {
         if (bell_count(bell) != seen) return;
         relax();
     }
-    __atomic_store_n(&bell.sleeping, 1, __ATOMIC_SEQ_CST);  // before the last look: who rings after it sees this
+    __atomic_store_n(&bell.sleeping, 1, __ATOMIC_SEQ_CST);  // before the last check: a peer that rings later sees it
     if (bell_count(bell) == seen) sleep_while(&bell.rung, seen, seconds);
     __atomic_store_n(&bell.sleeping, 0, __ATOMIC_SEQ_CST);
 }

@@ -1,5 +1,5 @@
-// Bell of a rank: a counter in memory that several processes map, on which its rank sleeps until a peer rings.
-// Lock-free: a process that is killed leaves nothing locked.
+// Bell of a rank: a counter in memory shared by several processes, on which its rank sleeps until a peer rings.
+// Lock-free: a killed process leaves no lock behind.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@ namespace interlace {
 
 struct Bell {
     uint64_t rung;
-    uint64_t sleeping;  // 1 while its rank may be asleep: who rings pays for a system call only then
+    uint64_t sleeping;  // 1 while its rank may be asleep: only then a ringing peer makes a system call
     char rest_of_line[48];
 };
 
 uint64_t bell_count(const Bell &bell);
 void bell_ring(Bell &bell);
 
-constexpr uint64_t SPINS = 100;  // some microseconds: what a peer that is about to ring takes
+constexpr uint64_t SPINS = 100;  // some microseconds: typical delay of a peer that is about to ring
 
-// Returns when the bell was rung since it showed `seen`, at the latest after `seconds`, perhaps earlier. Looks `spins`
-// times, then sleeps: the cores that it would burn are those that compute.
+// Returns when the bell has been rung since it showed `seen`, at the latest after `seconds`, perhaps earlier. Checks
+// `spins` times, then sleeps: longer spinning would take cores from the computation.
 void bell_wait(Bell &bell, uint64_t seen, double seconds, uint64_t spins);
 
 }  // namespace interlace

@@ -25,7 +25,7 @@ size_t exchange_bytes(int64_t world, int64_t slot_bytes) {
     return Exchange::size(static_cast<int>(world), static_cast<size_t>(slot_bytes));
 }
 
-// An Exchange that keeps its memory mapped. Addresses of tensors are the caller's business; ranks are checked.
+// An Exchange that keeps its memory mapped. Ranks are checked; addresses of tensors are the caller's responsibility.
 class BoundExchange : public Exchange {
   public:
     BoundExchange(const py::array &memory, int64_t rank, int64_t world, int64_t slot_bytes)
@@ -108,7 +108,7 @@ int run(BoundExchange &exchange, uint64_t sequence, const std::vector<py::bytes>
     const auto gives = tensors_of(exchange, outgoing), takes = tensors_of(exchange, incoming);
     checked_seconds(seconds);
     const py::gil_scoped_release release;
-    exchange.before = before;  // calls take the GIL
+    exchange.before = before;  // calls to it take the GIL
     exchange.begin(sequence, sent, wanted, gives, takes);
     return static_cast<int>(exchange.advance(seconds));
 }
@@ -128,7 +128,7 @@ int await(BoundExchange &exchange, int64_t peer, uint64_t count, double seconds)
 
 void bind_exchange(py::module_ &module) {
     py::class_<BoundExchange> bound(module, "Exchange");
-    // Numbers, which compare faster than a py::enum_.
+    // Integers, since they compare faster than a py::enum_.
     for (const auto &[name, status] : {std::pair{"DONE", Status::DONE},
                                        {"WAITING", Status::WAITING},
                                        {"STOPPED", Status::STOPPED},

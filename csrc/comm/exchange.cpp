@@ -16,7 +16,7 @@ constexpr size_t PAGE = 4096;
 constexpr double LONGEST =
     1.0;  // seconds after which `until` returns though things move: its caller notes that they do
 
-// A place in a region: the top bit, 15 bits of its number, 48 bits of the offset. Smaller numbers are slots.
+// A place in a region: the top bit, 15 bits of the region's number, 48 bits of the offset. Smaller numbers are slots.
 constexpr uint64_t IN_REGION = uint64_t{1} << 63;
 constexpr int OFFSET_BITS = 48;
 
@@ -25,7 +25,7 @@ uint64_t offset_of(uint64_t place) { return place & ((uint64_t{1} << OFFSET_BITS
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Of this thread, in nanoseconds.
+// Processor time of this thread, in nanoseconds.
 uint64_t processor_time() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -35,7 +35,7 @@ uint64_t processor_time() {
 uint64_t load(const uint64_t &word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 void store(uint64_t &word, uint64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 
-// CUmemcpyAttributes: accessed in the order of the stream, by copy engines rather than by a kernel.
+// CUmemcpyAttributes: accessed in stream order, by copy engines instead of a kernel.
 struct CopyAttributes {
     int source_access_order = 1;
     int source_hint[2] = {0, 0}, destination_hint[2] = {0, 0};
@@ -96,7 +96,7 @@ void Exchange::begin(uint64_t sequence, const std::vector<std::string> &headers,
 }
 
 // The pieces in the order in which they are published. A receiver gets its tensors in the order of its copies. The
-// first ones of all receivers come first, in turn piece by piece; those that are the same memory are one, for several
+// first pieces of all receivers come first, round-robin. Pieces of the same memory are merged into one for several
 // readers.
 void Exchange::stage(const std::vector<Tensor> &outgoing) {
     gives_.clear();
@@ -157,7 +157,7 @@ Status Exchange::advance(double seconds) {
                 all_taken_ = true;
             }
             if (!std::all_of(peers_.begin(), peers_.end(), [&](int peer) { return has_all(peer); })) return false;
-            for (int peer : peers_)  // from here on what they read may be written
+            for (int peer : peers_)  // from here on the memory that they read may be overwritten
                 if (on_device_ && direct_[peer])
                     check(device_.wait(device_.stream, reinterpret_cast<void *>(read_event(peer, rank_, SLOTS)), 0),
                           "cuStreamWaitEvent");
@@ -203,7 +203,7 @@ Status Exchange::until(double seconds, Advance advance, Done done, Lacks lacks) 
     }
 }
 
-// Publishes the next piece, where there is room for it.
+// Publishes the next piece if there is room for it.
 bool Exchange::give() {
     if (gives_.empty()) return false;
     const Give &next = gives_.front();
@@ -235,7 +235,7 @@ bool Exchange::give() {
     return true;
 }
 
-// Reads the header of a peer, if it is there.
+// Reads the header of a peer, if it has arrived.
 bool Exchange::hear(int peer) {
     if (!unheard_[peer] || load(pair(peer, rank_).headers) <= sequence_) return false;
     if (std::memcmp(pair(peer, rank_).header, expected_[peer].data(), HEADER_BYTES) != 0) {
@@ -248,7 +248,7 @@ bool Exchange::hear(int peer) {
     return true;
 }
 
-// Takes the next piece of a peer, if it is there.
+// Takes the next piece of a peer, if it has arrived.
 bool Exchange::take(int peer) {
     if (unheard_[peer] || takes_[peer].empty()) return false;
     PairPage &in = pair(peer, rank_);
@@ -296,7 +296,7 @@ void Exchange::copy_in(int number, const Give &give) {
         if (!measures) std::memcpy(slot(rank_, number), reinterpret_cast<void *>(give.address), give.bytes);
         return;
     }
-    for (const auto &reader : slot_readers_[number])  // they have counted it read, so their events are recorded
+    for (const auto &reader : slot_readers_[number])  // they have counted it as read, so their events are recorded
         check(device_.wait(device_.stream, reinterpret_cast<void *>(read_event(reader.first, rank_, number)), 0),
               "cuStreamWaitEvent");
     CopyAttributes attributes;
@@ -323,7 +323,7 @@ void Exchange::copy_out(int peer, uint64_t place, const Tensor &piece) {
     check(device_.record(reinterpret_cast<void *>(read_event(rank_, peer, event)), device_.stream), "cuEventRecord");
 }
 
-// Whether a peer has read every header and piece that was published to it.
+// True if a peer has read every header and piece that was published to it.
 bool Exchange::has_all(int peer) const {
     const PairPage &out = pair(rank_, peer);
     return load(out.heard) >= out.headers && load(out.taken) >= sent_[peer];
@@ -354,7 +354,7 @@ void Exchange::check(int result, const char *function) const {
     if (result != 0) throw std::runtime_error(std::string(function) + ": CUDA error " + std::to_string(result));
 }
 
-// ---------------------------------------------------------------------- what ranks show to each other
+// ---------------------------------------------------------------------- shared state of ranks
 
 State Exchange::state(int rank) const { return static_cast<State>(load(page(rank).state)); }
 
@@ -364,7 +364,7 @@ void Exchange::leave(State state, const std::string &reason) {
     std::memset(own.reason, 0, REASON_BYTES);
     std::memcpy(own.reason, reason.data(), std::min(reason.size(), REASON_BYTES));
     store(own.state, static_cast<uint64_t>(state));
-    for (int rank = 0; rank < world_; ++rank) bell_ring(page(rank).bell);  // of this one too: a thread may wait
+    for (int rank = 0; rank < world_; ++rank) bell_ring(page(rank).bell);  // this one too: its threads may wait
 }
 
 std::string Exchange::reason(int rank) const {

@@ -1,5 +1,5 @@
-// A 64-bit fingerprint of memory, as fast as memory is read: says whether two ranks hold the same numbers. It finds
-// mistakes, not forgeries: who wants two arrays of one fingerprint can make them.
+// A 64-bit fingerprint of memory, computed as fast as memory is read. Tests whether two ranks hold the same numbers. It
+// detects errors, not forgeries: two arrays with the same fingerprint can be constructed.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace interlace {
 
-// Of `size` bytes, and of what `seed` stands for (the fingerprint of what came before, say).
+// Fingerprint of `size` bytes, combined with `seed` (for example, the fingerprint of the memory before).
 uint64_t fingerprint(const void *data, size_t size, uint64_t seed);
 
 }  // namespace interlace

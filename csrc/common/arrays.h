@@ -1,5 +1,5 @@
-// Checked conversion between numpy arrays and plain vectors, shared by every bindings file. Algorithms see std::vector
-// only, so that they compile without Python and run with the GIL released.
+// Checked conversion between numpy arrays and plain vectors, shared by all bindings. Algorithms use std::vector only,
+// so that they compile without Python and run with the GIL released.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -21,8 +21,7 @@ inline bool is_aligned(const py::array &array) {
     return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
 }
 
-// A C-contiguous array of T whose elements lie where the processor expects them: a copy, unless the array is one
-// already.
+// A C-contiguous array of T with aligned elements: a copy, unless the array already is one.
 template <typename T>
 using Contiguous = py::array_t<T, py::array::c_style | py::array::forcecast | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
 
@@ -30,16 +29,16 @@ inline std::string format_number(double value) { return py::str(py::float_(value
 inline std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
 inline std::string dtype_name(const py::array &array) { return py::str(array.dtype()).cast<std::string>(); }
 
-// Whether sums that are taken in another order, or bounds a little above them, could be infinite.
+// True if sums in another order, or bounds slightly above them, could be infinite.
 inline bool overflows(double total) { return !std::isfinite(total * 1.001); }
 
-// For loops over all items of an argument, which is read with the GIL: Ctrl-C ends them too. item: counts from 0.
+// For loops over all items of an argument, which run with the GIL: lets Ctrl-C end them. item: counts from 0.
 inline void check_signals(int64_t item) {
     constexpr int64_t EVERY = 1 << 16;
     if (item % EVERY == EVERY - 1 && PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Before any copy: a broadcast array can name terabytes that nobody has.
+// Called before any copy: a broadcast array can have terabytes without using memory.
 inline void check_items(const py::array &array, const std::string &name) {
     if (array.size() > INT32_MAX)
         throw py::value_error(name + " has " + std::to_string(array.size()) + " items: more than int32 can index");
@@ -60,8 +59,7 @@ inline std::vector<double> read_real(const py::array &array, const std::string &
     return std::vector<double>(converted.data(), converted.data() + converted.size());
 }
 
-// Throws unless values, which are those of an array with so many columns (0: one dimension), are finite and >= 0 and
-// have a sum.
+// Throws unless the values are finite and >= 0 and have a finite sum. columns: those of the array (0: one dimension).
 inline void check_costs(const std::vector<double> &values, const std::string &name, int64_t columns) {
     double total = 0.0;
     for (size_t i = 0; i < values.size(); ++i) {
@@ -106,7 +104,7 @@ inline Contiguous<int64_t> read_whole(const py::array &array, const std::string 
     return Contiguous<int64_t>(array);
 }
 
-// The same in low .. high.
+// A one-dimensional array of integers in low .. high, as int64.
 inline std::vector<int64_t> read_integers(const py::array &array, const std::string &name, int64_t low, int64_t high) {
     const Contiguous<int64_t> values = read_whole(array, name);
     for (py::ssize_t i = 0; i < values.size(); ++i) {
@@ -125,7 +123,7 @@ inline int64_t checked_count(int64_t value, const std::string &name, int64_t low
     return value;
 }
 
-// Bins beyond the number of items stay empty in every method that uses this: memory need not grow with them.
+// Limits bins to the number of items. Further bins stay empty in every method that uses this, so they need no memory.
 inline int64_t useful(int64_t bins, const std::vector<double> &items) {
     return std::min(bins, static_cast<int64_t>(items.size()));
 }

@@ -4,7 +4,7 @@ namespace interlace {
 
 namespace {
 
-constexpr std::chrono::milliseconds between{50};  // asking needs the GIL, which another thread may hold for 5 ms
+constexpr std::chrono::milliseconds between{50};  // a check needs the GIL, which another thread may hold for 5 ms
 
 thread_local Watch *current = nullptr;
 

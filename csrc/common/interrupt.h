@@ -1,4 +1,4 @@
-// How long calls learn that the user wants them to end. Algorithms say where they may stop, and know nothing of Python.
+// Interruption of long calls by the user. Algorithms mark where they may stop, and do not depend on Python.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace interlace {
 
-// What a call is asked for now and then while it runs. The bindings start one for each call (Interruptible, in
-// interruptible.h); where there is none, as in a worker thread, nothing is asked.
+// A check that runs from time to time during a call. The bindings start one per call (Interruptible, in
+// interruptible.h). Without one, as in a worker thread, checks are no-ops.
 class Watch {
   public:
     explicit Watch(bool (*ask)());
@@ -18,15 +18,15 @@ class Watch {
 
   private:
     friend void check_interrupt();
-    bool (*ask_)();  // throws to end the call; false: not to be asked again
+    bool (*ask_)();  // throws to end the call; false: do not call again
     std::chrono::steady_clock::time_point next_;
-    Watch *outer_;  // of a call that this one interrupts: a signal handler may call in, too
+    Watch *outer_;  // of an outer call that this one interrupts (a signal handler may make calls, too)
 };
 
-// Asks if the last time was a while ago, else only reads the clock (some 30 ns). Throws what ends the call.
+// Runs the check if the last one was some time ago, else only reads the clock (about 30 ns). Throws to end the call.
 void check_interrupt();
 
-// check_interrupt for loops whose steps are too short for it: every 16,384 of them, steps of up to a microsecond.
+// check_interrupt for loops with very short steps: called once per 16,384 steps of up to a microsecond.
 class Poll {
   public:
     void operator()(int64_t steps = 1) {
@@ -41,7 +41,7 @@ class Poll {
     int64_t left_ = EVERY;
 };
 
-// std::sort; where that takes long, its comparisons are counted.
+// std::sort; for long inputs, the comparisons are counted as steps.
 template <typename Iterator, typename Before>
 void interruptible_sort(Iterator begin, Iterator end, Before before) {
     if (end - begin <= 1 << 18) return std::sort(begin, end, before);

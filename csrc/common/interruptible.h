@@ -1,4 +1,4 @@
-// What the bindings hold while an algorithm runs.
+// Scope object that the bindings hold while an algorithm runs.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,13 +7,13 @@
 
 namespace interlace {
 
-// Releases the GIL, and lets Python's signal handlers run now and then: Ctrl-C ends the call with KeyboardInterrupt.
+// Releases the GIL, and runs Python's signal handlers from time to time: Ctrl-C ends the call with KeyboardInterrupt.
 class Interruptible {
   public:
     Interruptible() : watch_(&handle_signals) {}
 
   private:
-    // Python runs handlers in its main thread only: a call in another need not take the GIL again.
+    // Python runs handlers in its main thread only, so calls in other threads need not take the GIL again.
     static bool handle_signals() {
         const pybind11::gil_scoped_acquire acquire;
         const pybind11::module_ threading = pybind11::module_::import("threading");

@@ -1,4 +1,4 @@
-// Numbers that bound others.
+// Numeric limits.
 #pragma once
 
 #include <limits>

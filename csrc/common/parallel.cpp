@@ -35,7 +35,7 @@ void work(void *argument) {
     }
 }
 
-// The entry point of GNU OpenMP, which other runtimes offer too.
+// The entry point of GNU OpenMP, which other runtimes provide too.
 using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
 
 Parallel loaded_openmp() {
@@ -56,13 +56,13 @@ void parallel_for(int64_t items, int threads, void (*body)(void *, int64_t), voi
     if (threads <= 1 || items <= 1) {
         work(&loop);
     } else if (const Parallel openmp = loaded_openmp()) {
-        // All threads, though some may find nothing to do: a smaller team would end those that it leaves out.
+        // Uses all threads, even if some have no work: a smaller team would end the unused ones.
         openmp(work, &loop, static_cast<unsigned>(threads), 0);
     } else {
         std::vector<std::thread> others;
         try {
             for (int64_t i = 1; i < std::min<int64_t>(items, threads); ++i) others.emplace_back(work, &loop);
-        } catch (const std::system_error &) {  // no more threads to be had: those that run will do
+        } catch (const std::system_error &) {  // no more threads available: continue with the running ones
         }
         work(&loop);
         for (std::thread &other : others) other.join();

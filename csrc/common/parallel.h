@@ -6,10 +6,10 @@
 
 namespace interlace {
 
-// Calls body(context, item) for every item in 0..items on at most `threads` threads; items start in order. What a
-// body throws is thrown here, once the bodies that run have ended; no others start. Uses the OpenMP runtime that the
-// process has loaded already (torch brings one), whose worker threads then serve both: a second pool would compete for
-// the same cores while one of them spins. Without one, starts threads.
+// Calls body(context, item) for every item in 0..items on at most `threads` threads; items start in order. If a body
+// throws, no further items start, and the exception is rethrown here once the running bodies have ended. Uses the
+// OpenMP runtime that the process has already loaded (torch brings one), so that its worker threads serve both. A
+// second pool would compete for the same cores while one of them spins. Without a loaded runtime, starts threads.
 void parallel_for(int64_t items, int threads, void (*body)(void *context, int64_t item), void *context);
 
 template <typename Body>

@@ -3,8 +3,8 @@
 
 #include "common/arrays.h"
 #include "common/interruptible.h"
-#include "plan/frozen_costs.h"
-#include "plan/partition.h"
+#include "plan/partition/frozen_costs.h"
+#include "plan/partition/partition.h"
 
 namespace interlace {
 

@@ -4,7 +4,7 @@
 
 namespace interlace {
 
-// Seconds of a message over one kind of link.
+// Seconds for a message over one kind of link.
 struct LinkCost {
     double latency = 0.0, per_byte = 0.0;
 

@@ -1,4 +1,4 @@
-// Checked reading of what the planners take beyond rows of costs and integers (common/arrays.h).
+// Checked reading of further arguments of the planners (see common/arrays.h for rows of costs and integers).
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline Matrix read_matrix(const py::array &array, const std::string &name) {
     return matrix;
 }
 
-// As read_costs, but 0 is refused: times and speeds that something is divided by.
+// As read_costs, but rejects 0: for times and speeds used as divisors.
 inline std::vector<double> read_positive(const py::array &array, const std::string &name) {
     std::vector<double> values = read_costs(array, name);
     for (size_t i = 0; i < values.size(); ++i)

@@ -3,9 +3,9 @@
 
 #include "common/arrays.h"
 #include "common/interruptible.h"
-#include "schedule/check.h"
-#include "schedule/generate.h"
-#include "schedule/lists.h"
+#include "schedule/checker/check.h"
+#include "schedule/generator/generate.h"
+#include "schedule/generator/lists.h"
 #include "schedule/step_graph.h"
 
 namespace interlace {
@@ -19,7 +19,7 @@ std::vector<int32_t> read_numbers(const py::array &array, const std::string &nam
     return std::vector<int32_t>(values.begin(), values.end());
 }
 
-// int32 [lists + 1] from 0 to the number of items, never falling.
+// int32 [lists + 1], from 0 to the number of items, non-decreasing.
 std::vector<int32_t> read_first(const py::array &array, const std::string &name, size_t items) {
     std::vector<int32_t> first = read_numbers(array, name, 0, static_cast<int64_t>(items));
     if (first.empty() || first.front() != 0 || first.back() != static_cast<int32_t>(items) ||
@@ -156,7 +156,7 @@ py::tuple schedule_jobs(const py::sequence &fields, const py::array &chunk_pipel
     return py::make_tuple(to_numpy(nodes), to_numpy(chunks), flags);
 }
 
-// Of every step, or none.
+// One value per step, or empty.
 std::vector<double> read_seconds(const py::array &seconds) {
     return seconds.size() > 0 ? read_costs(seconds, "seconds") : std::vector<double>{};
 }
@@ -177,7 +177,7 @@ void check_bytes(const std::vector<double> &bytes, const StepGraph &graph) {
         throw std::invalid_argument("activation_bytes must have one entry per job");
 }
 
-// Of every rank, or none.
+// One value per rank, or empty.
 std::vector<double> read_limit(const py::array &memory_limit, int32_t ranks) {
     if (memory_limit.size() == 0) return {};
     std::vector<double> limit = read_real(memory_limit, "memory_limit");
@@ -185,7 +185,7 @@ std::vector<double> read_limit(const py::array &memory_limit, int32_t ranks) {
     return limit;
 }
 
-// seconds: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn; empty: not known.
+// seconds: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn; empty: unknown.
 // generator: a Generator. activation_bytes, memory_limit: of jobs and of ranks, or empty. in_flight: 0: no limit.
 py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
                          int32_t generator, bool backward, bool reduce_grad, const py::array &seconds,

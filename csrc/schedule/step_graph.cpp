@@ -13,7 +13,7 @@ namespace {
 
 [[noreturn]] void fail(const std::string &message) { throw std::invalid_argument(message); }
 
-// The pipelines and lanes must be what StageGraph makes: nodes pipeline by pipeline, stage by stage, copy by copy.
+// The pipelines and lanes must be laid out as by StageGraph: nodes pipeline by pipeline, stage by stage, copy by copy.
 void check_arrays(const StageArrays &stages) {
     const auto nodes = static_cast<int32_t>(stages.node_lane.size());
     const auto pipelines = static_cast<int32_t>(stages.pipeline_module.size());
@@ -93,7 +93,7 @@ StepGraph::StepGraph(StageArrays arrays, std::vector<int32_t> chunk_pipeline_,
 }
 
 void StepGraph::order_modules() {
-    // Of the modules that nothing left feeds, always the first: StageGraph.module_order.
+    // Always the first of the modules that no remaining module feeds, as in StageGraph.module_order.
     module_order_.assign(stages.modules, -1);
     for (int32_t place = 0; place < stages.modules; ++place) {
         int32_t free = -1;
@@ -166,7 +166,7 @@ void StepGraph::find_backwards() {
         if (!passed || !copies) continue;
         const Range<int32_t> links = links_out(c);
         for (int32_t link = links.begin(); link < links.end(); ++link) backward[link_producer[link]] = 1;
-        if (links.begin() == links.end()) backward[chunk_first[c]] = 1;  // it ends in a loss of its own
+        if (links.begin() == links.end()) backward[chunk_first[c]] = 1;  // it ends in its own loss
     }
 }
 

@@ -1,5 +1,5 @@
-// What one step demands of a layout: which stage runs which chunk, what each run needs, and what travels between lanes.
-// Generators and the checker share it and nothing else, so that the checker proves lists by whoever made them.
+// Requirements of one step on a layout: the stages of each chunk, the inputs of each run, and the messages between
+// lanes. It is the only code shared by generators and checker, so that the checker can prove lists from any source.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace interlace {
 
-// The rows of a schedule: see python/interlace/schedule/actions.py, whose order of ops and columns this repeats.
+// The rows of a schedule. Ops and columns have the same order as in python/interlace/schedule/actions.py.
 enum class ActionOp : int32_t {
     FORWARD,
     BACKWARD,
@@ -43,7 +43,7 @@ struct Ragged {
     const int32_t *begin(int64_t i) const { return items.data() + first[i]; }
     const int32_t *end(int64_t i) const { return items.data() + first[i + 1]; }
     int32_t count(int64_t i) const { return first[i + 1] - first[i]; }
-    // The place in `items` of an item of list i, which rises; -1: it is none.
+    // Position in `items` of an item of list i, which must be ascending; -1: not in the list.
     int32_t find(int64_t i, int32_t item) const {
         const int32_t *const at = std::lower_bound(begin(i), end(i), item);
         return at != end(i) && *at == item ? static_cast<int32_t>(at - items.data()) : -1;
@@ -61,17 +61,17 @@ struct StageArrays {
     Ragged reduction_ranks;
     std::vector<int32_t> reduction_node;  // beside reduction_ranks.items
     std::vector<char> reduction_tied;
-    Ragged reduction_members;  // nodes, which rise, as ranks do
+    Ragged reduction_members;  // nodes, ascending like ranks
     Ragged shard_ranks;
     std::vector<int32_t> shard_node;  // beside shard_ranks.items
     std::vector<char> shard_full;
-    // Whether it may be gathered layer by layer: each of its ranks has all of its layers, and only them, in one stage.
+    // True if it may be gathered layer by layer: each of its ranks has all of its layers, and only them, in one stage.
     std::vector<char> shard_by_layer;
     Ragged shard_members;
     int32_t ranks, modules;
 };
 
-// The half-open range of what `for` runs over.
+// A half-open range for `for` loops.
 template <typename T>
 struct Range {
     T begin_, end_;
@@ -79,28 +79,28 @@ struct Range {
     T end() const { return end_; }
 };
 
-// A job is a node and a chunk of its pipeline: one FORWARD, and one BACKWARD where `backward` says so. Jobs of a chunk
-// follow each other in the order of the nodes, so that a pipeline of several stages (which has no copies) hands job j
-// to job j + 1. A link is a pair of chunks of which the second reads rows of the first: its consumer is the first stage
-// of the second; its producer is the copy of the last stage of the first that lies on the consumer's lane, or copy 0.
+// A job is a node and a chunk of its pipeline: one FORWARD, and one BACKWARD if `backward` is set. Jobs of a chunk
+// follow each other in the order of the nodes, so in a pipeline of several stages (which has no copies) job j passes
+// its output to job j + 1. A link is a pair of chunks; the second reads rows of the first. Its consumer is the first
+// stage of the second. Its producer is the copy of the first's last stage on the consumer's lane, or copy 0.
 //
-// A message is the output of one job on its way to a job on another lane, or the gradient on its way back:
-// 2 * job + grad from stage to stage, 2 * (jobs + link) + grad over a link.
+// A message is the output of one job sent to a job on another lane, or the gradient sent back: 2 * job + grad from
+// stage to stage, 2 * (jobs + link) + grad over a link.
 class StepGraph {
   public:
-    // links: sorted, no pair twice. Throws std::invalid_argument for parts that do not fit together.
+    // links: sorted, without duplicates. Throws std::invalid_argument for parts that do not fit together.
     StepGraph(StageArrays arrays, std::vector<int32_t> chunk_pipeline, std::vector<std::pair<int32_t, int32_t>> links,
               bool backward);
 
     StageArrays stages;
     std::vector<int32_t> chunk_pipeline, chunk_index, chunk_first;  // chunk_first: its first job
     std::vector<int32_t> job_node, job_chunk;
-    std::vector<char> backward;                         // job -> whether it runs a BACKWARD
+    std::vector<char> backward;                         // job -> true if it runs a BACKWARD
     std::vector<int32_t> link_producer, link_consumer;  // jobs
-    std::vector<int32_t> topological;                   // node -> place; whatever feeds it comes earlier
-    std::vector<int32_t> chunk_order;                   // chunks, those that are read before those that read them
+    std::vector<int32_t> topological;                   // node -> place; nodes that feed it come earlier
+    std::vector<int32_t> chunk_order;                   // chunks; a chunk comes before its readers
     Ragged lane_nodes, rank_lanes;
-    Ragged node_shards;  // those that it computes with, on whichever rank
+    Ragged node_shards;  // shards that it computes with, on any rank
 
     // use(node) for each node that a rank computes.
     template <typename Use>
@@ -123,8 +123,8 @@ class StepGraph {
     Range<int32_t> links_out(int32_t chunk) const { return {link_out_first_[chunk], link_out_first_[chunk + 1]}; }
     Range<const int32_t *> links_in(int32_t chunk) const { return {link_in_.begin(chunk), link_in_.end(chunk)}; }
 
-    // use(other job, message) for each job whose output this one's FORWARD reads. Of jobs on one lane the message is
-    // one that does not exist: see `travels`.
+    // use(other job, message) for each job whose output this one's FORWARD reads. For jobs on one lane the message is
+    // not sent: see `travels`.
     template <typename Use>
     void each_input(int32_t job, Use use) const {
         if (stages.node_stage[job_node[job]] > 0) return use(job - 1, 2 * (job - 1));
@@ -140,7 +140,7 @@ class StepGraph {
     }
 
     struct Ends {
-        int32_t producer, consumer;  // jobs, of the output also where the gradient travels
+        int32_t producer, consumer;  // jobs; named by the output, also if the gradient is sent
     };
     Ends ends(int32_t message) const {
         const int32_t i = message / 2;
@@ -165,14 +165,14 @@ class StepGraph {
     ActionRow shard_row(ActionOp op, int32_t shard, int32_t place) const;  // place: in shard_ranks.items
     ActionRow dispatch_row(int32_t rank) const;                            // named after its first stage
 
-    // Whether some member of the reduction has a BACKWARD in this step that could add to it.
+    // True if some member of the reduction has a BACKWARD in this step that could add to it.
     std::vector<char> active_reductions() const;
-    // Whether some member of the shard computes in this step.
+    // True if some member of the shard computes in this step.
     std::vector<char> active_shards() const;
 
-    // The place in shard_ranks.items of a rank that takes part in a shard; -1: it does not.
+    // Position in shard_ranks.items of a rank of a shard; -1: not in the shard.
     int32_t shard_place(int32_t shard, int32_t rank) const;
-    // use(place in shard_ranks.items) for each shard that a rank needs for what it computes at a node.
+    // use(place in shard_ranks.items) for each shard that a rank needs for its compute at a node.
     template <typename Use>
     void each_shard(int32_t node, int32_t rank, Use use) const {
         for (const int32_t *shard = node_shards.begin(node); shard < node_shards.end(node); ++shard)

@@ -26,7 +26,7 @@ std::vector<int32_t> read_small(const py::array &array, const std::string &name,
     return read_small(array, name, low, high);
 }
 
-// Where groups begin in `items` items, and at the end how many items there are.
+// Start of each group in `items` items, followed by the number of items.
 std::vector<int64_t> read_starts(const py::array &array, const std::string &name, int64_t items) {
     std::vector<int64_t> starts = read_integers(array, name, 0, items);
     if (starts.empty() || starts.front() != 0 || starts.back() != items)
@@ -50,7 +50,7 @@ std::vector<ActionRow> read_rows(const py::array &rows) {
     return read;
 }
 
-// Real numbers whose sum of sizes is finite, so that no sum of some of them overflows.
+// Real numbers whose sum of magnitudes is finite, so that no partial sum overflows.
 std::vector<double> read_numbers(const py::array &array, const std::string &name, int64_t length, bool signed_values) {
     if (array.ndim() != 1 || array.size() != length)
         throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));

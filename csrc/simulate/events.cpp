@@ -58,7 +58,7 @@ EventSimulator::EventSimulator(const ActionLists &lists)
         if (!ranks.empty()) ordered_.push_back(static_cast<int32_t>(r));
     }
     links_ = static_cast<int32_t>(sets.size());
-    // Any rank of a set could say their order: they have one.
+    // All ranks of a set have the same order, so any of them can be used.
     const auto row = [&](int32_t r) { return lists.reduction_row[lists.reduction_first[r]]; };
     std::sort(ordered_.begin(), ordered_.end(), [&](int32_t a, int32_t b) {
         const bool first = lists.reduction_tied[a] != 0, second = lists.reduction_tied[b] != 0;
@@ -97,8 +97,8 @@ void EventSimulator::send(int64_t row, const double *seconds, const double *tran
     }
 }
 
-// Whether those who have met do one thing: the ranks of a lane the same action, all of a meeting the same op. Else they
-// wait for ever.
+// True if the ranks that have joined run the same action: of a lane the same action, of a meeting the same op.
+// Otherwise they hang.
 bool EventSimulator::alike(const std::vector<int32_t> &ranks) {
     bool same = true;
     for (const int32_t rank : ranks) {
@@ -141,7 +141,7 @@ bool EventSimulator::meet(int64_t row, int32_t rank, const double *seconds, doub
 
 bool EventSimulator::reduce(const double *seconds, const double *start, double *finish) {
     constexpr double NEVER = std::numeric_limits<double>::infinity();
-    std::vector<double> link_free(links_, 0.0), rank_free(lists_.ranks, 0.0);  // rank_free: of all that is not tied
+    std::vector<double> link_free(links_, 0.0), rank_free(lists_.ranks, 0.0);  // rank_free: of untied reductions
     bool complete = true;
     for (const int32_t r : ordered_) {
         poll_();
@@ -156,7 +156,7 @@ bool EventSimulator::reduce(const double *seconds, const double *start, double *
         bool listed = false;
         for (int32_t at = lists_.reduction_first[r]; at < lists_.reduction_first[r + 1]; ++at)
             listed = listed || lists_.reduction_row[at] >= 0;
-        if (!listed) continue;  // this step has none of it
+        if (!listed) continue;  // this step does not have it
         const double end = begin + longest;
         complete = complete && end < NEVER;
         link_free[link_[r]] = end;

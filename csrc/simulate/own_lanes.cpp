@@ -9,7 +9,7 @@ OwnLanes::OwnLanes(const ActionLists &lists, const StagePlaces &places) : lists_
     const int64_t pipelines = static_cast<int64_t>(places.pipeline_module.size());
     for (int64_t node = 0; node < nodes; ++node) {
         const int32_t pipeline = places.node_pipeline[node], stage = places.node_stage[node];
-        const int32_t open = static_cast<int32_t>(pipeline_stage_.size()) - 1;  // the pipeline that was last begun
+        const int32_t open = static_cast<int32_t>(pipeline_stage_.size()) - 1;  // the pipeline begun last
         if (pipeline == open + 1 && stage == 0) {
             pipeline_stage_.push_back(static_cast<int32_t>(stage_node_.size()));
             stage_node_.push_back(static_cast<int32_t>(node));

@@ -1,7 +1,6 @@
 """Interlace: bitfield attention, scheduling and a pipeline runtime for training multimodal LLMs.
 
-The names below are loaded when first used, so that `import interlace` costs nothing and `interlace.balance` never
-loads torch.
+The names below are loaded on first use, so that `import interlace` is fast and `interlace.balance` never loads torch.
 """
 
 from importlib import import_module

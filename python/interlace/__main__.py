@@ -1,4 +1,4 @@
-"""``python -m interlace`` is ``interlace``."""
+"""Entry point of ``python -m interlace``, the same as ``interlace``."""
 
 import sys
 

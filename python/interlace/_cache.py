@@ -1,4 +1,4 @@
-"""The cache folder: the one place on disk for what is fetched, tried or measured once."""
+"""Cache folder: the one place on disk for downloads, probe results and measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """``cache`` with ``~`` expanded, or, when there is none, the project's cache folder (neither is created)."""
+    """``cache`` with ``~`` expanded; if it is empty, the project's cache folder (neither is created)."""
     if cache:
         return Path(cache).expanduser()
     if os.environ.get("INTERLACE_CACHE"):

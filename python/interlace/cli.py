@@ -1,7 +1,7 @@
-"""The command line: ``interlace train | coordinator | generate | export | doctor | data | mask | plan | simulate``.
+"""Command line: ``interlace train | coordinator | generate | export | doctor | data | mask | plan | simulate``.
 
-Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
-can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
+Every command imports its modules when it runs, so that ``--help`` and a wrong option answer at once. An error that the
+user can correct (config, files, ranks) is one line and exit code 2. A failed run is one line and exit code 1. A bug in
 the program keeps its traceback. ``--debug`` shows the traceback of all of them.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlace.train.local_paths import local_path
+from interlace.train.config.local_paths import local_path
 
 CHECKPOINT = "run folder (its best checkpoint where it keeps that, else its newest) or one checkpoint folder"
 DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interlace: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as leaving:  # what rich makes of a broken pipe
+    except SystemExit as leaving:  # rich raises it for a broken pipe
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
         return _unread()
     except BrokenPipeError:
-        if options.command == "train":  # training never ends because nobody reads its output
+        if options.command == "train":  # training never ends because stdout was closed
             raise
         return _unread()
     except Exception as error:
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unread() -> int:
-    """The reader of our output has had enough (``| head``): what it wanted, so the command did well."""
+    """Exit code if the reader of stdout closed it early (``| head``): success."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes stdout once more when it ends
+    os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes stdout once more at exit
     os.close(nowhere)
     return 0
 
@@ -333,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _local(text: str) -> str:
-    """A path on the command line: a local one."""
+    """Parses a local path of the command line."""
     try:
         return local_path(text)
     except ValueError as error:
@@ -434,7 +434,7 @@ def _command(options: argparse.Namespace) -> int:
 
             return crash(options.crash)
         if options.distributed:
-            from interlace.train.commands.cluster import doctor_distributed
+            from interlace.train.commands.cluster.check import doctor_distributed
 
             return doctor_distributed(
                 options.config, options.ranks, options.timeout, options.seconds, options.slow, options.json
@@ -442,10 +442,10 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.doctor import doctor
 
         return doctor()
-    if options.command == "simulate":  # it leaves few cycles, and to look for them takes a second of a cluster's ten
+    if options.command == "simulate":  # makes few cycles; gc takes 1 s of 10 s for a cluster
         gc.disable()
     try:
-        from interlace.train.commands import planning
+        from interlace.train.commands.planning import plan as planning
 
         return planning.plan(options) if options.command == "plan" else planning.simulate(options)
     finally:
@@ -453,21 +453,21 @@ def _command(options: argparse.Namespace) -> int:
 
 
 def _check_cache() -> None:
-    """Raises ConfigError for a folder in the environment that is none."""
+    """Raises ConfigError if INTERLACE_CACHE is not a local folder."""
     try:
         local_path(os.environ.get("INTERLACE_CACHE", ""))
     except ValueError as error:
-        from interlace.train.config import ConfigError
+        from interlace.train.config.load import ConfigError
 
         raise ConfigError(f"INTERLACE_CACHE: {error}") from None
 
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:
-    """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
-    users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
+    """(the user can correct it, the program knows this error). Modules that were never loaded cannot have raised it."""
+    users = {"interlace.train.config.load": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
     failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
-    failures |= {"interlace.comm.transports.base": "CommError"}
+    failures |= {"interlace.comm.process.errors": "CommError"}
     failures |= {"interlace.resilience.errors": "ResilienceError"}
 
     def is_one_of(table: dict[str, str]) -> bool:

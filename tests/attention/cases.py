@@ -1,5 +1,5 @@
-"""Masks that people train with, at sizes that tests can afford, and dense attention by plain autograd: in fp64, and as
-torch's own operators have it in 16 bits."""
+"""Typical training masks at small sizes, and dense attention by plain autograd: in fp64, and with torch's own operators
+in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _prefix_lm(length: int, prefix: int) -> BitfieldMask:
 
 
 def _shared_question(length: int) -> BitfieldMask:
-    """A question (stream 0) and two answers (streams 1, 2) that see it and themselves, not each other."""
+    """A question (stream 0) and two answers (streams 1, 2): each answer sees the question and itself, not the other."""
     third = length // 3
     bits = torch.full((1, length), word(0, [0], causal=True))
     bits[:, third : 2 * third] = word(1, [0, 1], causal=True)
@@ -36,7 +36,8 @@ def _interleaved(length: int) -> list[Segment]:
 
 
 def _with_empty_rows(length: int) -> BitfieldMask:
-    """Queries of stream 3 attend stream 5, which nobody is: they see nothing; the rest is causal, the tail padding."""
+    """Queries of stream 3 attend stream 5, which has no tokens: these rows are empty. The rest is causal, the tail
+    padding."""
     bits = torch.full((2, length), word(0, [0], causal=True))
     bits[0, length // 4 : length // 2] = word(3, [5])
     doc = torch.zeros(2, length, dtype=torch.int32)
@@ -72,7 +73,7 @@ def tensors(
     mask: BitfieldMask, keys: BitfieldMask | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
     value_dim: int | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """q, k, v that require gradients, from a fixed seed; value_dim: head dimension of v, if not that of q and k."""
+    """q, k, v that require gradients, from a fixed seed; value_dim: head dimension of v, if it differs from q and k."""
     generator = torch.Generator().manual_seed(1)
     length = mask.length if keys is None else keys.length
     shapes = [(mask.batch, heads, mask.length, dim)]
@@ -81,7 +82,7 @@ def tensors(
 
 
 def oracle(q, k, v, dense, scale, softcap=None):
-    """(out, lse) in fp64 by autograd through a softmax over the visible keys alone, -inf never appearing in it."""
+    """(out, lse) in fp64 by autograd through a softmax over the visible keys alone; -inf never occurs in it."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * scale
@@ -98,10 +99,12 @@ def oracle(q, k, v, dense, scale, softcap=None):
 
 
 def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse, factor=1.0):
-    """[out, lse, dq, dk, dv] by torch's operators in the inputs' dtype: scores and softmax in fp32, other products in
-    16 bits, and the gradient of the scores from the rounded output, as every fused kernel has it.
+    """[out, lse, dq, dk, dv] by torch's operators in the inputs' dtype, with the rounding of fused kernels.
 
-    factor: what is rounded is multiplied by it first and divided by it after, which gives other roundings as good.
+    Scores and softmax are in fp32, other products in 16 bits. The gradient of the scores uses the rounded output.
+
+    factor: values are multiplied by it before rounding and divided by it after, which gives other, equally valid
+    roundings.
     """
     heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
 
@@ -127,8 +130,10 @@ def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse, factor=1.0):
 
 
 def renderings(q, k, v, *others):
-    """For each of out, lse, dq, dk, dv: the results of `in_its_dtype` with as many factors as give 500 values of the
-    smallest, since the errors of a few values say little of what rounding costs."""
+    """For each of out, lse, dq, dk, dv: results of `in_its_dtype`, with enough factors for 500 values of the smallest.
+
+    A few values are too few to estimate the rounding error.
+    """
     few = min(x.numel() for x in (q, k, v))
     count = min(32, -(-500 // max(few, 1)))
     return list(zip(*(in_its_dtype(q, k, v, *others, factor=2 ** (i / count)) for i in range(count))))

@@ -1,7 +1,7 @@
 """Tiny random models of the families that the drop-in is tested with, and inputs for them, under both transformers.
 
-`case(name)` gives a model and its inputs; which positions count is in the attention mask among them. Weights are
-spread out, so that attention is far from uniform and every mask matters.
+`case(name)` gives a model and its inputs; the attention mask among them marks the valid positions. Weights are spread
+out, so that attention is far from uniform and every mask matters.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def text_ids(*shape, seed=0):
 
 
 def layout(name, parts):
-    """Token ids, and kinds (1 where an image is), of a row; parts: numbers of text tokens, or "image"."""
+    """Token ids and kinds (1 at image positions) of a row; parts: numbers of text tokens, or "image"."""
     ids, kinds = [1], [0]
     for number, part in enumerate(parts):
         if part == "image":
@@ -172,7 +172,7 @@ def layout(name, parts):
 
 
 def _takes(name, argument):
-    """Whether the family's own forward has an argument in this version of transformers."""
+    """True if the family's own forward has this argument in the installed version of transformers."""
     module = {"qwen2_vl": "qwen2_vl.modeling_qwen2_vl", "qwen2_5_vl": "qwen2_5_vl.modeling_qwen2_5_vl"}[name]
     family = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[name]
     module = importlib.import_module(f"transformers.models.{module}")

@@ -1,4 +1,4 @@
-"""Tiny HuggingFace models beside copies of themselves with eager attention, inputs for both, and their comparison."""
+"""Pairs of a tiny HuggingFace model and its copy with eager attention, inputs for both, and their comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outputs(model, inputs):
 
 
 def assert_same(model, other, inputs, valid=None):
-    """Outputs at `valid` positions, and every parameter's gradient of a random projection of them."""
+    """Compares outputs at `valid` positions, and the gradients of every parameter for a random projection of them."""
     found, wanted = (outputs(m, inputs) for m in (model, other))
     valid = torch.ones(found.shape[:2], dtype=torch.bool) if valid is None else valid
     torch.testing.assert_close(found[valid], wanted[valid], rtol=1e-4, atol=1e-5)
@@ -44,13 +44,13 @@ def assert_same(model, other, inputs, valid=None):
         want = gradients[name].grad
         assert (parameter.grad is None) == (want is None), name
         if want is not None:
-            # Some gradients are zero by symmetry and hold noise alone: measured against the largest they are nothing.
+            # Some gradients are zero by symmetry and contain only noise: errors are relative to the largest gradient.
             error = float((parameter.grad - want).norm()) / max(float(want.norm()), 1e-3 * scale)
             assert error < 2e-4, f"{name}: relative error {error:.1e}"
 
 
 def packed(name):
-    """Two samples side by side in one row, told apart by position ids alone."""
+    """Two samples in one row, separated by position ids alone."""
     rows = [["image", 2, 3], [2, "image", "image", 5]] if name in MULTIMODAL else [[5], [9]]
     alone = [batch(name, [row]) for row in rows]
     across = {
@@ -80,7 +80,7 @@ def assert_same_generation(model, other, inputs, cache="dynamic"):
 
 
 class Watch:
-    """Counts what runs: bitfield attention, and dense attention under a mask for more than one query."""
+    """Counts calls: bitfield attention, and dense attention under a mask for more than one query."""
 
     def __init__(self, monkeypatch):
         self.sparse = self.dense = 0

@@ -1,8 +1,8 @@
 """The Triton backend's cases, and a worker process that runs them in Triton's interpreter.
 
-The interpreter is chosen by an environment variable when kernels are imported, and a process that interprets cannot
-compile, so the test process must not import kernels itself: it starts `python -m tests.attention.interpreter` once and
-sends it names of cases, one a line; the answer to each is a line of JSON, null or what went wrong.
+An environment variable selects the interpreter when kernels are imported, and an interpreting process cannot compile.
+So the test process does not import kernels itself. It starts `python -m tests.attention.interpreter` once and sends
+names of cases, one a line. Each answer is a line of JSON: null or the error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask
-from tests.attention import cases, self_checks, test_no_part
-from tests.attention.test_backends import compare
+from tests.attention import cases, self_checks
+from tests.attention import no_part as no_part_cases
+from tests.attention.backends import compare
 from tests.mask_strategies import mask_pairs
 
 check = partial(compare, "triton")
@@ -44,7 +45,7 @@ def benchmark(name: str, dtype: torch.dtype, part: slice | None = None) -> None:
     check(*pair, dtype, block=32, dim=16, heads=2, kv_heads=1)
 
 
-# Shrinking a failure would take the interpreter minutes; the settings of tests/conftest.py do not reach this process.
+# Shrinking a failure would take minutes in the interpreter. The settings of tests/conftest.py do not apply here.
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(
     mask_pairs(longest=50),
@@ -55,24 +56,24 @@ def benchmark(name: str, dtype: torch.dtype, part: slice | None = None) -> None:
     st.sampled_from([16, 5]),
 )
 def random_masks(masks, heads, softcap, cap, deterministic, value_dim):
-    """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that it can."""
+    """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that can be split."""
     small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16, value_dim=value_dim)
     mask = masks[0]
-    if mask.batch > 1:  # the interpreter's time goes by programs; one batch row more is enough to test strides
+    if mask.batch > 1:  # time is proportional to programs; one more batch row is enough to test strides
         masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
     check(*masks, torch.float32, softcap=softcap, cap=cap, deterministic=deterministic, **small)
 
 
 def no_part(dtype: torch.dtype, poison: float, **options) -> None:
     options = {"block": 16, "dims": (16, 16), "heads": (1, 1), **options}
-    test_no_part.compare("triton", test_no_part.small(), None, dtype, poison, **options)
+    no_part_cases.compare("triton", no_part_cases.small(), None, dtype, poison, **options)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(mask_pairs(longest=50), st.sampled_from([None, 1]), st.booleans(), st.sampled_from(test_no_part.POISONS))
+@given(mask_pairs(longest=50), st.sampled_from([None, 1]), st.booleans(), st.sampled_from(no_part_cases.POISONS))
 def no_part_in_random_masks(masks, cap, deterministic, poison):
     options = dict(block=16, cap=cap, deterministic=deterministic, softcap=3.0 if deterministic else None)
-    test_no_part.compare("triton", *masks, torch.float32, poison, dims=(16, 5), heads=(2, 1), **options)
+    no_part_cases.compare("triton", *masks, torch.float32, poison, dims=(16, 5), heads=(2, 1), **options)
 
 
 def without_gradient_of_lse() -> None:
@@ -87,7 +88,7 @@ def without_gradient_of_lse() -> None:
 
 
 def strides() -> None:
-    """q as HuggingFace holds it ([B, T, H, D] transposed), keys shared by expansion, values with strided columns."""
+    """q in HuggingFace's layout ([B, T, H, D] transposed), keys shared by expansion, values with strided columns."""
     mask = BitfieldMask.causal(2, 40)
     plan = AttentionPlan.build(mask, block=16)
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +106,7 @@ def strides() -> None:
 
 
 def same_bits() -> None:
-    """Two runs agree bit for bit, with split rows too; and a plan that splits changes the result only by rounding."""
+    """Two runs are bitwise equal, also with split rows; a plan that splits changes the result only by rounding."""
     mask = cases.masks()["multimodal"][0]
     results = []
     for cap in (None, 1, 1):
@@ -119,8 +120,8 @@ def same_bits() -> None:
 
 
 def atomics() -> None:
-    """deterministic=False: dQ by atomics from every key block, for groups of heads and padded head dimensions; and
-    torch.use_deterministic_algorithms overrules it."""
+    """deterministic=False: dQ by atomics from every key block, for groups of heads and padded head dimensions.
+    torch.use_deterministic_algorithms overrides it."""
     from interlace.attention import triton
 
     for name, dim in (("packed", 16), ("shuffled part", 24), ("empty rows", 5)):
@@ -141,13 +142,13 @@ def atomics() -> None:
 
 
 def reduced_over_ranks() -> None:
-    """The sum in the order of the ranks: the bits of the CPU's. A copy by few programs."""
-    from interlace.comm.collectives import reduce_in_order
+    """The sum in rank order is bitwise equal to the CPU's. A copy by few programs."""
+    from interlace.comm.collectives.rows import reduce_in_order
     from interlace.kernels.ranks import copy_call, reduce_ranks_call
 
     generator = torch.Generator().manual_seed(0)
     for world, length in ((1, 7), (2, 2048), (3, 5000), (8, 100)):
-        for dtype in (torch.float32, torch.float16):  # the interpreter cuts what it rounds to bfloat16
+        for dtype in (torch.float32, torch.float16):  # the interpreter truncates to bfloat16 instead of rounding
             parts = list(torch.randn(world, length, generator=generator).to(dtype))
             for op in ("sum", "mean"):
                 out, wanted = torch.empty(2, length, dtype=dtype)
@@ -160,9 +161,9 @@ def reduced_over_ranks() -> None:
 
 
 def wide_key_gradients() -> None:
-    """dk and dv before rounding: summed in one work item, from split rows, and beside atomics.
+    """dk and dv before rounding: summed in one work item, from split rows, and with atomics.
 
-    In fp16: what is stored as bf16 the interpreter cuts off instead of rounding.
+    In fp16, since the interpreter truncates to bf16 instead of rounding.
     """
     mask = cases.masks()["packed"][0]
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 2, 1, 16, torch.float16))
@@ -177,7 +178,7 @@ def wide_key_gradients() -> None:
 
 
 def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> None:
-    """The lists built by kernels are those of AttentionPlan.build on the CPU, entry by entry."""
+    """Lists built by kernels equal those of AttentionPlan.build on the CPU, entry by entry."""
     from interlace.kernels.bitfield_plan import block_lists
 
     plan = AttentionPlan.build(mask, keys, block=block)
@@ -194,7 +195,7 @@ def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> Non
 
 
 def same_maps(plan: AttentionPlan, dense: torch.Tensor) -> None:
-    """The bitmaps made by the kernel, and those of a plan on the CPU, hold the dense mask [B, Tq, Tk] bit by bit."""
+    """Bitmaps made by the kernel, and those of a plan on the CPU, equal the dense mask [B, Tq, Tk] bit by bit."""
     from interlace.kernels.bitfield_plan import map_calls
 
     if plan.block < 16:
@@ -262,7 +263,7 @@ def one_synchronisation() -> None:
 
 
 def nan_stays_in_its_row() -> None:
-    """A query of NaN gives a row of NaN and leaves the other rows alone, as in scaled_dot_product_attention."""
+    """A NaN query gives a NaN row and does not affect other rows, as in scaled_dot_product_attention."""
     mask = BitfieldMask.causal(1, 40)
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 1, 1, 16, torch.float32))
     q[0, 0, 33] = torch.nan
@@ -272,7 +273,7 @@ def nan_stays_in_its_row() -> None:
 
 
 def without_maps() -> None:
-    """A plan that has no bitmaps, as one of too many PARTIAL blocks, gives the same bits."""
+    """A plan without bitmaps, as with too many PARTIAL blocks, gives bitwise equal results."""
     for name, block in (("multimodal", 32), ("113 x 203", 64), ("empty rows", 16)):
         mask, keys = cases.masks()[name]
         plan = AttentionPlan.build(mask, keys, block=block)
@@ -288,9 +289,9 @@ def without_maps() -> None:
 
 
 def maps_of_compiled_plans() -> None:
-    """Plans made by the op have bitmaps if all blocks of the score matrix may have one, else none; both are right."""
+    """Plans made by the op have bitmaps if all blocks of the score matrix may have one; both variants are correct."""
     from interlace.attention import _blocks
-    from interlace.attention._traced import traced_plan
+    from interlace.attention.plan import traced_plan
 
     mask = cases.masks()["multimodal"][0]
     tokens = mask.tokens()(torch.Tensor.contiguous)
@@ -310,7 +311,7 @@ def maps_of_compiled_plans() -> None:
 
 
 def short_lengths() -> None:
-    """Lengths 1 to 48, a few of queries with every few of keys: only the last blocks are short."""
+    """Lengths 1 to 48, some query lengths with all of some key lengths: only the last blocks are short."""
     for q_length in range(1, 49, 5):
         for k_length in range(q_length, 49, 7):
             causal_of(q_length, k_length, 16)
@@ -319,7 +320,7 @@ def short_lengths() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([32, 64, 128]))
 def long_lengths(one, other, block):
-    """Lengths 1 to 400, in blocks as on a GPU too."""
+    """Lengths 1 to 400, with the block sizes of a GPU too."""
     causal_of(min(one, other), max(one, other), block)
 
 
@@ -341,7 +342,7 @@ def no_keys() -> None:
 
 
 def refuses() -> None:
-    """What the kernels cannot run is refused with the reason."""
+    """Inputs that the kernels do not support are refused with the reason."""
     from interlace.attention.op import why_not
 
     assert why_not("triton", torch.zeros(1, 1, 16, 16)) is None
@@ -408,8 +409,8 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-# Masks of the benchmark x types and shapes, and random ones, which take the interpreter minutes.
-# Slow: what they have in common with the others is more than what they have alone.
+# Masks of the benchmark x types and shapes, and random ones, which take minutes in the interpreter.
+# Marked slow: most of their coverage overlaps with the other cases.
 SLOW = {
     "full", "wide key gradients", "split, empty rows", "several tiles per block, split", "lists of known masks",
     "values wider than keys, split", "values of 64 beside 96, bf16", "head dimension 80, split", "heads 4:1",
@@ -429,7 +430,7 @@ LONG_CASES["NaN where nobody looks in random masks"] = no_part_in_random_masks
 
 
 class Worker:
-    """The process that interprets; used as a context manager."""
+    """Interpreter process, used as a context manager."""
 
     process: subprocess.Popen[str] | None = None
 
@@ -449,7 +450,7 @@ class Worker:
         )
 
     def run(self, name: str) -> str | None:
-        """What went wrong in this case, or None."""
+        """The error of this case, or None."""
         self.process = self.process or self._start()
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
@@ -457,7 +458,7 @@ class Worker:
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
             assert answer, f"the interpreter process ended with status {self.process.wait()}"
-        except BaseException:  # a test that ran out of time leaves its answer to come: the next one needs a new process
+        except BaseException:  # after a timeout an answer is still outstanding: the next test needs a new process
             self.__exit__()
             raise
         return json.loads(answer)
@@ -471,12 +472,12 @@ class Worker:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a case prints must not be read as an answer
+    os.dup2(2, 1)  # output of a case must not be parsed as an answer
     for line in sys.stdin:
         try:
             (CASES | LONG_CASES)[line.rstrip("\n")]()
             problem = None
-        except Exception:  # reported to the test that asked
+        except Exception:  # reported to the requesting test
             problem = traceback.format_exc()
         answers.write(json.dumps(problem) + "\n")
         answers.flush()

@@ -1,4 +1,4 @@
-"""Cases of the self-check in Triton's interpreter, where the CPU stands for a GPU. `interpreter` runs them."""
+"""Cases of the self-check in Triton's interpreter, where the CPU replaces a GPU. `interpreter` runs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interlace.masks import BitfieldMask
 
 @contextmanager
 def checking(folder: Path) -> Iterator[list[str]]:
-    """The CPU's kernels are checked, as by a new process whose cache is `folder`; yields the lines that are logged."""
+    """Self-check of the CPU's kernels, as in a new process with the cache `folder`; yields the logged lines."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -46,7 +46,7 @@ def attend(**options) -> None:
 
 
 def both_directions() -> None:
-    """Each kernel is compared once; the state of random numbers stays."""
+    """Each kernel is compared once; the random state is unchanged."""
     with tempfile.TemporaryDirectory() as folder, checking(Path(folder)) as lines:
         before = torch.get_rng_state()
         for _ in range(2):
@@ -60,7 +60,7 @@ def both_directions() -> None:
 
 
 def sabotaged() -> None:
-    """A scale that is 10 % off is found, forward and backward, and the error names everything."""
+    """A scale that is 10 % off is detected, forward and backward, and the error has all details."""
     forward, backward = triton.forward, triton.backward
     scaled = lambda job: job._replace(scale=1.1 * job.scale)  # noqa: E731
     for name, wrong in (

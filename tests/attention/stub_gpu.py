@@ -1,8 +1,7 @@
-"""Kernels that are compiled for a GPU that is not here: `python -m tests.attention.stub_gpu BACKEND`, a process of its
-own because Triton's driver is replaced for good.
+"""Compiles kernels for an absent GPU: `python -m tests.attention.stub_gpu BACKEND`.
 
-Prints JSON: the number that warm_up returned, its lines of progress, and the kernels that were compiled by warm_up, by
-a forward and backward after it, and by a self-check after it.
+It needs a separate process because Triton's driver is replaced permanently. Prints JSON: the result of warm_up, its
+progress lines, and the kernels compiled by warm_up, by a forward and backward after it, and by a self-check after it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def main(backend: str) -> None:
     compiled.clear()
 
     for module in (triton_backend, gluon):
-        module.why_not = lambda q, v: None  # tensors of the CPU stand for those of a GPU: launches do nothing
+        module.why_not = lambda q, v: None  # CPU tensors replace those of a GPU: launches are no-ops
     _blocks.reads_maps = lambda device, block: True  # bitmaps, as on a GPU
-    plan = AttentionPlan.build(BitfieldMask.causal(2, LENGTH), cap=1)  # split rows: a GPU always has room for them
+    plan = AttentionPlan.build(BitfieldMask.causal(2, LENGTH), cap=1)  # split rows: a GPU always has memory for them
     q, k, v = (
         torch.zeros(2, LENGTH, heads, 64, dtype=torch.float16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)
     )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,67 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention, reference
-from interlace.attention.backend import Attention, accumulate_dtype
-from interlace.attention.op import run_backward, run_forward
+from interlace.attention.backend import Attention
 from interlace.masks import BitfieldMask, word
 from tests.attention import cases
+from tests.attention.backends import (
+    TOLERANCE,
+    close,
+    compare,
+    directions,
+    run,
+    wide_key_gradients,
+)
 from tests.judge import judge
 from tests.mask_strategies import mask_pairs
 from tests.sampling import given_by_tier
 
-ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", "cpu"]
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5}  # 16 bits are judged by torch's errors
 DTYPES = [*TOLERANCE, torch.bfloat16, torch.float16]
-
-
-def close(got, wanted, tolerance, what):
-    """Relative to the largest entry; infinities must be the same, NaN is never right."""
-    assert torch.equal(got.isinf(), wanted.isinf()), what
-    got, wanted = got.double().masked_fill(got.isinf(), 0), wanted.double().masked_fill(wanted.isinf(), 0)
-    error = (got - wanted).abs().max().item() if got.numel() else 0.0
-    assert error <= tolerance * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0), (what, error)
-
-
-def agree(results, inputs, dense, dout, dlse, scale, softcap=None):
-    """out, lse, dq, dk, dv of attention are those of dense attention in fp64, as nearly as their dtype allows."""
-    inputs = [x.detach() for x in inputs]
-    dtype = inputs[0].dtype
-    exact = [x.double().requires_grad_() for x in inputs]
-    wanted, wanted_lse = cases.oracle(*exact, dense, scale, softcap)
-    seen = wanted_lse > -torch.inf
-    loss = (wanted * dout.double()).sum() + (wanted_lse[seen] * dlse.double()[seen]).sum()
-    wanted = [wanted, wanted_lse, *torch.autograd.grad(loss, exact)]
-    torchs = [None] * 5 if dtype in TOLERANCE else cases.renderings(*inputs, dense, scale, softcap, dout, dlse)
-    for name, got, one, exact in zip(("out", "lse", "dq", "dk", "dv"), results, torchs, wanted):
-        if name == "lse":
-            assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            close(got, exact, min(TOLERANCE.get(dtype, 1), 1e-4), "lse")
-        elif one is None:
-            assert got.dtype == dtype, name
-            close(got, exact, TOLERANCE[dtype], name)
-        else:
-            judge(name, got, one, exact)
-
-
-def directions(out, lse):
-    """Gradients of out and lse, from a fixed seed."""
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in (out, lse)]
-
-
-def compare(
-    backend, mask, keys, dtype, heads=4, kv_heads=2, dim=8, softcap=None, scale=0.4, block=16, cap=None,
-    deterministic=True, value_dim=None,
-):  # fmt: skip
-    """Forward and backward of a loss that uses both outputs, against the oracle."""
-    q, k, v = cases.tensors(mask, keys, heads, kv_heads, dim, dtype, value_dim)
-    plan = AttentionPlan.build(mask, keys, block=block, cap=cap)
-    options = dict(scale=scale, softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend)
-    out, lse = bitfield_attention(q, k, v, plan, **options)
-    dout, dlse = directions(out, lse)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    agree((out, lse, *grads), (q, k, v), mask.to_dense(keys), dout, dlse, scale, softcap)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,7 +98,7 @@ def test_one_output_alone_has_gradients(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs(backend):
-    """Heads that are a transposed view, as models have them, and an expanded gradient."""
+    """Heads as a transposed view, as in models, and an expanded gradient."""
     mask = BitfieldMask.causal(2, 40)
     q, k, v = (torch.randn(2, 40, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     out = bitfield_attention(q, k, v, mask, backend=backend)
@@ -194,7 +147,7 @@ def scores_of(size):
 
 @pytest.mark.parametrize("size", [10, 1e3, 8e4, 8e6, 8e8])
 def test_the_oracle_of_kernels_is_right_for_scores_of_any_size(size):
-    """Weights are divided by their sum: exp(score - LSE) was 0.26 % off at 8e4, and 63 times too large at 8e8."""
+    """Weights are divided by their sum: exp(score - LSE) has an error of 0.26 % at 8e4 and a factor of 63 at 8e8."""
     (q, k, v), scale = scores_of(size)
     mask = BitfieldMask.causal(1, 64)
     out, lse = bitfield_attention(q, k, v, mask, scale=scale, return_lse=True, backend="reference")
@@ -210,8 +163,8 @@ def test_the_oracle_of_kernels_is_right_for_scores_of_any_size(size):
 
 
 @pytest.mark.parametrize("size", [10, 1e3, 8e4])
-def test_gradients_of_the_cpu_backend_err_less_than_sdpas_where_scores_are_large(size):
-    """Both compute exp(score - LSE) backward, with an LSE that is rounded to fp32."""
+def test_cpu_gradients_match_sdpa_accuracy_for_large_scores(size):
+    """Both compute exp(score - LSE) in the backward, with an LSE rounded to fp32."""
     (q, k, v), scale = scores_of(size)
     mask = BitfieldMask.causal(1, 64)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -232,21 +185,6 @@ def test_the_cpu_backend_is_bitwise_repeatable():
         out = bitfield_attention(q, k, v, plan, backend="cpu")
         results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
     assert all(torch.equal(one, other) for one, other in zip(*results))
-
-
-def finished(script, **environment):
-    """The script in a process of its own, with the modules that this one has."""
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )  # fmt: skip
-
-
-def run(script, **environment):
-    """The output of a script that succeeds."""
-    process = finished(script, **environment)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout
 
 
 @pytest.mark.skipif("INTERLACE_SANITIZE" in os.environ, reason="a sanitizer keeps what was freed")
@@ -317,7 +255,8 @@ def test_values_of_256_and_512():
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (16, 24), (9, 16)])
 def test_values_of_another_head_dimension_over_threads(dim, value_dim):
-    """Fewer key heads than threads: sums of both widths come from pieces; and as many, in place where they fit."""
+    """Fewer key heads than threads: sums of both widths are made of pieces. Equal numbers: sums are in place if they
+    fit."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -350,7 +289,7 @@ def test_gradcheck(softcap):
 
 
 def test_reference_agrees_with_its_own_probabilities():
-    """Weights of a row that sees something sum to one: attention over ones is one, else zero."""
+    """Weights of a non-empty row sum to one: attention over ones gives one, otherwise zero."""
     mask, keys = cases.masks()["empty rows"]
     q, k, v = cases.tensors(mask, keys, 2, 2, 4, torch.float32)
     out, lse = reference.forward(Attention(q, k, torch.ones_like(v), AttentionPlan.build(mask), 0.5, None))
@@ -359,7 +298,7 @@ def test_reference_agrees_with_its_own_probabilities():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_more_partial_blocks_than_are_kept(dtype):
-    """Bits beyond 64 MiB are worked out again for each row: every other key is seen, in blocks too large to keep."""
+    """Bits beyond 64 MiB are recomputed for each row: every other key is visible, in blocks too large to keep."""
     batch, block = 5, 8192
     keys = torch.randint(2, (batch, 2 * block), generator=torch.Generator().manual_seed(0))
     kv_mask = BitfieldMask(keys << 56 | 1)
@@ -388,17 +327,4 @@ def test_an_empty_row_has_no_gradient_whatever_comes_in(backend, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "kv_heads"), [(32, 2), (20, 1)])  # summed in place, and gathered from pieces
 def test_wide_key_gradients_are_the_others_before_rounding(backend, dtype, dim, kv_heads):
-    mask = cases.masks()["packed"][0]
-    q, k, v = (x.detach() for x in cases.tensors(mask, None, 4, kv_heads, dim, dtype))
-    plan = AttentionPlan.build(mask, block=32)
-    options = (plan, 0.4, None, backend)
-    out, lse = run_forward(q, k, v, *options)
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    arguments = (dout, None, q, k, v, out, lse, *options[:3], True, backend)
-    dq, *rounded = run_backward(*arguments)
-    dq_too, *wide = run_backward(*arguments, wide=True)
-    assert torch.equal(dq, dq_too)
-    for one, other in zip(rounded, wide):
-        assert other.dtype == accumulate_dtype(dtype) and one.dtype == dtype
-        assert torch.equal(one, other.to(dtype))
-        assert dtype.itemsize > 2 or not torch.equal(one.to(other.dtype), other)
+    wide_key_gradients(backend, dtype, dim, kv_heads)

@@ -1,4 +1,4 @@
-"""The benchmark's masks: each equals its index formula, is deterministic, and every backend computes it right."""
+"""The benchmark's masks: each equals its index formula and is deterministic, and every backend is correct on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bench.attention_masks import FORMULAS, MASKS, MULTIMODAL, cut
 from interlace.attention import AttentionPlan, bitfield_attention
 from tests.attention import cases
-from tests.attention.test_backends import compare
+from tests.attention.backends import compare
 
 
 def dense(name: str, length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Carriers pass through models as masks do; a model that computes with one is named, with the way out."""
+"""Carriers pass through models like masks; a model that computes with one is named in an error with a workaround."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = AttentionPlan.build(BitfieldMask.causal(1, 6))
     ],
 )
 def test_a_carrier_cannot_be_computed_with(use):
-    """A model that makes another mask out of it must not find numbers there: zeros would hide nothing."""
+    """A model that makes another mask from a carrier must get an error: zeros would hide nothing."""
     with pytest.raises(ValueError, match=r"computes with its attention mask .*use_plan\(plan\).*\"sdpa\" or \"eager\""):
         use(carrier(PLAN))
 
@@ -69,11 +69,11 @@ def test_copies_of_a_carrier_have_its_plan(copied):
         assert torch.equal(found, wanted)
 
 
-def test_replicas_of_data_parallel_are_told_that_a_plan_does_not_reach_them():
-    """They run in threads of their own, where the model would make masks that know of no plan."""
+def test_data_parallel_replicas_with_a_plan_are_refused():
+    """Replicas run in separate threads, where the model would make masks without the plan."""
     replica = llama()
     for part in replica.modules():
-        part._is_replica = True  # as torch.nn.parallel.replicate does, which needs GPUs
+        part._is_replica = True  # like torch.nn.parallel.replicate, which needs GPUs
     ids = text_ids(1, 6)
 
     def run():
@@ -90,7 +90,7 @@ def test_replicas_of_data_parallel_are_told_that_a_plan_does_not_reach_them():
 
 @given(st.data())
 @settings(deadline=None, max_examples=30)
-def test_a_piece_of_a_carrier_holds_the_plan_of_its_queries_and_keys(data):
+def test_sliced_carrier_holds_the_plan_of_its_queries_and_keys(data):
     length = data.draw(st.integers(2, 9))
     docs = torch.tensor([sorted(data.draw(st.lists(st.integers(0, 2), min_size=length, max_size=length)))])
     whole = BitfieldMask(BitfieldMask.causal(1, length).bits, doc=docs.int(), window=data.draw(st.integers(1, length)))
@@ -147,7 +147,7 @@ ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def test_routers_count_the_tokens_of_a_plan_without_its_mask():
-    """Their auxiliary loss is computed with the attention mask: a padding mask or none, but not a plan."""
+    """The auxiliary loss uses the attention mask: a padding mask or none, but not a plan."""
     routed = model("Mixtral", **ROUTED)
     ids = text_ids(1, 6)
     wanted = routed(ids, output_router_logits=True)
@@ -170,7 +170,7 @@ ALIBI = {
 
 
 @pytest.mark.parametrize("family", ALIBI)
-def test_models_with_an_attention_of_their_own_do_not_take_carriers(family):
+def test_models_with_unsupported_attention_reject_carriers(family):
     biased = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**ALIBI[family]))
     with pytest.raises(
         ValueError, match=rf"{family}\w* was given a plan for a mask, but its attention is '(eager|sdpa)'"
@@ -191,7 +191,7 @@ def test_a_module_around_the_model_may_have_a_config_of_its_own():
 
 
 def test_plain_code_runs_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says of all threads that they compile, then."""
+    """torch then reports all threads as compiling."""
     monkeypatch.setattr("torch.compiler._is_compiling_flag", True)
     assert torch.compiler.is_compiling()
     plan = AttentionPlan.build(BitfieldMask.causal(1, 64), block=16)

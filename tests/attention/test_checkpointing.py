@@ -1,4 +1,4 @@
-"""Layers that are recomputed in the backward pass see what they saw in the forward, whoever checkpointed them."""
+"""Layers recomputed in the backward pass use the masks of the forward, with any checkpointing function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.
 
 
 def half_seen():
-    """Pixels of one image of which the right half is padding."""
+    """Pixels of one image whose right half is padding."""
     seen = torch.zeros(1, 16, 16, dtype=torch.bool)
     seen[..., :8] = True
     return seen
@@ -85,8 +85,8 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @REENTRANT
-def test_transformers_checkpointing_of_encoders_that_pass_their_masks_by_place(name, reentrant):
-    """Reentrant checkpointing detaches what is passed by place, plans among it."""
+def test_transformers_checkpointing_with_positional_masks(name, reentrant):
+    """Reentrant checkpointing detaches positional arguments, plans among them."""
     if name == "whisper" and reentrant and not FIVE:
         pytest.skip("Whisper of transformers 4.57 cannot be checkpointed so, under any attention")
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def features(model, pixels):
 
 
 def step(model, run=features):
-    """Gradients of a step whose backward runs after the plan was left."""
+    """Gradients of a step whose backward runs after the plan context ended."""
     pixels = random(1, 3, 16, 16).requires_grad_()
     with use_plan(PLAN):
         out = run(model, pixels)
@@ -137,7 +137,7 @@ def test_transformers_checkpointing_remembers_the_plan(reentrant):
 
 @REENTRANT
 def test_a_layer_recomputed_without_its_plan_is_refused(reentrant):
-    """Whoever calls torch's checkpoint, only the backward of which is outside of use_plan."""
+    """For every caller of torch's checkpoint: only the backward is outside of use_plan."""
 
     def recomputed(module, pixels):
         return checkpoint(features, module, pixels, use_reentrant=reentrant)
@@ -145,16 +145,16 @@ def test_a_layer_recomputed_without_its_plan_is_refused(reentrant):
     with pytest.raises(ValueError, match=r"SiglipAttention is recomputed .*outside .*use_plan.*set_checkpointing"):
         step(tower(), recomputed)
     model = tower()
-    step(model)  # it followed a plan before
+    step(model)  # its last forward used a plan
     pixels = random(1, 3, 16, 16).requires_grad_()
     with use_plan(None):
         recomputed(model, pixels).sum().backward()
-    recomputed(tower(), pixels).sum().backward()  # and this one never did
+    recomputed(tower(), pixels).sum().backward()  # this one never used a plan
 
 
 @pytest.mark.parametrize("name", ["vision", "audio", "language_model"])
 @REENTRANT
-def test_a_multimodal_model_whose_parts_transformers_checkpoints(name, reentrant):
+def test_transformers_checkpointing_of_multimodal_modules(name, reentrant):
     mllm = build().train()
     batch = mllm.collate(samples(mllm))
     mllm(**batch).loss.backward()
@@ -172,7 +172,7 @@ def test_a_multimodal_model_whose_parts_transformers_checkpoints(name, reentrant
 
 @REENTRANT
 def test_a_forward_without_a_plan_is_recomputed_without_one(reentrant):
-    """Though the backward pass runs inside use_plan, as that of another model may."""
+    """The backward pass runs inside use_plan, as that of another model may."""
     model = siglip()
     model.set_attn_implementation(NAME)
     model.train()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from interlace.attention import AttentionPlan, bitfield_attention
-from interlace.attention._active import _own
-from interlace.attention._hf_plans import cut
-from interlace.attention._traced import interval_plan, traced_plan
 from interlace.attention.hf import FLASH_NAME, NAME, carrier, use_plan
+from interlace.attention.hf.active import _own
+from interlace.attention.hf.plans import cut
+from interlace.attention.plan import interval_plan, traced_plan
 from interlace.masks import BitfieldMask, visible
 from tests.attention.hf_models import FIVE, batch, make, random, text_ids
 from tests.attention.hf_pairs import assert_same, pair
@@ -42,7 +42,7 @@ def whole(model, backend="aot_eager", **options):
     return compiled
 
 
-# ---------------------------------------------------------------------- language models, as they are
+# ---------------------------------------------------------------------- language models, unchanged
 
 
 def text_inputs():
@@ -73,7 +73,7 @@ def test_a_language_model_in_one_graph():
 @pytest.mark.parametrize("kind", text_inputs())
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_language_models_in_one_graph(family, kind):
-    """Mistral has a window, Gemma-2 also a cap on its scores, which torch's own attention has not."""
+    """Mistral has a window. Gemma-2 also has a cap on its scores, which torch's own attention lacks."""
     compared(family, kind)
 
 
@@ -97,7 +97,7 @@ def test_inductor_and_gradients():
 
 @pytest.mark.slow
 def test_a_mask_with_gaps_is_refused_in_one_graph():
-    """Padding in the middle of a row: a graph that may break has it exactly."""
+    """Padding in the middle of a row. With graph breaks allowed, it is exact."""
     model, eager = pair("llama")
     ids, seen = text_ids(1, 6), torch.tensor([[1, 1, 0, 1, 1, 1]])
     wanted = eager(ids, attention_mask=seen, use_cache=False).logits[seen.bool()]
@@ -117,7 +117,7 @@ def tower(**changes):
 
 
 def test_one_graph_follows_every_plan():
-    """And none: two graphs in all, whatever order they are needed in."""
+    """Also calls without a plan: two graphs in all, in any order of use."""
     model, pixels = tower(), random(1, 3, 16, 16)
     compiled = whole(model)
     for plan in (None, *PACKED, None, *PACKED):
@@ -177,7 +177,7 @@ def test_cuda_graphs_leave_out_what_reads_values():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_language_models_that_follow_a_plan(family):
-    """Set by use_plan or carried by the mask; windows of the layers narrow it either way."""
+    """Plans set by use_plan or carried by the mask; windows of the layers narrow both."""
     model, _ = pair(family)
     ids = text_ids(1, 10)
     plan = AttentionPlan.build(BitfieldMask.pack([BitfieldMask.causal(1, 4), BitfieldMask.causal(1, 6)]))
@@ -197,7 +197,7 @@ def test_language_models_that_follow_a_plan(family):
 
 @pytest.mark.slow
 def test_layers_of_a_multimodal_model():
-    """Several sizes of images too, which enter the first layer together."""
+    """Includes several image sizes, which enter the first layer together."""
     mllm, plain = build(), build()
     for name in mllm.modules_order():
         for layer in mllm.layer_list(name):
@@ -273,14 +273,14 @@ def test_intervals_are_found_in_a_dense_mask(data):
 
 
 def left_padding(length, hidden):
-    """Causal, but nobody sees the first `hidden` tokens, which see nothing: bool [1, 1, T, T]."""
+    """Causal, with the first `hidden` tokens empty and invisible: bool [1, 1, T, T]."""
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     seen[:, :hidden] = False
     return seen[None, None]
 
 
 def test_what_hidden_tokens_hold_does_not_spread():
-    """Blocks of visible tokens hold some of them, and 0 times NaN is NaN."""
+    """Blocks of visible tokens also contain hidden ones, and 0 times NaN is NaN."""
     plan = interval_plan(left_padding(200, 8))
     assert torch.equal(plan.q_doc, plan.k_doc) and plan.k_doc[0].tolist() == [-1] * 8 + [0] * 192
     tensors = []
@@ -305,7 +305,7 @@ def test_what_padding_holds_does_not_spread_in_one_graph():
 
 
 def test_plans_are_cut_at_boundaries_in_one_graph():
-    """Documents of any number, here one that times the number of boundaries is 2**32: 0 in an int32."""
+    """Any number of documents. Here its product with the number of boundaries is 2**32, which is 0 in an int32."""
     doc = torch.tensor([[0] * 8 + [2**29] * 8], dtype=torch.int32)
     plan = AttentionPlan.build(BitfieldMask(BitfieldMask.full(1, 16).bits, doc=doc), block=4)
     ends = torch.tensor([0, 2, 4, 6, 10, 12, 14, 16])

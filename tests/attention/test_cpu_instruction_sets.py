@@ -1,6 +1,6 @@
-"""The CPU backend on every instruction set of this processor, and bf16, which AMX computes otherwise than the rest.
+"""The CPU backend on every instruction set of this processor, and bf16, for which AMX has a separate code path.
 
-Tests in this process run on the best set; where that is AMX they are tests of its tiles.
+Tests in this process run on the best set; if that is AMX, they test its tiles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from interlace import _core
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask
-from tests.attention import cases, test_backends
-from tests.attention.test_backends import compare, finished, run
+from tests.attention import backends, cases
+from tests.attention.backends import compare, finished, run
 from tests.forkserver import start_script
 from tests.mask_strategies import mask_pairs
 from tests.sampling import given_by_tier
@@ -36,7 +36,7 @@ def threads():
 
 
 def forked(script, output, **environment):
-    """The output of a script that succeeds, in a process that has torch already and chooses its kernels anew."""
+    """Output of a script that must succeed, in a process with torch preloaded that selects its kernels anew."""
     process = start_script(script, output, environment)
     process.join(600)
     assert process.exitcode == 0, output.read_text()[-4000:]
@@ -45,16 +45,16 @@ def forked(script, output, **environment):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets(isa, tmp_path):
-    """The choice falls on what the processor has, never on more than was asked for, and all of them are right."""
+    """Selects a set that the processor has, never more than requested; all sets are correct."""
     script = """
 import torch
 from interlace import _core
-from tests.attention import cases, test_backends
+from tests.attention import cases, backends
 for name, dtype, dim in [("packed", torch.float32, 72), ("113 x 203", torch.bfloat16, 80), ("lambda", torch.float16, 9),
                          ("empty rows", torch.float64, 17), ("1 x 50", torch.float32, 64),
                          ("shuffled part", torch.bfloat16, 64), ("50 x 1", torch.bfloat16, 33)]:
     for softcap in (None, 3.0):
-        test_backends.compare("cpu", *cases.masks()[name], dtype, dim=dim, softcap=softcap, block=128, scale=0.1)
+        backends.compare("cpu", *cases.masks()[name], dtype, dim=dim, softcap=softcap, block=128, scale=0.1)
 print(_core.attention_isa())
 """
     found = forked(script, tmp_path / "said", INTERLACE_CPU_ISA=isa).strip()
@@ -97,8 +97,8 @@ done = libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(filter
 if done:
     import torch
     from interlace import _core
-    from tests.attention import cases, test_backends
-    test_backends.compare("cpu", *cases.masks()["packed"], torch.bfloat16, dim=64, block=128, scale=0.1)
+    from tests.attention import cases, backends
+    backends.compare("cpu", *cases.masks()["packed"], torch.bfloat16, dim=64, block=128, scale=0.1)
     print(_core.attention_isa())
 else:
     print("no seccomp")
@@ -161,7 +161,7 @@ def test_many_random_masks(pair, block, dim, heads, softcap):
 
 @pytest.mark.slow
 def test_more_rows_of_blocks_than_go_together():
-    """Panels of 2,500 queries at head dimension 256 are more than the second cache takes: they go in several groups."""
+    """Panels of 2,500 queries at head dimension 256 exceed the L2 cache: they are processed in several groups."""
     mask = BitfieldMask.causal(1, 2500, window=200, sinks=3)
     compare("cpu", mask, None, torch.bfloat16, 2, 1, dim=256, scale=1 / 16, block=128)
 
@@ -169,7 +169,7 @@ def test_more_rows_of_blocks_than_go_together():
 @pytest.mark.parametrize("amplitude", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("causal", [True, False])
 def test_errors_are_those_of_sdpa(amplitude, causal):
-    """Against exact attention, outputs and gradients err little more than torch's bf16 kernel does, or less."""
+    """Errors against exact attention, of outputs and gradients, are at most slightly above those of torch's bf16."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (torch.randn(1, 4, 512, 64, generator=generator) for _ in range(4))
     q, k, v, dout = (x.bfloat16() for x in (q * amplitude, k * amplitude, v, dout))
@@ -191,7 +191,7 @@ def test_errors_are_those_of_sdpa(amplitude, causal):
 
 
 def test_a_weight_of_nearly_one_adds_no_error():
-    """Rows in which one late key has 30 to 250 times the weight of the first: results err as rounding them does.
+    """Rows in which one late key has 30 to 250 times the weight of the first: errors are those of rounding the result.
 
     The late key does not move the shift of the exponentials, so its weight is no power of two, and is rounded.
     """
@@ -206,7 +206,7 @@ def test_a_weight_of_nearly_one_adds_no_error():
     assert (out.double() - exact).norm() <= 1.1 * (exact.bfloat16().double() - exact).norm()
 
 
-def test_a_key_that_nobody_sees_has_no_gradient_whatever_it_holds():
+def test_masked_keys_get_zero_gradient_even_if_nan():
     doc = torch.zeros(1, 40, dtype=torch.int32)
     doc[:, 37:] = -1
     mask = BitfieldMask(BitfieldMask.causal(1, 40).bits, doc=doc)
@@ -222,7 +222,7 @@ def test_a_key_that_nobody_sees_has_no_gradient_whatever_it_holds():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_score_of_minus_infinity_is_a_weight_of_zero(dtype):
-    """Also beside the zeros that fill up a panel of 40 queries: 0 * inf must not get into the sums."""
+    """Also beside the zeros that pad a panel of 40 queries: 0 * inf must not enter the sums."""
     mask, keys = BitfieldMask.full(1, 40), BitfieldMask.full(1, 64)
     q, k, v = cases.tensors(mask, keys, 2, 1, 16, dtype)
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_strides_change_nothing(dtype):
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-def test_results_repeat_and_the_forward_does_not_depend_on_threads(heads, threads):
+def test_results_repeat_and_forward_is_independent_of_threads(heads, threads):
     mask, keys = cases.masks()["packed"]
     plan = AttentionPlan.build(mask, keys, block=64)
     found = {}
@@ -274,9 +274,9 @@ def test_results_repeat_and_the_forward_does_not_depend_on_threads(heads, thread
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wide_key_gradients_of_several_pieces(dtype, threads):
-    """One key head for three threads: what the pieces sum to comes out as it is, or rounded once."""
+    """One key head for three threads: the sum of the pieces is returned unchanged, or rounded once."""
     threads(3)
-    test_backends.test_wide_key_gradients_are_the_others_before_rounding("cpu", dtype, 20, 1)
+    backends.wide_key_gradients("cpu", dtype, 20, 1)
 
 
 def test_threads_of_python_at_once(threads):
@@ -318,7 +318,7 @@ def test_torch_finds_the_tiles_as_it_needs_them(threads):
 
 
 def test_denormals_are_left_as_they_were_outside():
-    """Tiles take denormals for 0, and so does the code between them: only there."""
+    """Tiles and the code between them treat denormals as 0; code outside does not."""
     mask, keys = cases.masks()["causal"]
     tiny = torch.full((8,), 1e-40)
     q, k, v = cases.tensors(mask, keys, 1, 1, 16, torch.bfloat16)

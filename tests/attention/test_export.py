@@ -48,7 +48,7 @@ def padded(lengths, width):
     ],
 )
 def test_a_program_makes_its_masks_from_its_inputs(name, strict):
-    """Of any size, also of more than one block."""
+    """Inputs of any size, also of more than one block."""
     model, eager = pair(name)
     rows, length = (torch.export.Dim(name, min=2, max=limit) for name, limit in (("rows", 8), ("length", 300)))
     sizes = ({0: rows, 1: length},) * 2

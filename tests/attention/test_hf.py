@@ -100,7 +100,7 @@ def test_masks_of_integers_are_refused(softcap):
 
 
 def test_a_carrier_is_made_under_deterministic_algorithms():
-    """Torch then fills memory that nobody wrote, which it cannot do for every type."""
+    """Torch then fills uninitialized memory, which it cannot do for every type."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

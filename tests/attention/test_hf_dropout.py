@@ -1,4 +1,4 @@
-"""Attention dropout is refused with the key that sets it, whatever a family calls it; the hint, followed, is enough."""
+"""Attention dropout is refused and the error names the family's key for it; following the hint is sufficient."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import transformers
 
 from bench.architectures import ENCODER, LANGUAGE, STRATEGIES, model_class, population, tiny_config
 from bench.architectures import _part_for as part_for
-from interlace.attention._hf_dropout import dropout_key, dropout_rate, place_of
 from interlace.attention.hf import NAME
+from interlace.attention.hf.dropout import dropout_key, dropout_rate, place_of
 from tests.attention.hf_models import TEXT, text_ids
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
@@ -22,7 +22,7 @@ FAMILIES = {
     "GPTJForCausalLM": ({**GPT2, "rotary_dim": 4}, "attn_pdrop"),
     "BertModel": (SMALL, "attention_probs_dropout_prob"),
     "Qwen2ForCausalLM": (TEXT, "attention_dropout"),
-    "BartForCausalLM": (BART, "attention_dropout"),  # its layers hand the rate to the attention
+    "BartForCausalLM": (BART, "attention_dropout"),  # its layers pass the rate to the attention
     "DistilBertModel": (
         {"n_layers": 1, "dim": 32, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64},
         "attention_dropout",
@@ -51,7 +51,7 @@ def tables(config):
 
 
 def drop_everywhere(config, rate=0.1):
-    """Give all rates of dropout one value, so that values alone do not say which is meant."""
+    """Sets all dropout rates to one value, so that values alone do not identify the key."""
     for table in tables(config):
         entries = table if isinstance(table, dict) else vars(table)
         for key, value in list(entries.items()):
@@ -88,14 +88,14 @@ def test_the_error_names_module_and_key_and_the_hint_works(family):
 
 
 def test_modules_without_a_config_are_named_too():
-    from interlace.attention._hf_dropout import no_dropout
+    from interlace.attention.hf.dropout import no_dropout
 
     assert "Module drops attention weights in training (dropout = 0.2)" in str(no_dropout(torch.nn.Module(), 0.2))
 
 
 # ---------------------------------------------------------------------- all families
 
-# Its codec's config is none of its parts; rates of encoder and decoder are equal only here (drop_everywhere).
+# Its codec's config is not part of it; rates of encoder and decoder are equal only here (drop_everywhere).
 UNSURE = {"kyutai_speech_to_text", "deimv2", "pp_doclayout_v3", "pp_doclayout_v4", "rt_detr", "rt_detr_v2"}
 
 
@@ -108,7 +108,7 @@ def on_meta(kind, name, change=lambda config: None):
             change(config)
             with torch.device("meta"):
                 return made(config).train(), config
-        except Exception:  # whatever a config or a model may raise: bench.architectures tells them
+        except Exception:  # any exception of a config or a model: bench.architectures classifies them
             continue
     return None
 
@@ -116,7 +116,7 @@ def on_meta(kind, name, change=lambda config: None):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [LANGUAGE, ENCODER])
 def test_keys_of_all_families(kind):
-    """Every attention module that drops: what is found for it, set to 0 in the model's config, is its rate."""
+    """For every attention module with dropout: the key found for it, set to 0 in the model's config, sets its rate."""
     examined = 0
     for _, name in (each for each in population() if each[0] == kind and each[1] == each[1].lower()):
         if name in UNSURE or (built := on_meta(kind, name)) is None:

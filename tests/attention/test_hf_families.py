@@ -1,4 +1,4 @@
-"""The HuggingFace drop-in against each family's own eager attention: logits where nothing is padded, all gradients."""
+"""The HuggingFace drop-in against each family's own eager attention: logits at unpadded positions, all gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import masking_utils
 
 from interlace.attention import AttentionPlan, hf
-from interlace.attention._hf_plans import MOST_PLANS
+from interlace.attention.hf.plans import MOST_PLANS
 from interlace.masks import BitfieldMask
 from tests.attention.hf_models import FIVE, IMAGE_TOKENS, batch, make, random, text_ids
 from tests.attention.hf_pairs import MULTIMODAL, ROWS, TEXT, Watch, assert_same, assert_same_generation, packed, pair
@@ -61,8 +61,8 @@ def test_packed_documents_do_not_see_each_other():
 )
 def test_blocks_of_packed_documents_do_as_eager_does(watch):
     """
-    A packed PaliGemma row has one block number for all prefixes. Before transformers 5.24 they see each other, which
-    stays a dense mask with one warning; since then documents are kept apart behind the blocks.
+    A packed PaliGemma row has one block number for all prefixes. Before transformers 5.24 prefixes see each other,
+    which stays a dense mask with one warning. From 5.24 on, documents are separated behind the blocks.
     """
     model, other = pair("paligemma")
     inputs, _ = packed("paligemma")
@@ -79,7 +79,7 @@ def test_blocks_of_packed_documents_do_as_eager_does(watch):
 
 @pytest.mark.parametrize("window", [2, 6])
 def test_gemmas_images_longer_than_its_window(window):
-    """In 4.57 an image is exempt from the window, in 5 it is cut by it."""
+    """In 4.57 an image is exempt from the window, in 5 the window cuts it."""
     model, other = pair("gemma3", window=window)
     inputs = batch("gemma3", ROWS["gemma3"])
     assert_same(model, other, inputs, inputs["attention_mask"].bool())
@@ -108,13 +108,13 @@ def test_vision_towers_take_their_images_in_one_call(name, monkeypatch):
     monkeypatch.setattr(hf, "packed_plan", counted)
     inputs = batch(name, ROWS[name])
     assert_same(model, other, inputs, inputs["attention_mask"].bool())
-    if FIVE:  # 4.57 gives the single call to "flash_attention_2" alone, and its loop gives the same numbers
+    if FIVE:  # in 4.57 only "flash_attention_2" gets the single call; its loop gives the same numbers
         assert len(calls) == 2 and set(lengths) == {3 * 16}  # two layers, three images of 16 patches
         assert name != "qwen2_vl" or calls[0] is calls[1]  # one plan for the whole tower
 
 
 def test_boundaries_that_are_written_anew():
-    """Each time the plan of what they say now, and the tensor does not keep one for every batch there ever was."""
+    """Each call uses a plan of the current values, and the tensor does not keep a plan for every earlier batch."""
     ends = torch.tensor([0, 1, 10], dtype=torch.int32)
     for step in range(40):
         ends[1] = 1 + step % 9
@@ -139,7 +139,7 @@ def test_the_second_name_serves_whole_models_too(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_several_tokens_after_a_cached_prefix(name):
-    """Beyond the window too, where a sliding cache has dropped its oldest keys."""
+    """Also beyond the window, where a sliding cache has dropped its oldest keys."""
     model, other = pair(name)
     ids = text_ids(2, 15)
     mask = torch.ones_like(ids)
@@ -167,7 +167,7 @@ def test_activation_checkpointing_and_compilation():
 
 @pytest.mark.slow
 def test_models_of_different_scale_compile_without_a_break():
-    """What differs between two modules becomes a symbol the second time: the head size, the scale, the cap."""
+    """Values that differ between two modules become symbols the second time: the head size, the scale, the cap."""
     ids = text_ids(1, 9)
     mask = hf.carrier(AttentionPlan.build(BitfieldMask.causal(1, 9)))
     for changes in ({}, {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0}):

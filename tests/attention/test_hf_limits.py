@@ -1,4 +1,4 @@
-"""A plan in the place of a model's own mask keeps what only the model knows: how far each kind of layer looks."""
+"""A plan in place of a model's own mask keeps the limits known only to the model: the window of each layer type."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from transformers.masking_utils import (
 )
 
 from interlace.attention import AttentionPlan, hf
-from interlace.attention._hf_limits import EVERYTHING, Limits, limits_of
-from interlace.attention._hf_masks import Unknown
-from interlace.attention._hf_plans import cut, narrowed
+from interlace.attention.hf.limits import EVERYTHING, Limits, limits_of
+from interlace.attention.hf.masks import Unknown
+from interlace.attention.hf.plans import cut, narrowed
 from interlace.masks import BitfieldMask, visible
+from tests.attention.hf_masks import ask, blocks, dense
 from tests.attention.hf_models import FIVE, TEXT
-from tests.attention.test_hf_masks import ask, blocks, dense
 
 
 def chunks(size):
@@ -39,7 +39,7 @@ OVERLAYS = st.lists(
 
 
 def under(plan, function, **kwargs):
-    """What layers see of `plan` whose model asks for a mask by `function`: bool [1, T, T]."""
+    """Visibility in layers under `plan` if the model asks for a mask by `function`: bool [1, T, T]."""
     with hf.use_plan(plan):
         return dense(ask(function, plan.q_len, plan.k_len, **kwargs))
 
@@ -85,7 +85,7 @@ def seen_in(plan):
 
 @given(tokens_anywhere(9), tokens_anywhere(12), st.integers(1, 7))
 def test_chunks_join_nothing(queries, keys, size):
-    """Whatever the numbers of documents, and however far the queries are past the keys."""
+    """For any document numbers, and any distance of queries beyond the keys."""
     plan = AttentionPlan.build(queries, keys, block=4)
     same = (queries.pos // size).unsqueeze(-1) == (keys.pos // size).unsqueeze(-2)
     assert torch.equal(seen_in(narrowed(plan, Limits(chunk=size))), seen_in(plan) & same)
@@ -202,8 +202,10 @@ def llama4():
     ],
 )
 def test_windows_that_a_model_keeps_in_its_masks(make, setting):
-    """Packed under use_plan as each sample alone by eager attention; a carrier, which takes the masks' place, is
-    refused as soon as a sample is longer than the window."""
+    """Packed samples under use_plan equal single samples with eager attention.
+
+    A carrier, which replaces the masks, is refused if a sample is longer than the window.
+    """
     torch.manual_seed(0)
     model = make().eval()
     samples = [torch.randint(3, 64, (n,)) for n in (9, 13, 6)]

@@ -1,15 +1,13 @@
-"""From HuggingFace's mask functions to bitfields: exact or refused, for every composition."""
+"""Bitfields from HuggingFace's mask functions: exact or refused, for every composition."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -22,56 +20,14 @@ from transformers.masking_utils import (
 )
 
 from interlace.attention import AttentionPlan, bitfield_attention, hf
-from interlace.attention._hf_masks import Sides, Unknown, differs, masks, translate
+from interlace.attention.hf.masks import Sides, Unknown, differs, masks, translate
 from interlace.masks import BitfieldMask
-
-BATCH = 2
+from tests.attention.hf_masks import BATCH, ask, blocks, dense
 
 
 @pytest.fixture(autouse=True)
 def forget_warnings():
     hf._warned.clear()
-
-
-def blocks(ids):
-    """transformers' blockwise_overlay, which early versions lack."""
-    if hasattr(masking_utils, "blockwise_overlay"):
-        return masking_utils.blockwise_overlay(ids)
-
-    def blockwise_overlay(block_sequence_ids):
-        def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
-            q_group, kv_group = block_sequence_ids[batch_idx, q_idx], block_sequence_ids[batch_idx, kv_idx]
-            return (q_group == kv_group) & (q_group >= 0)
-
-        inner_mask.__qualname__ = "blockwise_overlay.<locals>.inner_mask"
-        return inner_mask
-
-    return blockwise_overlay(ids)
-
-
-def ask(function, q_length, kv_length, *, offset=0, attention_mask=None, ask=hf.make_mask, **kwargs):
-    """Calls a mask interface the way this version of transformers does."""
-    queries = {"q_length": q_length, "q_offset": offset, "device": "cpu"}
-    if "cache_position" in inspect.signature(sdpa_mask).parameters:
-        queries = {"cache_position": torch.arange(q_length) + offset}
-    return ask(
-        batch_size=BATCH,
-        kv_length=kv_length,
-        mask_function=function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        **queries,
-        **kwargs,
-    )
-
-
-def dense(mask):
-    """bool [B, Q, K] of a carrier or a dense mask."""
-    if not hasattr(mask, "interlace_plan"):
-        return mask[:, 0]
-    plan = mask.interlace_plan[0]
-    q = BitfieldMask(plan.q_bits, doc=plan.q_doc, span=plan.q_span, pos=plan.q_pos, window=plan.q_window)
-    return q.to_dense(BitfieldMask(plan.k_bits, doc=plan.k_doc, span=plan.k_span, pos=plan.k_pos))
 
 
 LENGTH = 12
@@ -97,7 +53,7 @@ def images(draw):
     return torch.where(torch.tensor([draw(st.booleans()) for _ in range(LENGTH)])[ids], ids, -1)
 
 
-# Blocks whose numbers come again further on have gaps.
+# Blocks whose numbers recur later have gaps.
 GAPS = st.builds(lambda ids, cycle: torch.where(ids >= 0, ids % cycle, -1), images(), st.integers(1, 3))
 LEAVES = st.one_of(
     st.just(causal_mask_function),
@@ -120,7 +76,7 @@ TREES = st.recursive(
 
 
 def understood(function, first=0):
-    """Why `function` is refused, for queries from `first` on; None where its masks are right."""
+    """Reason why `function` is refused, for queries from `first` on; None if its masks are correct."""
     at = Sides(torch.arange(first, LENGTH)[None], torch.arange(LENGTH)[None])
     try:
         queries, keys = masks(translate(function, at), at, BATCH, None)
@@ -142,7 +98,7 @@ def test_what_a_bitfield_cannot_say_is_named():
     ids = torch.tensor([0, 0, 0, -1, -1, 0, 0, 0, 1, 1, 1, 1]).expand(BATCH, -1)
     window = and_masks(sliding_window_overlay(3), causal_mask_function)
     assert "gaps" in understood(or_masks(window, blocks(ids)))  # block 0 reaches beyond the window, over a gap
-    assert understood(or_masks(window, blocks(torch.where(ids == 1, 1, -1)))) is None  # as block 1 does, without one
+    assert understood(or_masks(window, blocks(torch.where(ids == 1, 1, -1)))) is None  # so does block 1, without a gap
     assert understood(or_masks(causal_mask_function, blocks(ids))) is None
     seen = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     seen[0, 3] = False
@@ -166,7 +122,7 @@ def gemma_like(ids, window):
 
 @given(images(), st.integers(1, 8), st.integers(0, 3))
 def test_image_blocks_windows_and_padding_are_understood(ids, window, padded):
-    """What Gemma-3 composes in 4.57 and in 5 never stays dense, also with blocks longer than the window."""
+    """Gemma-3's mask compositions in 4.57 and in 5 never stay dense, also with blocks longer than the window."""
     seen = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     seen[1, :padded] = False
     for function in gemma_like(ids, window):
@@ -190,7 +146,7 @@ def test_longer_static_caches_and_cached_prefixes(window, queries, offset):
 
 
 @pytest.mark.parametrize("length", [LENGTH, 300], ids=["all pairs", "sampled"])
-def test_unknown_functions_stay_dense_with_one_warning_that_names_them(length):
+def test_unknown_mask_functions_stay_dense_with_one_warning(length):
     def every_third(batch_idx, head_idx, q_idx, kv_idx):
         return (kv_idx % 3 == 0) & (kv_idx <= q_idx)
 
@@ -251,7 +207,7 @@ def test_constants_and_two_sided_windows():
 
 @pytest.mark.parametrize("wording", ["4.57 to 5.0", "5.8"])
 def test_every_wording_of_gemmas_images(wording):
-    """Also where a static cache is longer than the ids."""
+    """Also if a static cache is longer than the ids."""
     ids = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, -1, 1, 1, 1, 1]])
 
     def token_type_ids_mask_function(group_ids, image_group_ids, token_type_ids):
@@ -302,7 +258,7 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
     wanted = bitfield_attention(q, k, v, causal).transpose(1, 2)
     found, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, sliding_window=2)
     torch.testing.assert_close(found, wanted)
-    # The model's own mask does not know of the boundaries; both hold.
+    # The model's own mask does not include the boundaries; both apply.
     own = hf._carry(AttentionPlan.build(BitfieldMask.causal(1, 10, window=2)), None, narrow=False)
     for _ in range(2):
         found, _ = hf.attention(module, q, k, v, own, cu_seq_lens_q=ends, sliding_window=1)
@@ -318,7 +274,7 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
 
 
 @pytest.mark.parametrize("name", sorted(hf.REFUSED))
-def test_what_attention_does_not_have_is_refused_with_and_without_a_plan(name):
+def test_unsupported_attention_arguments_are_refused(name):
     q, k, v = qkv(4)
     for mask in (None, hf.carrier(AttentionPlan.build(BitfieldMask.causal(1, 4)))):
         with pytest.raises(ValueError, match=f"passes '{name}'.*eager"):

@@ -1,6 +1,6 @@
-"""Multi-head latent attention in the HuggingFace drop-in: values have another head dimension than queries and keys.
+"""Multi-head latent attention in the HuggingFace drop-in: the head dimension of values differs from queries and keys.
 
-Tiny models of the families, with head dimensions 24 and 20 or their like, against their own eager attention.
+Tiny models of the families, with head dimensions such as 24 and 20, against their own eager attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def models(request, monkeypatch):
-    """The model on bitfield attention, and its copy on eager attention. No test passes on a dense mask."""
+    """The model on bitfield attention, and its copy on eager attention. A dense mask fails the test."""
     name = request.param
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")

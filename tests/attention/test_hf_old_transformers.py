@@ -1,4 +1,4 @@
-"""The drop-in, interlace.model and interlace.parallel under transformers 4.57, installed into a folder of its own."""
+"""The drop-in, interlace.model and interlace.parallel under transformers 4.57, installed into a separate folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# 4.57 with what it wants in other versions than 5 does; the rest it shares with the environment.
+# 4.57 and those requirements whose versions differ from transformers 5; it shares the rest with the environment.
 PACKAGES = [
     "transformers>=4.57,<4.58",
     "huggingface-hub>=0.34,<1",

@@ -1,4 +1,4 @@
-"""HuggingFace models under torch.func: their masks become plans there too; the derivatives are eager attention's."""
+"""HuggingFace models under torch.func: masks become plans there too; derivatives equal those of eager attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_fallbacks():
 
 
 class Spy:
-    """Attends, and counts how often."""
+    """Attention that counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -40,7 +40,7 @@ def weights(model):
 
 
 def loss(model, inputs):
-    """weights -> the loss of next tokens, by functional_call; padding neither predicts nor is predicted."""
+    """weights -> next-token loss, by functional_call; padding neither predicts nor is predicted."""
     seen = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     labels = inputs["input_ids"].masked_fill((seen == 0) | (seen.roll(1, -1) == 0), -100)
     return lambda given: functional_call(model, given, kwargs={**inputs, "labels": labels, "use_cache": False}).loss
@@ -119,7 +119,7 @@ def test_a_plan_of_the_user():
     plan = AttentionPlan.build(BitfieldMask.pack([BitfieldMask.causal(1, 4), BitfieldMask.causal(1, 5)]))
     positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
     labels = ids.clone()
-    labels[0, 4] = -100  # the first token of the second document is nobody's next one
+    labels[0, 4] = -100  # the first token of the second document is not a target
 
     def f(model, mask):
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "labels": labels}
@@ -155,7 +155,7 @@ def test_carriers_that_a_transform_copies_are_refused():
 
 
 def test_forward_mode_says_what_to_do():
-    """And what it says works."""
+    """Forward mode raises an error, and the suggested workaround works."""
     model, _ = pair("llama")
     inputs, given = batch("llama", ROWS["llama"]), weights(model)
     with pytest.raises(

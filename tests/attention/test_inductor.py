@@ -1,6 +1,6 @@
-"""torch.compile of HuggingFace models with inductor, in the modes that people use, against eager attention.
+"""torch.compile of HuggingFace models with inductor, in common modes, against eager attention.
 
-Graphs may break here (test_compile.py has one graph). Batches change from step to step, as in training.
+Graph breaks are allowed here (test_compile.py requires one graph). Batches change from step to step, as in training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def given(name, kind):
 
 
 def assert_the_op_ran(run):
-    """Compiled code calls the op, which a profile shows."""
+    """Compiled code calls the op, as a profile shows."""
     with torch.profiler.profile() as profile:
         run()
     names = {event.name for event in profile.events()}
@@ -88,11 +88,11 @@ CASES = [
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize(("name", "kind", "options"), CASES)
 def test_families_and_masks(name, kind, options, called_before):
-    """Mistral, Gemma 2 and 3 have windows, Gemma 3 and PaliGemma images that see both ways; BERT is an encoder."""
+    """Mistral, Gemma 2 and 3 have windows, Gemma 3 and PaliGemma bidirectional images; BERT is an encoder."""
     model, eager = pair(name)
     inputs, valid = given(name, kind)
     if called_before:
-        model(**inputs)  # what it keeps for later must not disturb
+        model(**inputs)  # cached values must not affect later calls
     assert_same(compiled(model, **options), eager, inputs, valid)
 
 
@@ -137,7 +137,7 @@ def test_plans_of_the_user(way):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}])
 def test_steps_of_changing_lengths(options):
-    """Losses of AdamW's steps; and no compilation for each new length."""
+    """Losses of AdamW's steps; new lengths do not each cause a compilation."""
     model, eager = pair("mistral", num_hidden_layers=1)
     quick = compiled(model, **options)
     losses, graphs = [], []
@@ -155,7 +155,7 @@ def test_steps_of_changing_lengths(options):
             graphs.append(counters["stats"]["unique_graphs"])
     torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=1e-4, atol=1e-5)
     assert losses[0][0] > losses[0][4]
-    assert graphs[1] == graphs[4] and graphs[5] == graphs[6], graphs  # sizes are dynamic once they have changed
+    assert graphs[1] == graphs[4] and graphs[5] == graphs[6], graphs  # sizes become dynamic after a change
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""bitfield_attention as a torch citizen: opcheck, compile, export, autocast, checkpointing, and what it refuses."""
+"""bitfield_attention as a torch op: opcheck, compile, export, autocast, checkpointing, and refused inputs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_new_masks_do_not_compile_again(compiled):
     assert len(compilations) <= 3  # once, and again when some lengths, then the others, turn out to vary
 
 
-@pytest.mark.slow  # torch.compile walks through the whole of AttentionPlan.build, breaking where values are read
+@pytest.mark.slow  # torch.compile traces all of AttentionPlan.build, with graph breaks where values are read
 def test_compile_with_a_mask_builds_the_plan_outside_the_graph(compiled):
     q, k, v = inputs()
     got = compiled(lambda q, k, v: bitfield_attention(q * 1, k, v, MASK))(q, k, v)
@@ -157,7 +157,7 @@ def test_a_second_derivative_raises():
         torch.autograd.grad(grad.sum(), q)
 
 
-def test_those_who_watch_see_the_op_and_its_bits_are_those_of_eager_mode():
+def test_dispatch_modes_see_the_op_and_bits_match_eager():
     seen = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
@@ -281,8 +281,8 @@ def test_a_named_backend_that_cannot_run_says_why(monkeypatch):
         op._module.cache_clear()
 
 
-def test_values_too_wide_for_triton_are_refused_or_run_elsewhere():
-    """What each backend says, and that the automatic choice listens."""
+def test_head_dims_too_large_for_triton_use_another_backend():
+    """Each backend's error message, and the automatic choice respects the limits."""
     pytest.importorskip("triton")
     q, v = torch.empty(1, 1, 16, 64), torch.empty(1, 1, 16, 512)
     assert "head dimensions up to 256, not 512" in op.why_not("triton", q, v)

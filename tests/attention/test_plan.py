@@ -1,4 +1,4 @@
-"""AttentionPlan against the dense mask: every block called what it is, every list and work item accounted for."""
+"""AttentionPlan against the dense mask: the kind of every block, and every list and work item."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def states(dense: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def listed(plan: AttentionPlan, side: str) -> torch.Tensor:
-    """The same, read off the q-major or k-major lists."""
+    """The same, from the q-major or k-major lists."""
     shape = (plan.batch, plan.q_blocks, plan.k_blocks)
     out = torch.zeros(shape if side == "q" else (shape[0], shape[2], shape[1]), dtype=torch.int64).flatten(0, 1)
     for kind, value in (("full", FULL), ("part", PARTIAL)):
@@ -73,7 +73,7 @@ def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:
 
 
 def check_documents(plan: AttentionPlan, mask: BitfieldMask, keys: BitfieldMask | None) -> None:
-    """Tokens that take no part, and these alone, are taken out of their documents; who sees whom is as it was."""
+    """All unused tokens, and no others, are removed from their documents; visibility is unchanged."""
     dense = mask.to_dense(keys)
     for doc, side, part in (
         (plan.q_doc, mask, dense.any(2)),
@@ -109,7 +109,7 @@ def test_known_masks_are_classified_exactly(name, block):
 @settings(max_examples=25)
 @given(mask_pairs(longest=400, shortest=200), st.sampled_from([3, 8, 70, 130]))
 def test_many_blocks_are_classified_exactly(pair, block):
-    """More blocks than are decided as one group, and blocks of more queries than one word has bits."""
+    """More blocks than are classified as one group, and blocks of more queries than one word has bits."""
     check(*pair, block, cap=5)
 
 

@@ -1,6 +1,6 @@
-"""Races: the same call 200 times, beside a thread that keeps memory busy, gives the same bits every time.
+"""Races: 200 repetitions of a call under memory load from another thread give bitwise equal results.
 
-Results are allocated where NaN was left, so that an element which nobody writes shows as well.
+Results are allocated in memory filled with NaN, so that an unwritten element is detected too.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from interlace.attention import AttentionPlan
 from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask
 from tests.attention import cases
-from tests.attention.test_backends import directions
+from tests.attention.backends import directions
 from tests.memory_load import memory_load
 
 REPEATS = 200
 
 
 def results(inputs, plan, softcap=None):
-    """[out, lse, dq, dk, dv] by the CPU backend, in memory that held NaN."""
+    """[out, lse, dq, dk, dv] by the CPU backend, in memory filled with NaN before."""
     q, k, v, dout, dlse = inputs
     junk = [torch.full_like(x, torch.nan) for x in inputs for _ in range(2)]
     del junk
@@ -50,7 +50,7 @@ def race(mask, keys, dtype, *, threads, heads, dims, block, cap=None, softcap=No
 def test_the_same_bits_every_time(threads, dtype):
     """More threads than key heads, so that key gradients are sums of pieces, and widths that fill no vector.
 
-    No 2 threads: on 2 cores, OpenMP waits for them spinning, which the load makes tens of seconds.
+    2 threads are not tested: on 2 cores OpenMP spins while it waits, which takes tens of seconds under load.
     """
     mask, keys = cases.masks()["packed"]
     race(mask, keys, dtype, threads=threads, heads=(4, 2), dims=(20, 12), block=16, cap=2)

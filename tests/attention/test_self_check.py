@@ -1,5 +1,7 @@
-"""Self-check: verdicts, their cache, and what happens to a kernel that is wrong. Where no interpreter is needed, the
-CPU backend stands for kernels; tests/attention/self_checks.py has the cases of Triton's own."""
+"""Self-check: verdicts, their cache, and the handling of a wrong kernel.
+
+Tests that need no interpreter use the CPU backend as the kernels. tests/attention/self_checks.py has the Triton cases.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r'Triton forward is wrong .*out differs .*Use backend="reference"'):
                 attend()
-        assert len(lines) == 2  # tried again: a verdict against a kernel is shown and never trusted
+        assert len(lines) == 2  # checked again: a negative verdict is shown but not reused
         assert [found.passed for found in _self_check.verdicts(torch.device("cpu"))] == [False]
         monkeypatch.setattr(triton, "forward", cpu.forward)
         attend()
@@ -108,7 +110,7 @@ def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("direction", "other"), [("forward", "backward"), ("backward", "forward")])
 def test_triton_takes_the_place_of_a_wrong_gluon(tmp_path, monkeypatch, direction, other):
-    monkeypatch.setattr(gluon, "why_not_backward", lambda job: None)  # of a plan without bitmaps: it is the CPU's
+    monkeypatch.setattr(gluon, "why_not_backward", lambda job: None)  # of a plan without bitmaps: the CPU's
     monkeypatch.setattr(gluon, direction, {"forward": wrong, "backward": wrong_backward}[direction])
     with checking(tmp_path):
         with pytest.warns(
@@ -157,7 +159,7 @@ def test_a_capture_is_not_disturbed(tmp_path, monkeypatch):
             capture.setattr(_self_check, "_capturing", lambda device: True)
             attend()
         assert lines == []
-        attend()  # the check is made up for
+        attend()  # the postponed check runs
         assert len(lines) == 2
 
 
@@ -180,7 +182,7 @@ def test_the_surroundings_play_no_part(tmp_path, setting):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 2), (3, 1), (1, 1)])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_strides_look_as_those_of_the_call(heads, kv_heads, by_token):
-    """To Triton: the kernels that are compared are the ones that the call launches."""
+    """For Triton: the compared kernels are those that the call launches."""
     from interlace.kernels.bitfield_launch import _strides
 
     shapes = [(1, n, 32, 64) for n in (heads, kv_heads, kv_heads)]

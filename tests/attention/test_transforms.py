@@ -1,5 +1,7 @@
-"""Derivatives by other ways than backward(): torch.func's transforms are right, forward mode and second derivatives say
-that they are not to be had, and what to do instead."""
+"""Derivatives by other ways than backward(): torch.func's transforms are correct.
+
+Forward mode and second derivatives raise errors that say they are unsupported and name an alternative.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from interlace.attention import AttentionPlan, bitfield_attention
-from interlace.attention._hf_limits import Limits
-from interlace.attention._hf_plans import cut, narrowed, packed_plan
+from interlace.attention.hf.limits import Limits
+from interlace.attention.hf.plans import cut, narrowed, packed_plan
 from interlace.masks import BitfieldMask, Segment
 
 MASK = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 3), Segment("text", 1)]])
@@ -34,7 +36,7 @@ def ours(q, k=K, v=V):
 
 
 def masked(q, k=K, v=V):
-    """Given a mask, of which a plan is made inside the transform."""
+    """Takes a mask and makes its plan inside the transform."""
     return bitfield_attention(q, k, v, MASK)
 
 
@@ -79,7 +81,7 @@ def test_transforms_are_those_of_dense_attention(name, form):
 
 @pytest.mark.parametrize("made_of", ["mask", "plan"])
 def test_masks_that_differ_along_a_mapped_dimension(made_of):
-    """A mask for each query tensor: packed documents cut elsewhere, windows, spans."""
+    """A mask for each query tensor: packed documents with other boundaries, windows, spans."""
     cuts = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, -1]], dtype=torch.int32)
     windows = torch.tensor([[3] * 6, [1, 2, 3, 1, 2, 3], [6] * 6], dtype=torch.int32)
     bits = BitfieldMask.causal(1, 6).bits
@@ -108,7 +110,7 @@ def test_masks_that_differ_along_a_mapped_dimension(made_of):
 
 @pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "functionalize"])
 def test_what_a_transform_has_used_serves_outside(transform):
-    """What masks and plans keep for later is not of the transform, whose tensors end with it."""
+    """Cached tensors of masks and plans do not belong to the transform, whose tensors end with it."""
     mask = BitfieldMask.causal(1, 6)
     ends = torch.tensor([0, 2, 6])
 
@@ -192,7 +194,7 @@ def test_forward_mode_is_refused(name, form):
 
 @pytest.mark.parametrize("name", ["jvp", "hessian", "dual numbers"])
 def test_the_way_out_of_forward_mode(name):
-    """What the message says to use instead gives dense attention's derivatives."""
+    """The alternative in the message gives dense attention's derivatives."""
 
     def instead(q):
         with sdpa_kernel(SDPBackend.MATH):
@@ -202,7 +204,7 @@ def test_the_way_out_of_forward_mode(name):
 
 
 def test_forward_mode_of_other_things_goes_on():
-    """Attention beside what is differentiated, and a level of forward mode that nobody uses."""
+    """Attention outside of the differentiated part, and an unused level of forward mode."""
     x = torch.tensor(2.0, dtype=torch.float64)
     _, tangent = jvp(lambda x: x**3 * ours(Q).sum(), (x,), (torch.ones_like(x),))
     torch.testing.assert_close(tangent, 12 * ours(Q).sum())
@@ -213,7 +215,7 @@ def test_forward_mode_of_other_things_goes_on():
 
 
 def test_a_backward_in_forward_mode_is_refused():
-    """Forward over reverse by hand: the graph is made outside, and what comes back is a dual number."""
+    """Forward over reverse by hand: the graph is made outside, and the incoming gradient is a dual number."""
     q = Q.clone().requires_grad_()
     out = ours(q)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD_MODE):
@@ -221,7 +223,7 @@ def test_a_backward_in_forward_mode_is_refused():
 
 
 def test_an_exported_program_is_refused_too():
-    """Its graph calls the op by itself."""
+    """Its graph calls the op directly."""
 
     class Model(torch.nn.Module):
         def forward(self, q, k, v, plan):
@@ -246,7 +248,7 @@ def test_second_derivatives_are_refused(name):
         SECOND_DERIVATIVES[name](ours)
 
 
-def test_batched_gradients_of_old_are_refused_and_the_new_ones_work():
+def test_is_grads_batched_is_refused_and_vmap_works():
     q = Q.clone().requires_grad_()
     out = ours(q)
     douts = rows(torch.ones_like(out))
@@ -261,7 +263,7 @@ def test_batched_gradients_of_old_are_refused_and_the_new_ones_work():
 
 @pytest.mark.parametrize("name", ["grad", "vmap(grad)", "jvp"])
 def test_transforms_in_compiled_functions_run_in_eager_mode(name):
-    """And fullgraph=True says why it cannot."""
+    """With fullgraph=True the error gives the reason."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -37,7 +37,7 @@ def test_long_cases(worker, name):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
-def test_a_cpu_tensor_without_the_interpreter_is_refused_with_the_remedy():
+def test_cpu_tensor_without_triton_interpreter_is_refused():
     q = torch.zeros(1, 1, 16, 16)
     assert "TRITON_INTERPRET=1" in str(why_not("triton", q))
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):

@@ -1,4 +1,4 @@
-"""warm_up: what it compiles is what later calls need, and it does nothing on a CPU."""
+"""warm_up: compiles the kernels that later calls need, and is a no-op on a CPU."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ COSTS = st.integers(1, 8).flatmap(
 
 
 def all_sums(weights):
-    """Every subset's sum."""
+    """The sum of every subset."""
     sums = np.zeros(1)
     for weight in weights:
         sums = np.concatenate([sums, sums + weight])
@@ -110,7 +110,7 @@ def test_bad_subset_sums_are_named(weights, target, resolution, message):
 
 
 def least_bottleneck(cost, alone):
-    """Over all ways to pair distinct columns with rows or leave rows alone."""
+    """Smallest bottleneck over all ways to pair distinct columns with rows or leave rows unpaired."""
     m, k = cost.shape
     best = INF
     for choice in itertools.product(range(-1, k), repeat=m):
@@ -131,7 +131,7 @@ def check_match(cost, alone, expected):
     used = partner[partner >= 0]
     assert len(set(used.tolist())) == len(used)
     for row, column in enumerate(partner):
-        # Only rows that cannot keep the threshold alone are paired.
+        # Only rows that exceed the threshold alone are paired.
         assert (alone[row] <= threshold) if column < 0 else (cost[row, column] <= threshold < alone[row])
 
 
@@ -175,7 +175,7 @@ def check_against_scipy(seed):
     m, k = rng.integers(1, 200, 2)
     kind = rng.integers(3)
     cost = rng.integers(0, [10, 1000, 10**6][kind], (m, k)) / (1.0 if kind < 2 else 7.0)
-    # Structure that leads greedy pairing astray: rows alike in their cheap columns.
+    # A structure that misleads greedy pairing: rows equal in their cheap columns.
     if rng.random() < 0.5:
         cost = np.add.outer(np.arange(m), np.arange(k)) % max(1, min(m, k)) + cost * 1e-3
     alone = cost.max() * rng.random(m) * 1.5
@@ -199,7 +199,7 @@ def test_figure_4_10_has_one_matching():
     assert cost.tolist() == [[6, 6, 8], [6, 6, 6], [6, 7, 9]]
     threshold, partner = balance.bottleneck_match(cost, [INF, INF, INF])
     assert threshold == 6 and partner.tolist() == [1, 2, 0]
-    # The loads that the matrix implies: MB4 has 6 alone, so it need not defer (section 4.5.2).
+    # Loads implied by the matrix: MB4 alone has 6, so it need not defer (section 4.5.2).
     threshold, partner = balance.bottleneck_match(cost, [8, 6, 9])
     assert threshold == 6 and partner.tolist() == [1, -1, 0]
 
@@ -207,7 +207,7 @@ def test_figure_4_10_has_one_matching():
 def test_figure_4_10_from_its_samples():
     """Loads 8, 6, 9 and 3, 4, 6, and the transfers that the figure's table implies.
 
-    MB6 can give 2 (to MB2) and 3 (to MB1), so 2 to MB5 makes 7 and 8: the printed 9 and 6 is not the least. The
+    MB6 can give 2 (to MB2) and 3 (to MB1). So 2 to MB5 makes 7 and 8: the printed 9 and 6 is not the least. The
     matching does not change.
     """
     cost = _core.deferral_costs([np.array([2, 6]), np.array([6]), np.array([2, 3, 4])], np.array([3, 4, 6]))
@@ -244,7 +244,7 @@ def test_replicas_are_what_section_4_3_says(encoder, replicas, equal, random):
     expected = [0] * len(encoder)
     for sample in sorted(range(len(encoder)), key=lambda i: (-encoder[i], i)):
         share = len(encoder) // replicas
-        # One more than the share for as many replicas as there are samples left over.
+        # One more than the share, for as many replicas as the remainder.
         above = sum(count > share for count in counts)
         open_ = [r for r in range(replicas) if not equal or counts[r] < share + (above < extra)]
         replica = min(open_, key=lambda r: (loads[r], r))
@@ -261,7 +261,7 @@ def test_replicas_are_what_section_4_3_says(encoder, replicas, equal, random):
 
 
 def distance(replica_of, encoder, llm, replicas):
-    """Squares of how far the replicas' costs are from their means, in parts of these."""
+    """Squared relative deviations of the replicas' costs from their means."""
     loads = [np.bincount(replica_of, costs, replicas) for costs in (encoder, llm)]
     return sum(((load / load.mean() - 1) ** 2).sum() for load in loads if load.any())
 
@@ -273,7 +273,7 @@ def distance(replica_of, encoder, llm, replicas):
     )
 )
 def test_no_single_exchange_brings_replicas_closer(costs):
-    """Against all exchanges of two samples of any two replicas."""
+    """Against all exchanges of two samples between any two replicas."""
     encoder, llm = np.array(costs, float).T
     replica_of = balance.assign_replicas(encoder, llm, 3)
     replicas = min(3, len(costs))
@@ -281,7 +281,7 @@ def test_no_single_exchange_brings_replicas_closer(costs):
     for i, j in itertools.combinations(range(len(costs)), 2):
         other = replica_of.copy()
         other[[i, j]] = other[[j, i]]
-        # What brings two replicas within 0.01 % of each other is left.
+        # Replicas within 0.01 % of each other are left as they are.
         assert distance(other, encoder, llm, replicas) >= here * (1 - 1e-5) - 4e-8
 
 
@@ -304,7 +304,7 @@ def stratified(encoder, llm, count):
 
 
 def least_deferral(members, llm):
-    """The smallest possible heaviest LLM microbatch over all pairings and all subsets."""
+    """Smallest maximum LLM microbatch over all pairings and all subsets."""
     loads = [float(sum(llm[i] for i in own)) for own in members]
     order = sorted(range(len(members)), key=lambda m: (-loads[m], m))
     over, under = order[: (len(order) + 1) // 2], order[(len(order) + 1) // 2 :]
@@ -329,7 +329,7 @@ def check_plan(encoder, llm, microbatches, shrink):
 
 
 def check_deferral(plan, encoder, llm, microbatches, shrink):
-    """Sound, and no other deferral of these encoder microbatches is better."""
+    """The deferral is valid, and no other deferral of these encoder microbatches is better."""
     count = min(microbatches, len(encoder))
     if shrink and max(encoder) > 0:
         count = max(1, min(count, math.floor(sum(encoder) / max(encoder) * (1 + 1e-12))))
@@ -338,7 +338,7 @@ def check_deferral(plan, encoder, llm, microbatches, shrink):
     assert ((step == 0) | (step == 1)).all()  # deferred by one microbatch at most
     assert plan.deferred == {i: plan.encoder_of[i] + 1 for i in np.flatnonzero(step)}
     giving = {plan.encoder_of[i] for i in plan.deferred}
-    assert not giving & {m + 1 for m in giving}  # nobody both gives and takes
+    assert not giving & {m + 1 for m in giving}  # no microbatch both gives and takes
     assert sorted(np.concatenate(plan.llm_microbatches).tolist()) == list(range(len(llm)))
     for loads, own, costs in (
         (plan.encoder_loads, plan.encoder_microbatches, encoder),
@@ -369,7 +369,7 @@ def test_plans_are_no_worse_than_a_transcription_and_defer_best(case):
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(minibatches())
-def test_many_plans_are_no_worse_than_a_transcription_and_defer_best(case):
+def test_many_plans_match_the_transcription_or_beat_it(case):
     check_plan(*case)
 
 
@@ -384,7 +384,7 @@ def test_deferral_balances_the_totals_of_figure_4_8():
     assert before.max() == 9
 
 
-def test_the_number_of_microbatches_shrinks_to_the_largest_sample():
+def test_number_of_microbatches_shrinks_to_the_largest_sample():
     assert balance.assign_microbatches([6, 3, 3], [1, 1, 1], 3).microbatches == 2
     assert balance.assign_microbatches([6, 3, 3], [1, 1, 1], 3, shrink=False).microbatches == 3
     assert balance.assign_microbatches([0.1] * 6, [1] * 6, 6).microbatches == 6  # 0.1 six times is below 0.6
@@ -393,7 +393,7 @@ def test_the_number_of_microbatches_shrinks_to_the_largest_sample():
 
 
 def test_text_only_samples_are_spread():
-    """By encoder load alone, all eight would land on one microbatch."""
+    """With encoder load alone, all eight would be in one microbatch."""
     plan = balance.assign_microbatches([4, 4, 4, 4] + [0] * 8, [1] * 12, 4)
     assert plan.llm_loads.tolist() == [3, 3, 3, 3] and not plan.deferred
 
@@ -439,7 +439,7 @@ def test_bad_costs_are_named(call, encoder, llm, count, message):
 
 
 def test_tables_that_no_memory_holds_are_refused():
-    """A table of all pairs: 100,000 microbatches would have taken 40 GB of it."""
+    """A table of all pairs: 40 GB for 100,000 microbatches."""
     costs = np.random.default_rng(0).random(200_000)
     with pytest.raises(ValueError, match=r"\d+ overloaded and \d+ underloaded microbatches have more than 2\^26"):
         balance.assign_microbatches(costs, costs, 100_000)

@@ -26,7 +26,7 @@ def bottleneck(lengths, rank_of, ranks, **how):
 
 
 def optimum(lengths, ranks, **how):
-    """Over all assignments; the first item stays on rank 0."""
+    """Optimum over all assignments; the first item stays on rank 0."""
     rest = itertools.product(range(ranks), repeat=len(lengths) - 1)
     return min(bottleneck(lengths, (0, *others), ranks, **how) for others in rest)
 
@@ -36,7 +36,7 @@ def falling(lengths):
 
 
 def algorithm_1(lengths, ranks):
-    """Also where Algorithm 4's tolerance is 0."""
+    """Also for a tolerance of 0 in Algorithm 4."""
     return algorithm_4(lengths, ranks, lambda length: (length, length**2))
 
 
@@ -76,7 +76,7 @@ def algorithm_2(lengths, ranks):
 
 
 def algorithm_5(lengths, ranks):
-    """As printed, without its off-by-one (None where that opens more batches than ranks)."""
+    """As printed, without its off-by-one (None if that opens more batches than ranks)."""
     bound = bottleneck(lengths, algorithm_1(lengths, ranks), ranks, batching="packed", quadratic=0, convolution=False)
     batches, left = [[]], falling(lengths)
     while left:
@@ -147,7 +147,7 @@ def test_packed_is_optimal_on_many(lengths, ranks, quadratic):
 
 def check_never_worse(lengths, ranks, quadratic):
     def compare(printed, **how):
-        if printed is None:  # the print gives no answer for these
+        if printed is None:  # undefined in the paper
             return
         ours = balance.post_balance(lengths, ranks, **how)
         how = {"batching": "packed", "quadratic": 0.0, "convolution": False, **how}
@@ -176,7 +176,7 @@ def test_never_worse_than_the_print_on_many(lengths, ranks, quadratic):
 
 @pytest.mark.slow
 def test_convolution_is_near_the_optimum():
-    """No guarantee, so the gap on small inputs is pinned: at most 12 % once in 200, 1 % on average."""
+    """There is no guarantee, so the gap on small inputs is pinned: at most 12 % once in 200, 1 % on average."""
     rng = np.random.default_rng(0)
     gaps = []
     for _ in range(200):
@@ -189,7 +189,7 @@ def test_convolution_is_near_the_optimum():
 
 
 def test_where_the_printed_algorithm_2_fails():
-    """Its upper bound comes from the shortest sequence: 1 * (4 // 3 + 1) is below what the longest alone needs."""
+    """Its upper bound comes from the shortest sequence: 1 * (4 // 3 + 1) is less than the longest alone needs."""
     lengths = [1, 2, 10, 10]
     assert algorithm_2(lengths, 3) is None
     how = dict(batching="padded", quadratic=0.0, convolution=False)

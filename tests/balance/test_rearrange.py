@@ -11,7 +11,7 @@ from interlace import balance
 
 
 def best_placement(volume, per_node):
-    """The least bottleneck over all ways to deal batches to nodes."""
+    """Smallest bottleneck over all assignments of batches to nodes."""
     d = len(volume)
     best = np.inf
     for order in itertools.permutations(range(d)):
@@ -71,7 +71,7 @@ def check(volume, per_node):
     best = best_placement(volume, per_node)
     bound = balance.nodewise_bound(volume, per_node)
     assert bound <= best * (1 + 1e-9) + 1e-9
-    assert reached == best  # no proof, but so few batches never leave the search stuck
+    assert reached == best  # not proved, but the search always succeeds for so few batches
     for dtype in (np.float32, np.int32, np.int16, np.float64):
         assert (balance.nodewise_placement(np.asfortranarray(volume.astype(dtype)), per_node) == placement).all()
     return reached, best
@@ -95,14 +95,14 @@ def test_placement_is_never_worse_than_none(per_node, nodes, density, largest, s
     rng = np.random.default_rng(seed)
     d = per_node * nodes
     volume = rng.integers(0, largest, (d, d), endpoint=True) * (rng.random((d, d)) < density)
-    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # half of them lie well already
+    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # half of them are in place already
     reached = balance.internode_volume(volume, balance.nodewise_placement(volume, per_node), per_node).max()
     assert reached <= balance.internode_volume(volume, np.arange(d), per_node).max()
     assert balance.nodewise_bound(volume, per_node, iterations=20) <= reached * (1 + 1e-9)
 
 
 def rearranged(d, each, seed):
-    """The volume that post-balancing random mini-batches of `each` samples causes."""
+    """Volume of data moved by post-balancing random mini-batches of `each` samples."""
     rng = np.random.default_rng(seed)
     lengths = np.round(rng.lognormal(5.8, 1.0, d * each))
     source = np.repeat(np.arange(d), each)
@@ -170,7 +170,7 @@ def test_composition_is_one_gather_for_two(m, k, random):
 
 
 def test_encoder_to_language_model_in_one_exchange():
-    """Section 6 of the paper: encoder outputs go straight to where the language model wants them."""
+    """Section 6 of the paper: encoder outputs go directly to the rank that needs them in the language model."""
     rng = np.random.default_rng(0)
     encoder, llm = balance.post_balance(rng.integers(1, 99, 40), 4), balance.post_balance(rng.integers(1, 99, 40), 4)
     encoder_order, llm_order = np.argsort(encoder, kind="stable"), np.argsort(llm, kind="stable")
@@ -271,7 +271,7 @@ def test_placement_against_a_milp_solver(seed):
 
 
 def volumes_of_all_kinds(d, seed):
-    """name -> volume: rearrangements of several length distributions, and matrices that no rearrangement makes."""
+    """name -> volume: rearrangements of several length distributions, and matrices that are not rearrangements."""
     rng = np.random.default_rng(seed)
 
     def dealt(each, lengths):

@@ -48,7 +48,7 @@ def test_samples_are_dealt_no_worse_than_printed(cost, groups, equal):
 
 
 def test_falling_order_beats_the_print_by_far():
-    """Field experience: 5.6 to 66 % above the bound as printed, below 1 % by falling cost."""
+    """Empirical: 5.6 to 66 % above the bound as printed, below 1 % by decreasing cost."""
     cost = np.random.default_rng(0).lognormal(5.8, 1.0, 16 * 16)
     bound = balance.lower_bound(cost, 16)
     printed = max(loads(cost, balance.reorder_samples(cost, 16, equal_counts=False, as_printed=True)))
@@ -104,7 +104,7 @@ def megatron(stages, ranks, count):
 
 
 def with_messages(lists, stages):
-    """Lists of (op, stage, microbatch) with a SEND after what makes a message and a RECV before what needs it."""
+    """Lists of (op, stage, microbatch) with a SEND after the producer of a message and a RECV before its consumer."""
     ranks = len(lists)
 
     def message(op, stage, neighbour, rank):  # (other rank, producing stage, gradient); None: none or the same rank
@@ -117,7 +117,7 @@ def with_messages(lists, stages):
     def needed(op, stage, rank):
         return message(op, stage, stage - (1 if op is Op.FORWARD else -1), rank)
 
-    wires = {}  # (from, to) -> what is sent, in order
+    wires = {}  # (from, to) -> messages in order
     for rank, work in enumerate(lists):
         for op, stage, k in work:
             if found := made(op, stage, rank):
@@ -128,7 +128,7 @@ def with_messages(lists, stages):
         for op, stage, k in work:
             if found := needed(op, stage, rank):
                 wire = wires[found[0], rank]
-                while (found[1], k, found[2]) in wire:  # those sent earlier are received first
+                while (found[1], k, found[2]) in wire:  # messages sent earlier are received first
                     s, j, grad = wire.pop(0)
                     own.append(Action(Op.RECV, MODULE, s, j, j, found[0], grad))
             own.append(Action(op, MODULE, stage, k))
@@ -139,7 +139,7 @@ def with_messages(lists, stages):
 
 
 def seconds_in_python(schedule, forward, backward, order, transfer):
-    """The step's length by the Python simulator if place k of the schedule runs microbatch order[k]."""
+    """Length of the step in the Python simulator if place k of the schedule runs microbatch order[k]."""
     tables = {Op.FORWARD: forward, Op.BACKWARD: backward}
     return simulate_in_python(
         schedule, lambda op, module, stage, k: float(tables[op][order[k], stage]), transfer=transfer
@@ -179,7 +179,7 @@ def check_order(case):
     # Never worse than the paper's order or the given one, never below the bound.
     assert found.seconds <= printed.seconds
     given_seconds = _core.pipeline_makespan(forward, backward, ranks, transfer, np.arange(count))
-    assert found.seconds <= given_seconds * (1 + 1e-12)  # a search that meets the bound stops, up to rounding
+    assert found.seconds <= given_seconds * (1 + 1e-12)  # a search that reaches the bound stops, up to rounding
     assert found.seconds >= found.bound * (1 - 1e-12) and found.gap >= -1e-12
 
     if stages == ranks:
@@ -187,7 +187,7 @@ def check_order(case):
 
 
 def printed_order(forward, backward, transfer):
-    """Algorithm 3 for plain 1F1B, GETINTERVAL by the Python simulator: microbatches not yet placed cost nothing."""
+    """Algorithm 3 for plain 1F1B, GETINTERVAL by the Python simulator: unplaced microbatches have cost zero."""
     count, ranks = forward.shape
     size = np.array([sum_in_order(forward[k], backward[k]) for k in range(count)])
     left = sorted(range(count), key=lambda k: (size[k], k))
@@ -278,14 +278,14 @@ def small_pipelines(draw):
 
 
 def check_best_permutation(case):
-    """Up to seven microbatches all orders are tried; the times of orders are tested above."""
+    """For up to seven microbatches all orders are searched; other tests check the times of orders."""
     forward, backward, ranks, transfer = case
     found = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer)
     best = min(
         _core.pipeline_makespan(forward, backward, ranks, transfer, np.array(order))
         for order in itertools.permutations(range(len(forward)))
     )
-    # The search ends where it meets its bound up to rounding.
+    # The search ends when it reaches its bound up to rounding.
     assert best <= found.seconds <= best * (1 + 1e-12) and found.bound <= best * (1 + 1e-12)
     assert found.seconds <= found.printed_seconds
 
@@ -314,7 +314,7 @@ def test_large_pipelines_gain_on_the_print():
 
 @pytest.mark.slow
 def test_the_search_comes_close_to_the_best_permutation():
-    """With too few evaluations to try all 5,040 orders."""
+    """With too few evaluations for all 5,040 orders."""
     gaps = np.array([gap_to_optimum(seed, 7, 3, evaluations=1000) for seed in range(60)])
     assert gaps[:, 0].mean() < 0.002 < gaps[:, 1].mean()
 
@@ -323,7 +323,7 @@ def test_one_microbatch_and_one_rank():
     found = balance.reorder_microbatches([[1.0, 2.0]], [[2.0, 4.0]])
     assert found.order.tolist() == [0] and found.seconds == 9.0 == found.bound and found.gap == 0.0
     found = balance.reorder_microbatches(np.ones((5, 1)), np.ones((5, 1)))
-    assert found.seconds == 10.0 and found.evaluations == 1  # the bound is met at once
+    assert found.seconds == 10.0 and found.evaluations == 1  # the bound is reached at once
     assert balance.reorder_microbatches(np.zeros((3, 2)), np.zeros((3, 2))).gap == 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a kernel uses, as `bench.compile_worker` reports it, made up."""
+"""Made-up resource use of kernels, in the format of `bench.compile_worker`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def used(partial: dict[str, Any] | None = None, tile: dict[str, int] | None = None, **full: Any) -> dict[str, Any]:
-    """A forward without problems but for what is given: of both loops, of PARTIAL alone, of the tile."""
+    """A forward without problems except the given ones: of both loops, of PARTIAL alone, of the tile."""
     loop = dict(
         instructions=400, products={"64x64x16 shared": 8, "64x128x16 registers": 4}, load_waits=[2], product_waits=[0],
         spills=0, alu=100, mufu=32, beside=32, shared=0, copied=4096,

@@ -1,4 +1,4 @@
-"""What the sweep over architectures has found: bench/results/architectures.json."""
+"""Results of the sweep over architectures: bench/results/architectures.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sweep over architectures: its table says what it found, none is wrong, and a sample of it is found again."""
+"""Sweep over architectures: its table matches its results, none is wrong, and a sample is reproduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.architectures_check import prompts, samples_of, spread_encoder
 from bench.architectures_table import table
 from interlace.attention import hf
 from interlace.model import ModalityModule, MultimodalModel, multimodal, set_checkpointing
-from interlace.model.trial import Packing
+from interlace.model.probe.separation import Packing
 from tests.bench.sweep import REPORT, ROWS, cases
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ NAMED = [
     (ENCODER, "video_llama_3_vision", "default"),
     (ENCODER, "wav2vec2-bert", "default"),
 ]
-RIGHT = {  # what people train with, whichever way their samples share a batch
+RIGHT = {  # typical training cases, with every way of sharing a batch
     LANGUAGE: (
         "llama qwen2 qwen3 gemma2 gemma3_text mistral phi3 olmo2 smollm3 mixtral qwen3_moe gpt_neox granite glm4"
     ),
@@ -52,7 +52,7 @@ MORE = [
 
 
 def drawn(kind, outcome, count, *, seconds, seed=0):
-    """Random cases of an outcome, of architectures that took the sweep at most so long."""
+    """Random cases of an outcome, of architectures whose sweep took at most this long."""
     fitting = [
         case
         for case in cases(outcome)
@@ -62,7 +62,7 @@ def drawn(kind, outcome, count, *, seconds, seed=0):
 
 
 def find_again(kind, name, variant, *, thorough):
-    """Run a case of the table; what it says must hold still."""
+    """Runs a case of the table; its outcome must be unchanged."""
     said = ROWS[kind, name]["variants"][variant]
     settings = variants(name)[variant] if kind == LANGUAGE else {}
     found = examine_variant(kind, name, settings, thorough=thorough)
@@ -144,7 +144,7 @@ def gradients_of(kind, name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("kind", [LANGUAGE, ENCODER])
-def test_checkpointing_keeps_the_gradients_of_a_sample_of_the_table(kind, part):
+def test_checkpointing_keeps_gradients_of_sampled_architectures(kind, part):
     for case in drawn(kind, "right", 24, seconds=8, seed=2)[part::4]:
         gradients = gradients_of(*case)
         wanted = gradients("none")
@@ -156,7 +156,8 @@ def test_checkpointing_keeps_the_gradients_of_a_sample_of_the_table(kind, part):
 
 
 def test_a_leak_is_found_to_be_wrong(monkeypatch):
-    """What the sweep is worth: a model that mixes neighbours, packed; and windows that nobody narrows a plan by."""
+    """Sensitivity of the sweep: a packed model that mixes neighbours, and windows that do not narrow a plan, are
+    found."""
     with monkeypatch.context() as patch:
         patch.setattr(multimodal, "language_packing", lambda *_: Packing("packed"))
         found = examine_variant(LANGUAGE, "lfm2", variants("lfm2")["conv"], thorough=False)

@@ -1,4 +1,4 @@
-"""The attention benchmark: what it counts, that it refuses to time what is wrong, and its CUDA paths on stand-ins."""
+"""Attention benchmark: its counts, its refusal to time wrong results, and its CUDA paths on stubs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_case_is_checked_timed_and_compared():
     assert case["contenders"]["sdpa_full"] == {"status": "not applicable", "reason": "no"}
 
 
-def test_contenders_that_are_wrong_or_fail_are_listed_and_not_timed():
+def test_wrong_or_failing_contenders_are_listed_but_not_timed():
     def exhausted(problem, state):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -106,7 +106,7 @@ def test_masks_and_lengths_are_chosen():
 
 
 def test_the_clock_and_memory_of_cuda_on_stand_ins(monkeypatch):
-    """Every line of the CUDA paths, on a CPU: events that tick, an allocator that counts."""
+    """Runs every line of the CUDA paths on a CPU: stub events with a clock, an allocator that counts."""
     ticks = iter(range(10**6))
 
     class Event:

@@ -1,4 +1,4 @@
-"""The context-parallel benchmark: what it counts and models, against a second way of counting."""
+"""Context-parallel benchmark: its counts and models, against a second way of counting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from interlace.masks import BitfieldMask
 
 
 def blocks_of(mask, size=128):
-    """bool [blocks, blocks]: which blocks hold anything, from the dense mask."""
+    """bool [blocks, blocks]: non-empty blocks, from the dense mask."""
     dense = mask.to_dense()[0]
     n = -(-mask.length // size)
     padded = torch.zeros(n * size, n * size, dtype=torch.bool)
@@ -64,7 +64,7 @@ def test_the_model_of_one_launch():
 
 
 def test_subblocks_are_what_makes_balance_between_ranks_count():
-    """One head per launch, more multiprocessors than rows: the longest row decides, wherever it went."""
+    """One head per launch, more multiprocessors than rows: the longest row decides, on any rank."""
     rows = context_parallel.ablation(SimpleNamespace(modelled=8192, multiprocessors=64), ranks=2)
     for row in rows:
         speed = row["speedup_over_zigzag_whole"]

@@ -1,4 +1,4 @@
-"""The copy-engine benchmark's lines, on a CPU at toy sizes: what it reports has every arm or the reason it is off."""
+"""Copy-engine benchmark on a CPU at toy sizes: its report has every variant or the reason it is disabled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch, capsys):
 
 
 def test_overlap_on_one_gpu_dry(tmp_path, monkeypatch):
-    """The pipelines run against a mirror, whatever device: a record per operation and number of chunks."""
+    """The pipelines run against a mirror, on any device: a record per operation and number of chunks."""
     monkeypatch.setenv("INTERLACE_BENCH_DEVICE", "cpu")
     out = tmp_path / "report.json"
     report = overlap_gpu.main(["--dry", "--out", str(out)])

@@ -1,4 +1,4 @@
-"""bench.data_wait runs, and its figures are shares of what it counts."""
+"""bench.data_wait runs, and its figures are consistent shares of its counts."""
 
 from __future__ import annotations
 

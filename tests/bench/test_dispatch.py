@@ -1,4 +1,4 @@
-"""The benchmark of dispatch at a toy size: what it proves of padded batches, and that its measured steps end."""
+"""Dispatch benchmark at a toy size: its checks of padded batches, and its measured steps end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import dispatch
-from interlace.run.dispatch import BALANCES
+from interlace.run.tables.dispatch import BALANCES
 
 
 def least(costs: list[int], ranks: int) -> int:
-    """What the costliest of `ranks` padded batches costs at least, of all dealings."""
+    """Smallest cost of the costliest of `ranks` padded batches, over all assignments."""
     found = sum(costs) * len(costs)
     for dealt in itertools.product(range(ranks), repeat=len(costs)):
         batches = [[cost for cost, at in zip(costs, dealt, strict=True) if at == rank] for rank in range(ranks)]

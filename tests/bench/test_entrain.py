@@ -1,4 +1,4 @@
-"""Baselines are what they are said to be; the committed table is what its command gives."""
+"""Baselines match their descriptions; the committed table is the output of its command."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def problems(draw_: st.DrawFn) -> tuple[Problem, int]:
     n = draw_(st.integers(2, 20))
     costs = lambda low: np.array(draw_(st.lists(st.integers(low, 50), min_size=n, max_size=n)), float)  # noqa: E731
     encoder = costs(0)
-    encoder[0] += 1  # somebody has media
+    encoder[0] += 1  # some sample has media
     return Problem(encoder, costs(1), draw_(st.integers(2, 5))), draw_(st.integers(1, min(n, 8)))
 
 
 @settings(max_examples=15)
 @given(problems())
-def test_every_system_computes_all_samples_once_in_lists_that_run(case: tuple[Problem, int]) -> None:
+def test_baseline_schedules_compute_every_sample_once(case: tuple[Problem, int]) -> None:
     problem, count = case
     work = 3 * (problem.encoder.sum() + problem.llm.sum())
     for made in (baselines.static, baselines.disttrain, baselines.dip, baselines.optimus):
@@ -59,7 +59,7 @@ def test_dip_goes_phase_by_phase_and_optimus_in_between() -> None:
         phases = [phase_of(a) for a in dip.schedule.actions[rank] if a.op in (Op.FORWARD, Op.BACKWARD)]
         assert phases == sorted(phases) and set(phases) == {0, 1, 2}
         mine = [a for a in optimus.schedule.actions[rank] if a.op in (Op.FORWARD, Op.BACKWARD)]
-        # The language model as in 1F1B alone, with encoder work among it.
+        # The language model as in 1F1B alone, with encoder work in between.
         alone = [a for a in mine if a.module == LLM]
         warm = 4 - rank
         assert [a.op for a in alone[:warm]] == [Op.FORWARD] * warm and alone[warm].op is Op.BACKWARD
@@ -73,8 +73,8 @@ def phase_of(action: Any) -> int:
     return 1 if action.module == LLM else 0 if action.op is Op.FORWARD else 2
 
 
-def test_disttrain_puts_the_smallest_first_and_the_next_ones_last() -> None:
-    """Algorithm 3: one microbatch of least work begins, those of the least work but it end."""
+def test_disttrain_puts_the_smallest_first_and_the_next_last() -> None:
+    """Algorithm 3: a microbatch with the least work begins; those with the least work of the others end it."""
     sizes = np.array([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])
     problem = Problem(sizes, np.full(6, 2.0), 3)
     table = baselines.disttrain(problem, 6).schedule.table
@@ -83,7 +83,7 @@ def test_disttrain_puts_the_smallest_first_and_the_next_ones_last() -> None:
 
 
 def test_the_committed_table_is_what_its_command_gives() -> None:
-    """One mix and size anew, of all seeds; every way of it."""
+    """Recomputes one mix and size, with all seeds and all methods."""
     report = json.loads(RESULTS.read_text())
     assert report["command"].startswith("python -m bench.entrain")
     rows = {
@@ -102,9 +102,11 @@ def test_the_committed_table_is_what_its_command_gives() -> None:
         assert np.mean(found) == pytest.approx(rows[name]["seconds"], rel=1e-5), name
 
 
-def test_the_committed_table_shows_even_microbatches_and_shorter_steps() -> None:
-    """10 times below static ones on the dissertation's data, and on every mix with 8 samples to a microbatch; and never
-    longer than static ones, or than tokens' steps."""
+def test_committed_table_shows_lower_spread_and_shorter_steps() -> None:
+    """Spread is 10 times below static assignment: on the dissertation's data, and with 8 samples per microbatch.
+
+    Steps are never longer than those of static assignment or of assignment by tokens.
+    """
     rows = json.loads(RESULTS.read_text())["simulated"]
     ours = [row for row in rows if row["way"] == "assign = 'entrain'"]
     assert {row["mix"] for row in ours} == set(entrain.MIXES)
@@ -114,7 +116,7 @@ def test_the_committed_table_shows_even_microbatches_and_shorter_steps() -> None
         assert row["seconds"] <= beside["assign = 'tokens'"]["seconds"] < beside["static 1F1B"]["seconds"]
         if row["mix"] in entrain.PRINTED or row["samples"] >= 8 * row["microbatches_asked"]:
             assert row["spread_lower"] >= 10, row
-        # Where a sample is larger than its share, no assignment does much better than this one.
+        # If a sample is larger than its share, no assignment is much better than this one.
         assert row["spread_lower"] >= min(10, 0.98 * entrain.at_best(rows, row)), row
 
 

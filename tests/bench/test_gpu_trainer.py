@@ -1,4 +1,4 @@
-"""The comparison on a GPU, rehearsed: every contender trains on the same data, from the same loss."""
+"""Comparison on a GPU, rehearsed: every contender trains on the same data, from the same loss."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench import gpu_trainer, trainer
-from interlace.train.build import build, materialize
-from interlace.train.feed import datasets
-from interlace.train.texts import tokenizer_of
+from interlace.train.data.feed import datasets
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build, materialize
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_every_contender(tmp_path):
 
 
 def test_every_loss_is_one_loss(tmp_path):
-    """Sharp weights, in fp32: a wrong mask, position or picture would be another, as a picture seen both ways is."""
+    """Large weights, in fp32: a wrong mask, position or picture changes the loss, as does a bidirectional picture."""
     gpu_trainer.write_data(tmp_path, gpu_trainer.REHEARSED["2B"], 40)
     config = gpu_trainer.config_of(tmp_path, gpu_trainer.REHEARSED["2B"], 1, 1)
     tokenizer = tokenizer_of(config)

@@ -1,4 +1,4 @@
-"""Drawn lengths: within what their sources say, and repeatable."""
+"""Drawn lengths: within the ranges of their sources, and repeatable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of the loss, at a size of seconds."""
+"""Memory of the loss, at a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_chunks_take_less_than_whole_logits(tmp_path):
     for part in (chunked, lane):
         assert part["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert part["gradient"] == pytest.approx(whole["gradient"], rel=1e-5)
-        # 256 MiB of logits at once and their exponentials; of whole ones 625 MiB, some of which may be taken back.
+        # In pieces: 256 MiB of logits and their exponentials. Whole logits: 625 MiB, some of which may be reused.
         assert part["peak_mib"] < 700 < whole["peak_mib"]

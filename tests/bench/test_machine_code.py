@@ -1,4 +1,4 @@
-"""Hot loops found in short machine code of our own making, and their figures."""
+"""Detection of hot loops in short handwritten machine code, and their figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRODUCT = "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR20], R88"
 
 
 def sass(text: str) -> str:
-    """Lines as nvdisasm prints them: labels at the margin, instructions with their address."""
+    """Lines in the format of nvdisasm: labels at the margin, instructions with their address."""
     address = itertools.count(0, 16)
     lines = [line.strip() for line in text.strip().splitlines()]
     return "\n".join(x if x.endswith(":") else f"        /*{next(address):04x}*/      {x} ;" for x in lines)
@@ -90,7 +90,7 @@ def test_partitions_behind_an_indirect_branch_are_reached():
             'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_5,.L_x_6"*)\n'
             + loop.replace("NUMBER", "5")
             + loop.replace("NUMBER", "6")
-            + loop.replace("NUMBER", "7")  # which nothing jumps to
+            + loop.replace("NUMBER", "7")  # no jump leads to it
         )
     )
     assert len(found) == 2
@@ -130,7 +130,7 @@ def test_instructions_of_a_loop_are_told_apart():
 
 @pytest.mark.parametrize(("wait", "beside"), [(0, 2), (1, 3)])
 def test_exp2_beside_products(wait, beside):
-    """Two groups; the first exp2 runs beside what the end of the loop leaves in flight."""
+    """Two groups; the first exp2 overlaps with products left in flight at the end of the loop."""
     (loop,) = read(
         sass(f"""
         .L_x_1:
@@ -188,7 +188,7 @@ def test_narrow_products_exceed_shared_memory():
 
 
 def test_a_consumer_of_gluon():
-    """Half of the queries of a block, waits of HGMMA, and copies by TMA that no instruction of the loop shows."""
+    """Half of the queries of a block, waits of HGMMA, and copies by TMA, for which the loop has no instructions."""
     products = {"64x128x16 shared": 8, "64x128x16 registers": 8}
     tile = dict(m=64, n=128, warps=4)
     kernel = used(products=products, load_waits=[], product_waits=[0, 1], copied=0, tile=tile)
@@ -204,7 +204,7 @@ def test_a_consumer_of_gluon():
 def test_problems_of_loops():
     for change, problem, figure in (
         ({"load_waits": [2, 0]}, "wait", 0),
-        ({"load_waits": []}, "wait", 0),  # nothing is copied ahead
+        ({"load_waits": []}, "wait", 0),  # nothing is prefetched
         ({"spills": 3}, "spills in the loop", 3),
         ({"products": {"64x64x16 shared": 16, "64x128x16 registers": 4}}, "HGMMA ratio", 1.5),
         ({"instructions": 641}, "instructions over FULL", 1.6),

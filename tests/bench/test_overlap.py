@@ -1,4 +1,4 @@
-"""The overlap benchmark at toy sizes: real processes, an emulated link, every operation, and its picture."""
+"""Overlap benchmark at toy sizes: real processes, an emulated link, every operation, and its picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of whole steps over an emulated link, at a toy size: every layout, its operations and its step."""
+"""Benchmark of whole steps over an emulated link, at a toy size: every layout, its operations and its step."""
 
 from __future__ import annotations
 

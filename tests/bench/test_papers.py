@@ -1,4 +1,4 @@
-"""bench.papers: every table runs, stored reports say what is computed, and the page says what they say."""
+"""bench.papers: every table runs, stored reports match computed ones, and the page matches the reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLE = random.Random(0).sample([(name, case) for name in STORED for case in TA
 
 
 def same(stored_rows: list[Row], computed: list[Row]) -> bool:
-    """Rows agree: texts as they are, numbers but for the last digits of sums in another order."""
+    """Rows are equal: texts exactly, numbers up to the last digits of sums in another order."""
     key = [(row.case, row.what, row.theirs, row.unit) for row in stored_rows]
     if key != [(row.case, row.what, row.theirs, row.unit) for row in computed]:
         return False
@@ -90,7 +90,7 @@ def test_a_small_difference_is_none():
     assert rises([1.07, 1.13, 1.12, 1.14]) and not rises([1.0, 1.01]) and not rises([1.0, 1.2, 1.1])
 
 
-def test_what_follows_from_an_assumption_does_not_count_as_evidence():
+def test_claims_that_follow_from_assumptions_are_not_evidence():
     assert [Claim("", "", "", holds, "", assumed).verdict for holds, assumed in
             ((True, False), (True, True), (False, True))] == ["holds", "follows", "differs"]  # fmt: skip
     table = Table("one", "s", "a", ("a",), lambda *_: [], lambda _: [Claim("x", "1", "2", True, "", True)])

@@ -1,4 +1,4 @@
-"""Entrain's tables: what the print must satisfy, and steps of drawn samples against counting by hand."""
+"""Entrain's tables: constraints of the printed values, and steps of drawn samples against counting by hand."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_printed_spreads_give_the_abstract_and_repeat_rows():
     )
     same = [name for name, (vision, small, _) in ratios.SPREADS.items() if vision == small]
     assert same == ["ChartQA", "CocoQA", "LLaVA-150k"]
-    # 1.27 : 1 of 16 GPUs is not what table 4.2 says.
+    # 1.27 : 1 of 16 GPUs differs from table 4.2.
     assert plan.proportional_allocation(16, [1.27, 1.0]).tolist() == [9, 7]
 
 
 @pytest.mark.parametrize("case", ratios.PAIRS)
 def test_drawn_lengths_ask_for_the_printed_gpu_ratios(case):
-    """What bench.lengths draws, with the fitted speeds, against tables 4.2 and C.2 to C.8."""
+    """Lengths drawn by bench.lengths, with the fitted speeds, against tables 4.2 and C.2 to C.8."""
     dataset, model = ratios.PAIRS[case]
     each = np.stack(vlm.seconds(vlm.work(dataset, model, vlm.SAMPLES, 3), model), axis=1)
     rng = np.random.default_rng(4)
@@ -54,8 +54,10 @@ def test_drawn_lengths_ask_for_the_printed_gpu_ratios(case):
     ("dataset", "row"), [("SynthChartNet", 0), ("SynthChartNet", 1), *((name, 2) for name in ratios.SPREADS)]
 )
 def test_drawn_lengths_vary_as_printed(dataset, row):
-    """DistTrain's deviations of table 4.3, but for the rows that repeat others. The fit is within a factor of 1.5, but
-    for LLaVA-150k: as much text as 32.92 ms take would show ratios that tables C.3 and C.6 have not."""
+    """DistTrain's deviations of table 4.3, except rows that repeat others. The fit is within a factor of 1.5.
+
+    LLaVA-150k is the exception: enough text for 32.92 ms would give ratios that differ from tables C.3 and C.6.
+    """
     model = "3b" if row == 2 else "1b"
     seconds = vlm.seconds(vlm.work(dataset, model, vlm.SAMPLES, 3), model)[min(row, 1)]
     found = 1e3 * seconds.reshape(-1, 4).sum(axis=1).std() / ratios.SPREADS[dataset][row][0]

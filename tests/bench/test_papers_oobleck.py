@@ -1,4 +1,4 @@
-"""Oobleck's tables: what the print must satisfy, and the simulated cluster against counting by hand."""
+"""Oobleck's tables: constraints of the printed values, and the simulated cluster against counting by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_printed_tables_agree_with_each_other():
         for frequency, without in at.items():
             _, varuna, oobleck = failures.PRINTED[model, frequency]
             assert varuna < without and oobleck > 0
-    # The abstract's 13.9 x at 10m for GPT-3 6.7b, within what two digits of 0.26 leave open.
+    # The abstract's 13.9 x at 10m for GPT-3 6.7b, within the precision of 0.26 with two digits.
     _, varuna, oobleck = failures.PRINTED["GPT-3 6.7b", "10m"]
     assert oobleck / (varuna + 0.005) <= 13.9 <= oobleck / (varuna - 0.005)
     for times in PRINTED.values():
@@ -56,7 +56,7 @@ def test_what_is_lost_at_an_event_is_what_the_system_loses():
     found = cluster.varuna(TOY, OWN, events)
     assert found.saving == pytest.approx(3 * save) and found.fallback == pytest.approx(5 * iteration)
     assert found.samples == 30 * TOY.batch and found.restarting == pytest.approx(restart)
-    # With a warning as long as a save, what fits before it counts.
+    # With a warning as long as a save, work that ends before it counts.
     warned = cluster.varuna(TOY, OWN, [Event(25 * iteration + 2 * save, 29, grace=save)])
     assert warned.samples == (20 + int((5 * iteration - save) // iteration)) * TOY.batch
     assert cluster.varuna(TOY, OWN, [Event(25 * iteration + 2 * save, 29, grace=save - 1)]).samples == 20 * TOY.batch
@@ -84,7 +84,7 @@ def test_spot_traces_have_the_published_rate():
         assert sum(event.seconds for event in trace) == pytest.approx(12 * 3600)
         assert all(15 <= event.nodes <= 30 for event in trace)
     preempted = sum(event.grace > 0 for trace in traces for event in trace)
-    # Events that would leave the range of nodes do not happen, so preemptions are a little rarer.
+    # Events that would leave the range of nodes are dropped, so preemptions are slightly rarer.
     assert 1.03 < 60 * 12 * 3600 / preempted / every < 1.12
 
 
@@ -101,7 +101,7 @@ def test_the_cost_of_a_checkpoint_is_that_of_the_fit():
 
 
 def test_a_figure_that_something_was_fitted_to_is_no_prediction():
-    """BERT-Large's 1h Bamboo gave BAMBOO_LOSS: however far off it is, the claim of predictions does not move."""
+    """BAMBOO_LOSS is fitted to BERT-Large's 1h Bamboo figure: its error does not change the claim about predictions."""
 
     def said(off: float) -> str:
         rows = [

@@ -1,4 +1,4 @@
-"""OrchMLLM's figures: what the print must satisfy, and one step of few ranks against counting by hand."""
+"""OrchMLLM's figures: constraints of the printed values, and one step of few ranks against counting by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_flops_pad_audio_and_pack_the_rest():
     assert useful == pytest.approx(audio.linear() * 8 + audio.quadratic(False) * (9 + 25))
 
 
-def test_ranks_that_wait_for_rows_alone_are_not_slower_and_do_all_work():
+def test_step_without_barriers_is_not_slower_and_does_all_work():
     batch = mllm.drawn(TINY, 8, 6, 3)
     for how in ("none", "llm", "all"):
         ranks_of = mllm.dealt(TINY, batch, how)
@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_rows_alone_are_not_slower_and_do_all_work():
         forward = [mllm.flops(TINY, batch, phase, ranks_of[phase])[0] for phase in PHASES]
         busiest = 3 * float(sum(forward).max()) / (mllm.PEAK * mllm.EFFICIENCY)
         assert busiest <= made.loose * (1 + 1e-12) and made.loose <= made.seconds * (1 + 1e-12)
-        if how == "none":  # every rank reads its own rows, so that none waits
+        if how == "none":  # every rank reads its own rows, so that no rank waits
             assert made.loose == pytest.approx(busiest)
 
 

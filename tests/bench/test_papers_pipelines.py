@@ -1,4 +1,4 @@
-"""What tables of DistTrain, Cornstarch and NVIDIA are made of: shapes against print and torch, steps against bounds."""
+"""Tables of DistTrain, Cornstarch and NVIDIA: shapes against the papers and torch, steps against bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.papers.own_layouts import Case
 from bench.papers.pipeline import LANGUAGE_MODEL, layout_of, play
 from bench.papers.shapes import A40, Transformer, causal_pairs, unet
 from interlace.layout import ParallelSpec
-from interlace.run.table import step_table
+from interlace.run.tables.table import step_table
 from interlace.schedule import Op, StageGraph, one_f_one_b
 
 PRINTED_PARAMETERS = {  # billions; table 1 of either paper
@@ -33,7 +33,7 @@ def test_shapes_have_the_printed_parameters(family):
         assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.07)  # print has one or two digits
 
 
-def test_shapes_of_disttrain_have_the_parameters_that_the_paper_names():
+def test_disttrain_shapes_match_parameter_counts_of_the_paper():
     assert disttrain_steps.VIT_HUGE.parameters / 1e9 == pytest.approx(0.63, rel=0.01)
     for name, billions in (("MLLM-9B", 7), ("MLLM-15B", 13), ("MLLM-72B", 70)):
         assert disttrain_steps.LLAMA[name].parameters / 1e9 == pytest.approx(billions, rel=0.08)
@@ -84,7 +84,7 @@ def test_printed_figures_fit_together():
 
 
 def classical(forward: list[float], backward: list[float], microbatches: int) -> float:
-    """When 1F1B of one module ends: stage s runs S - s - 1 forwards, then both in turn, then the rest."""
+    """End time of 1F1B of one module: stage s runs S - s - 1 forwards, then both in turn, then the rest."""
     stages = len(forward)
     lists = []
     for stage in range(stages):
@@ -118,16 +118,16 @@ def test_a_pipeline_takes_the_time_that_1f1b_takes(stages, microbatches, recompu
     layers = [stage.stop - stage.start for stage in layout.pipelines()[0].stages]
     forward = [n * shape.layer_flops(10, causal_pairs(10)) * 1e-6 for n in layers]
     backward = [seconds * (3 if recompute else 2) for seconds in forward]
-    backward[0] -= forward[0] / layers[0]  # nobody wants the gradient of what the first layer reads
+    backward[0] -= forward[0] / layers[0]  # the input of the first layer needs no gradient
     found = play(costs, layout, microbatches, recompute=recompute).makespan
     assert found == pytest.approx(classical(forward, backward, microbatches))
 
 
-def test_colocated_encoders_cost_a_pipeline_no_more_than_their_own_time():
-    """A lane that runs two encoders keeps up, when told what actions take, where both together are no slowest stage."""
+def test_colocated_encoders_do_not_slow_the_pipeline():
+    """A lane with two encoders is no bottleneck if durations are given and both together are not the slowest stage."""
     rows = cornstarch_placements.throughput("M", "VALM-SS", False)
     merged, parallel, ratio = (row.ours for row in rows)
-    assert ratio == parallel / merged == pytest.approx(7 / 8, rel=0.02)  # as fast, on a stage more
+    assert ratio == parallel / merged == pytest.approx(7 / 8, rel=0.02)  # equally fast, on one more stage
 
 
 def degrees(encoder: int, llm: int, generator: int, pp: int) -> dict[str, ParallelSpec]:
@@ -139,7 +139,7 @@ def degrees(encoder: int, llm: int, generator: int, pp: int) -> dict[str, Parall
 
 @pytest.mark.parametrize("given", [(1, 1, 1, 1), (2, 4, 1, 2), (2, 3, 3, 1), (3, 6, 2, 2)])
 @pytest.mark.parametrize("frozen", [frozenset(), frozenset({ENCODER, LLM, GENERATOR})])
-def test_a_step_computes_every_sample_once_and_lies_between_its_bounds(given, frozen):
+def test_step_computes_every_sample_once_within_its_bounds(given, frozen):
     spec, samples = degrees(*given), disttrain_steps.draw(12)
     model = Model("MLLM-9B", frozen)
     for order in (in_order(12, given[1]), reordered(model, samples, spec)):
@@ -155,15 +155,15 @@ def test_a_step_computes_every_sample_once_and_lies_between_its_bounds(given, fr
         alone += model.passes(LLM) * llm * 12 * spec[LLM].pp
         seconds = step.seconds()
         assert bound < seconds
-        assert seconds < alone + 1.0  # and what travels and is summed
-        assert 0 < step.mfu(seconds) < 0.6  # no more than what is assumed of kernels
+        assert seconds < alone + 1.0  # with transfers and sums
+        assert 0 < step.mfu(seconds) < 0.6  # at most the assumed kernel efficiency
 
 
 def test_passes_follow_what_is_frozen():
     every = {setting: Model("MLLM-9B", frozen) for setting, frozen in disttrain_steps.FROZEN.items()}
     found = {name: [model.passes(m) for m in (ENCODER, LLM, GENERATOR)] for name, model in every.items()}
     assert found == {
-        "nothing frozen": [3 - 1 / 32, 3.0, 3.0],  # no gradient of images is wanted
+        "nothing frozen": [3 - 1 / 32, 3.0, 3.0],  # images need no gradient
         "all modules frozen": [1.0, 2.0, 2.0],
         "encoder trained": [3 - 1 / 32, 2.0, 2.0],
         "language model trained": [1.0, 3.0, 2.0],

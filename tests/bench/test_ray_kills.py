@@ -1,5 +1,8 @@
-"""bench.ray_kills trains twice, and says what a run on Ray has survived: two ranks read a stream that their own threads
-decode, then one that a cluster decodes while its keeper and a node are killed, one right after the other."""
+"""bench.ray_kills trains twice in a row and reports the failures that a run on Ray survived.
+
+First, two ranks read a stream that their own threads decode. Then they read one that a cluster decodes, while its
+keeper and a node are killed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from bench import ray_kills
 @pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.timeout(600)
-def test_a_stream_decoded_on_ray_trains_as_one_decoded_by_its_ranks(tmp_path: Path) -> None:
+def test_training_on_a_ray_stream_equals_local_decoding(tmp_path: Path) -> None:
     out = tmp_path / "ray_kills.json"
     given = ["--reading", "stream", "--ranks", "2", "--kind", "both", "--kills", "1", "--nodes", "1"]
     given += ["--steps", "12", "--samples", "40", "--side", "200", "--out", str(out)]

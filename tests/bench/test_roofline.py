@@ -1,4 +1,4 @@
-"""Kernel report and roofline sheet: rows by predicted cost, predictions, and what a GPU measured beside them."""
+"""Kernel report and roofline sheet: rows by predicted cost, predictions, and GPU measurements beside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPORT = {
 
 @pytest.fixture
 def times(tmp_path):
-    """Results of bench.kernel_times: a full mask, and one with PARTIAL blocks that is not taken for FULL."""
+    """Results of bench.kernel_times: a full mask, and one with PARTIAL blocks that must not count as FULL."""
 
     def case(name: str, partial: int, *arms: dict) -> dict:
         return {"case": name, "plan": {"blocks": 100, "partial": partial}, "arms": list(arms)}

@@ -1,4 +1,4 @@
-"""The benchmark of large clusters at its smallest size, and that its sizes are clusters that can be."""
+"""Benchmark of large clusters at its smallest size; its cluster sizes are possible ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_replica_has_lengths_of_its_own() -> None:
     assert (tokens == scale.drawn(3000, seed=1).lengths.tokens).all()
     assert (tokens != scale.drawn(3000, seed=2).lengths.tokens).any()
     assert (samples.rows["language_model"] == tokens).all()
-    for name in ("vision", "audio"):  # half and more of the samples have none of it, and then no rows are read of it
+    for name in ("vision", "audio"):  # half or more of the samples lack the modality, so no rows of it are read
         assert ((samples.rows[name] > 0) == (samples.lengths.rows[name] > 0)).all()
         assert 0.2 < (samples.rows[name] > 0).mean() < 0.8
 

@@ -1,4 +1,4 @@
-"""The scheduling benchmark: its quick run, its verdicts on stand-ins, its bounds against enumeration, and its peers."""
+"""Scheduling benchmark: its quick run, its verdicts on stubs, its bounds against enumeration, and its peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench import scheduling, scheduling_bounds, scheduling_peers, scheduling_ro
 from bench.scheduling_report import lines, summary
 from bench.scheduling_rows import Row, Solver, measure
 from interlace import balance, plan
-from tests.plan.test_oobleck import every_template
+from tests.plan.oobleck import every_template
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +130,14 @@ def test_a_value_below_the_bound_is_a_failure_and_time_is_not():
     assert scheduling.failures({"rows": [record]}) == ["p: not below the bound"]
 
 
-def test_slow_solvers_are_not_asked_again_and_ours_must_not_fail(monkeypatch):
+def test_slow_solvers_run_once_and_our_failures_are_raised(monkeypatch):
     ours, slow, quick = [], [], []
     solvers = [
         Solver("ours", counted(1.0, ours)),
         Solver("slow", counted(1.0, slow)),
         Solver("quick", counted(1.0, quick)),
     ]
-    # A clock by which each call takes 1 ms, but those of the slow one 30 ms.
+    # A clock by which each call takes 1 ms, except those of the slow one: 30 ms.
     monkeypatch.setattr(scheduling_rows, "CLOCK", lambda call: (call(), 30.0 if call is solvers[1].solve else 1.0))
     record = measure(Row("p", solvers), repeats=4, seconds=0.02)
     assert (len(ours), len(slow), len(quick)) == (5, 1, 5)  # one call of the others warms up
@@ -198,7 +198,7 @@ def test_template_bound_is_below_the_best_template_and_near_it(seed):
     best = every_template(costs.tolist(), nodes, gpus, list(range(1, gpus + 1)), 4)
     bound = scheduling_bounds.template(costs, nodes, gpus, best)
     assert 0.8 * best < bound <= best * (1 + 1e-12)
-    # It comes from the costs and not from the value that it is given.
+    # It depends on the costs and not on the given value.
     assert scheduling_bounds.template(costs, nodes, gpus, 2 * best) <= best * (1 + 1e-12)
 
 
@@ -220,7 +220,7 @@ def test_orchestration_bounds(seed, memory, vpp):
     assert 0 < scheduling_bounds.orchestration(forward, 1, tp, 24, 12, vpp) <= best
 
 
-# Peers, as far as they are installed, against what is known
+# Installed peers, against known results
 
 
 def test_milp_peers():

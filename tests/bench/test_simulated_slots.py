@@ -1,4 +1,4 @@
-"""The benchmark of sleeping ranks at a toy size: what its cases are, and that some of each kind are predicted."""
+"""Benchmark of sleeping ranks at a toy size: its cases, and some of each kind are predicted."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_cases_are_predicted(tmp_path):
     assert json.loads(out.read_text()) == json.loads(json.dumps(report))
     assert tuple(report["rows"]) == ONLY
     for name, row in report["rows"].items():
-        # Slots are a floor of what a step takes, whatever else the machine does; by how much more both the step and
-        # what is profiled for its prediction take depends on that, and is for the benchmark.
+        # Slots are a lower bound of a step's time on any machine. The excess of the step and of its profile depends
+        # on the load of the machine, so the benchmark tests it instead.
         floor = row["busiest_rank_seconds"]
         assert 0.05 < floor <= row["median_seconds"], name
         assert 0.999 * floor < row["predicted_seconds"], name

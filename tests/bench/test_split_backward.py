@@ -1,4 +1,4 @@
-"""Both halves of a backward and a whole one compute the same, at a size of seconds."""
+"""A backward in two halves equals a whole one, at a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench import split_backward
 
 
 def test_halves_have_the_flops_and_the_bits_of_whole_backwards(tmp_path: Path) -> None:
-    """Also where layers are recomputed, whose last product is not: `main` compares both itself."""
+    """Also if layers are recomputed, except their last product; `main` compares FLOPs and bits itself."""
     out = tmp_path / "split_backward.json"
     options = {"layers": 2, "hidden": 32, "tokens": 16, "repeats": 1}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

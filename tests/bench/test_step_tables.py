@@ -1,4 +1,4 @@
-"""The benchmark of tables and executors runs: its steps are those of the runtime as it is."""
+"""Benchmark of tables and executors: it runs, and its steps are those of the current runtime."""
 
 from __future__ import annotations
 

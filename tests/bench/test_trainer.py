@@ -1,4 +1,4 @@
-"""The comparison of `interlace train` with a plain loop at a toy size: every layout trains, from the same loss."""
+"""`interlace train` compared with a plain loop at a toy size: every layout trains, from the same loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's cache, filled here for a Hopper GPU, packed, and unpacked elsewhere: nothing is compiled a second time."""
+"""Triton's cache, filled here for a Hopper GPU, packed, and unpacked elsewhere: nothing is recompiled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wheel(folder: Path) -> None:
 
 
 def refusing(tool: str, folder: Path) -> str:
-    """A stand-in for a tool that says its version, which is in the keys, and compiles nothing."""
+    """A stub of a tool that prints its version, which is part of the keys, and compiles nothing."""
     path = folder / Path(tool).name
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {tool} --version\nexit 1\n')
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Calls of every operation in which one rank passes something else, argument by argument; the ranks live anywhere."""
+"""Calls of every operation in which one rank passes a different argument. Ranks are threads or processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def exchange(group: Transport, row: tuple[int, ...] = (6,), own: int = 1) -> Non
 
 
 def backward(group: Transport, op: Any = OP.SUM) -> None:
-    """The same in the forward pass; the sums of the backward pass differ in what was reduced."""
+    """The same forward pass; the reductions of the backward pass differ."""
     x = torch.ones(5, requires_grad=True)
     y = x.clone()
     all_reduce(y, OP.SUM, group)
@@ -139,7 +139,7 @@ def layer(group: Transport, features: int = 12) -> None:
     ColumnParallelLinear(6, features, group=group)(torch.ones(2, 6))
 
 
-# operation, what the odd rank passes instead, what the error says of it
+# operation, argument of the differing rank, text of the error
 DIFFERENT: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (gather, {"shape": (6, 4)}, r"input is \[[46], [46]\] here but \[[46], [46]\] on rank"),
     (gather, {"dtype": torch.int32}, "dtype is (float32|int32) here but (float32|int32)"),
@@ -186,7 +186,7 @@ DIFFERENT: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (layer, {"features": 24}, "ColumnParallelLinear: out_features is (12|24) here but"),
 ]
 
-# What each rank may choose for itself: nothing is said, and the operation works.
+# Arguments that may differ between ranks: no error, and the operation works.
 OWN: list[tuple[Callable[..., None], dict[str, Any]]] = [
     (gathered_product, {"weights": 2}),
     (gathered_product, {"weight_grad": True}),
@@ -199,13 +199,13 @@ OWN: list[tuple[Callable[..., None], dict[str, Any]]] = [
 
 
 def connected(kind: str, group: Transport | None, timeout: float) -> Transport:
-    """A transport of a kind, over `group` where ranks are threads."""
+    """A transport of this kind, over `group` if ranks are threads."""
     found = group if group is not None else connect(transport=kind.removeprefix("emulated "), timeout=timeout)
     return EmulatedTransport(found, bandwidth=1e9) if kind.startswith("emulated") else found
 
 
 def told(group: Transport, number: int) -> str:
-    """What this rank is told when the last one differs as DIFFERENT[number] says; "" if nothing."""
+    """Error on this rank when the last rank differs as in DIFFERENT[number]; "" without an error."""
     operation, instead, _ = DIFFERENT[number]
     try:
         operation(group, **(instead if group.rank == group.world - 1 else {}))
@@ -216,7 +216,7 @@ def told(group: Transport, number: int) -> str:
 
 
 def all_told(rank: int, kind: str, numbers: Sequence[int], timeout: float) -> list[str]:
-    """Of a process: what it is told in each case, each on a transport of its own."""
+    """For a process: its error in each case, each on a transport of its own."""
     said = []
     for number in numbers:
         with connected(kind, None, timeout) as group:
@@ -225,7 +225,7 @@ def all_told(rank: int, kind: str, numbers: Sequence[int], timeout: float) -> li
 
 
 def works(group: Transport) -> int:
-    """The operations in which the last rank passes what is its own choice, on one transport; then all alike."""
+    """Operations in which the last rank passes permitted differences, on one transport; then with equal arguments."""
     for operation, instead in OWN:
         operation(group, **(instead if group.rank == group.world - 1 else {}))
     for operation, _, _ in DIFFERENT:

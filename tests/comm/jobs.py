@@ -1,4 +1,4 @@
-"""What the ranks of a test do, wherever they live: threads of this process, or processes of the pool."""
+"""Work of the ranks of a test, in threads of this process or in processes of the pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _connected(rank: int, kind: str, function: Callable[..., Any], args: Sequenc
 
 
 def on_shm_threads(world: int, function: Callable[..., Any], *, slot_bytes: int = 4096) -> list[Any]:
-    """[function(group) of each rank], on shared memory but each a thread of this process, with small slots."""
+    """[function(group) of each rank], over shared memory with small slots; each rank is a thread of this process."""
     descriptor = Segment.create(world, slot_bytes)
     me = (os.getpid(), born(os.getpid()))
     segments = [Segment(world, slot_bytes, descriptor) for _ in range(world)]
@@ -55,7 +55,7 @@ def on_shm_threads(world: int, function: Callable[..., Any], *, slot_bytes: int 
 
 
 def data(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What `rank` passes: floats of many magnitudes, so that the order of a sum shows in its bits."""
+    """Input of `rank`: floats of many magnitudes, so that the order of a sum changes its bits."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()
@@ -100,11 +100,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-# ---------------------------------------------------------------------- batches of copies
+# ---------------------------------------------------------------------- resources of a process
 
 
 def sizes(sender: int, receiver: int, batch: int) -> list[int]:
-    """How many elements each copy of one pair has in a batch: none, one or several copies, empty ones among them."""
+    """Elements of each copy of one pair in a batch: zero, one or several copies, some of them empty."""
     generator = torch.Generator().manual_seed(100 * sender + 10 * receiver + batch)
     count = int(torch.randint(0, 4, (), generator=generator))
     longest = 3 * Exchange.SLOTS * SLOT_BYTES // 4 if (sender, batch) == (0, 1) else 9
@@ -117,7 +117,7 @@ def parcels(sender: int, receiver: int, batch: int) -> list[Tensor]:
 
 
 def batches(group: Transport, count: int) -> None:
-    """Posts all batches before it waits for one; what arrived is read by `then`, in the order of the batches."""
+    """Posts all batches before the first wait. `then` reads the received data in the order of the batches."""
     arrived: list[int] = []
     tickets, received = [], []
     peers = peers_of(group.rank, group.world)
@@ -143,7 +143,7 @@ def batches(group: Transport, count: int) -> None:
 
 
 def used() -> dict[str, int]:
-    """What this process holds that a transport could leak."""
+    """Resources of this process that a transport could leak."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return {
@@ -155,9 +155,10 @@ def used() -> dict[str, int]:
 
 
 def grown(before: dict[str, int], patience: float = 30.0) -> dict[str, tuple[int, int]]:
-    """What there still is more of than before. Less may be: the test's own process group drops connections to the dead.
+    """Resources that have grown since `before`. A decrease is allowed: the test's own process group drops connections
+    to dead peers.
 
-    A thread that has been joined leaves /proc a little later, and on a busy machine that is long: `patience` seconds.
+    A joined thread leaves /proc a little later, on a busy machine much later: wait up to `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while True:

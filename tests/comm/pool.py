@@ -1,7 +1,8 @@
-"""Processes that run function after function, each on a process group of its own: starting one anew costs seconds.
+"""Pool of processes that run one function after another, each on its own process group. Starting a new process takes
+seconds.
 
-A process that dies or hangs is replaced. New ones are forked from a server that has imported torch, in some
-milliseconds; the store is the parent's, so that the end of a rank takes nothing from the others.
+A process that dies or hangs is replaced. New processes are forked in milliseconds from a server that has imported
+torch. The parent owns the store, so the end of a rank does not affect the others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Outcome(NamedTuple):
 
 def _main(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # shared with the server: looking through it would copy it
+    gc.freeze()  # shared with the server: a collection would copy it
     share_trials()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     while True:
@@ -45,7 +46,7 @@ def _main(pipe: Connection, port: int) -> None:
             prefix = dist.PrefixStore(f"trial {trial}", store)
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=120))
             pipe.send(("ready", None))
-            pipe.recv()  # all are: from here on somebody may die
+            pipe.recv()  # all ranks are ready: from here on one may die
             result = ("returned", function(rank, *args))
         except BaseException:
             result = ("raised", traceback.format_exc())
@@ -70,9 +71,9 @@ class Pool:
         timeout: float = 240.0,
         stopped: Collection[int] = (),
     ) -> list[Outcome]:
-        """function(rank, *args) on `world` ranks. Those that run for longer than `timeout` seconds are killed.
+        """function(rank, *args) on `world` ranks. Ranks that run for longer than `timeout` seconds are killed.
 
-        stopped: ranks that nobody waits for: they are killed when the others have ended.
+        stopped: ranks that are not waited for: they are killed when the others have ended.
         """
         while len(self._members) < world:
             self._members.append(self._start())
@@ -102,7 +103,7 @@ class Pool:
         return [outcomes.get(rank, Outcome("hung", None, timeout)) for rank in range(world)]
 
     def returned(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
-        """What each rank returned; fails the test with the traceback of a rank that raised."""
+        """Return value of each rank; fails the test with the traceback of a rank that raised."""
         outcomes = self.run(world, function, *args, timeout=timeout)
         for rank, outcome in enumerate(outcomes):
             assert outcome.kind == "returned", f"rank {rank} {outcome.kind}: {outcome.value}"
@@ -126,7 +127,7 @@ class Pool:
         return process, ours
 
     def _replace(self, rank: int) -> int | None:
-        """Ends a process if need be, starts another, and returns the exit code of the first."""
+        """Ends a process if necessary, starts a new one, and returns the exit code of the old one."""
         process, pipe = self._members[rank]
         pipe.close()
         if process.is_alive():

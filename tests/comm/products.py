@@ -1,4 +1,4 @@
-"""Random inputs of tensor-parallel products, what one process makes of them, and a run on virtual ranks."""
+"""Random inputs of tensor-parallel products, their single-process results, and a run on virtual ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interlace.comm import all_gather_matmul, matmul_reduce_scatter, run_local
 
 @dataclass
 class Column:
-    """Inputs of all_gather_matmul: x and its gradient's source per rank, weights per rank."""
+    """Inputs of all_gather_matmul: x and the source of its gradient per rank, weights per rank."""
 
     x: list[Tensor]  # [..., m, K]
     weights: list[list[Tensor]]  # [N, K]
@@ -27,7 +27,7 @@ class Column:
     def oracle(
         self, dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor, list[list[Tensor]], list[Tensor], list[list[Tensor]]]:
-        """gathered, products, gradients of x and of weights: by concatenation and torch's products in `dtype`."""
+        """gathered, products, gradients of x and of weights: by concatenation and torch's matmul in `dtype`."""
         x = [one.to(dtype).detach().requires_grad_() for one in self.x]
         weights = [[w.to(dtype).detach().requires_grad_() for w in mine] for mine in self.weights]
         gathered = torch.cat(x, dim=-2)
@@ -72,7 +72,7 @@ class Row:
         return whole.tensor_split(self.world, dim=-2)[rank]
 
     def oracle(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """All rows of the sum, gradients of x, gradients of weights, by torch's products in `dtype`."""
+        """All rows of the sum, gradients of x, gradients of weights, by torch's matmul in `dtype`."""
         x = [one.to(dtype).detach().requires_grad_() for one in self.x]
         weights = [w.to(dtype).detach().requires_grad_() for w in self.weights]
         y = sum((one @ w.T for one, w in zip(x, weights)), torch.zeros(self.d_y.shape, dtype=dtype))
@@ -117,7 +117,7 @@ def row(
 
 
 def _maker(dtype: torch.dtype, seed: int, whole: bool, strided: bool) -> Any:
-    """whole: small integers, with which every product and sum is exact in any dtype. strided: no dimension is dense."""
+    """whole: small integers, so that every product and sum is exact in any dtype. strided: no dimension is dense."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks that do not pass the same to an operation are told which argument differs; what is alike works as ever."""
+"""Arguments that differ between ranks: every rank reports the differing argument. Equal arguments work as usual."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from interlace.comm import (
     reduce_scatter_tensor,
     run_local,
 )
-from interlace.comm.agreement import Fingerprint, fingerprint_of_mask, fingerprint_of_shards
-from interlace.comm.transports.base import Arguments
+from interlace.comm.process.agreement import Arguments, Fingerprint, fingerprint_of_mask, fingerprint_of_shards
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, differences, header_of, pack
 from tests.comm import disagreements
 from tests.comm.disagreements import DIFFERENT, OP, attention, connected
@@ -67,9 +66,9 @@ def test_what_differs_is_named_on_every_rank(pool: Any, kind: str, numbers: rang
     for number, told in zip(numbers, cases, strict=True):
         assert all(told), (named(number), told)
         found = [re.search(DIFFERENT[number][2], text) is not None for text in told]
-        # Over gloo a connection that closes may take with it what was said: then one rank says what differs.
+        # Over gloo a closing connection may lose data already sent: then one rank reports the difference.
         assert any(found) if kind == "gloo" else all(found), (named(number), told)
-    assert time.monotonic() - start < TIMEOUT * len(numbers) / 4  # told, not waited for
+    assert time.monotonic() - start < TIMEOUT * len(numbers) / 4  # reported, not by timeout
 
 
 @pytest.mark.parametrize("kind", WORLD)
@@ -91,11 +90,11 @@ COLLECTIVES = st.one_of(
     st.tuples(st.just("reduce"), SHAPES, FLOATS, st.sampled_from(sorted(OPS))),
     st.tuples(st.just("scatter"), SHAPES, FLOATS, st.sampled_from(sorted(OPS))),
     st.tuples(st.just("exchange"), SHAPES, FLOATS),
-).filter(lambda call: call[2:] != (torch.int32, "mean"))  # refused before anybody is asked: test_collectives.py
+).filter(lambda call: call[2:] != (torch.int32, "mean"))  # refused before communication: test_collectives.py
 
 
 def ran(group: Transport, call: tuple[Any, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:
-    """(what came out, what by hand should if all ranks made this call, the error)."""
+    """(result, expected result by hand if all ranks made this call, the error)."""
     name, shape, dtype, *op = call
     inputs = [data(rank, (group.world, *shape), dtype, seed=3) for rank in range(group.world)]
     mine = inputs[group.rank].clone()
@@ -119,7 +118,7 @@ def ran(group: Transport, call: tuple[Any, ...]) -> tuple[torch.Tensor | None, t
 
 
 @given_by_tier(40, 150, COLLECTIVES, COLLECTIVES, st.booleans())
-def test_any_two_calls_are_equal_and_right_or_refused_on_both_ranks(first: Any, second: Any, same: bool) -> None:
+def test_calls_are_correct_if_equal_else_refused_on_both_ranks(first: Any, second: Any, same: bool) -> None:
     calls = (first, first if same else second)
     results = run_local(2, lambda group: ran(group, calls[group.rank]), timeout=TIMEOUT)
     for rank, (found, wanted, error) in enumerate(results):
@@ -144,14 +143,14 @@ ATTENTION = st.fixed_dictionaries(
 
 
 def meaning(call: dict[str, Any]) -> Any:
-    """What must agree: other ways to say the same are the same."""
+    """Arguments that must agree; equivalent ways to write them give the same value."""
     said = {**call, "mask": call["mask"].replace("written otherwise", "causal"), "chunk": min(call["chunk"], 2)}
     return {**said, "scale": call["scale"] or 8**-0.5, "prepared": None}
 
 
 @settings(max_examples=40)
 @given(ATTENTION, ATTENTION, st.sets(st.sampled_from(sorted(["mask", "method", "scale", "softcap", "chunk", "grad"]))))
-def test_any_two_calls_of_attention_are_alike_or_refused_on_both_ranks(
+def test_attention_calls_that_differ_are_refused_on_both_ranks(
     first: dict[str, Any], second: dict[str, Any], kept: set[str]
 ) -> None:
     calls = (first, {**second, **{name: first[name] for name in kept}})
@@ -201,7 +200,7 @@ def test_arguments_too_long_to_show_are_compared_whole() -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_header_is_an_error_of_the_transport(draw: Any) -> None:
-    """Whatever bytes come: an error that names the peer, nothing else."""
+    """Any bytes give an error that names the peer, and no other effect."""
     expected = header_of(3, "an operation", Arguments(op="sum"), [torch.empty(2)])
     raw = bytearray(pack(expected))
     if draw.draw(st.booleans()):
@@ -239,7 +238,7 @@ def test_a_fingerprint_depends_on_every_bit_and_place() -> None:
 
 
 def test_sparse_numbers_do_not_collide() -> None:
-    """Words that are mostly alike, as those of masks are: one or two bits changed, high ones among them."""
+    """Mostly equal words, as in masks: one or two bits changed, also high ones."""
     seen, tried = set(), 0
     words = np.zeros(64, np.int64)
     places = [(place, bit) for place in range(0, 64, 7) for bit in (0, 1, 31, 32, 55, 56, 62, 63)]

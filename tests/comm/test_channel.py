@@ -1,6 +1,6 @@
-"""The channel between processes: what a damaged or hostile rank sends, who is lost, sums and gathers under way.
+"""The channel between processes: damaged or hostile messages, lost peers, sums and gathers in flight.
 
-A damaged header or message is an error that names its sender; nothing is executed or allocated.
+A damaged header or message is an error that names its sender. Nothing is executed or allocated.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm import channel_group
-from interlace.comm.channel import CommError, Tag
-from interlace.comm.channel_group import DTYPES, MAGIC, GroupChannel
-from interlace.comm.star import HEADER, LONGEST, MESSAGE
-from tests.comm.test_channel_local import ARRIVED, out_of_order
+from interlace.comm.channels import process_group as channel_group
+from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.process_group import DTYPES, MAGIC, GroupChannel
+from interlace.comm.channels.star import HEADER, LONGEST, MESSAGE
+from tests.comm.channel_local import ARRIVED, out_of_order
 from tests.distributed.workers import shorten
 
 DUE = Tag("a", 0, 0, 0, False)
@@ -36,7 +36,7 @@ DIGEST = 0xABCDEF012345
 DAMAGED = "rank 0: the header from rank 1 where a[0] chunk 0 was due is damaged"
 NO_MESSAGE = "rank 0, loss: what rank 1 sent is no message: its program differs"
 
-# What rank 1 sends instead of a header, and what rank 0 says of it. After the magic number: digest of the step, module,
+# Header that rank 1 sends instead, and error of rank 0. Fields after the magic number: digest of the step, module,
 # stage, chunk, other chunk, gradient, dtype, dimensions, shape, and last the rows of the whole.
 HEADERS: list[tuple[list[int], str]] = [
     ([7], "rank 0: no header from rank 1 where a[0] chunk 0 was due"),
@@ -66,14 +66,14 @@ HEADERS: list[tuple[list[int], str]] = [
         "rank 0: a[0] chunk 0 from rank 1 would have shape [1000000000000000], more than fits on cpu",
     ),
     (
-        [MAGIC, DIGEST, 0, 0, 0, 0, 0, 3, 3, 2**62, 2**62, 2**62],  # its product would not fit a number of 64 bits
+        [MAGIC, DIGEST, 0, 0, 0, 0, 0, 3, 3, 2**62, 2**62, 2**62],  # its product would overflow 64 bits
         f"rank 0: a[0] chunk 0 from rank 1 would have shape {[2**62] * 3}, more than fits on cpu",
     ),
 ]
 
 
 class Executed:
-    """Its pickle leaves a file behind."""
+    """Its pickle creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -100,7 +100,7 @@ def padded(numbers: list[int]) -> torch.Tensor:
 
 
 def gathered_apart(rank: int, hangs: bool) -> list[Any]:
-    """As on GPUs, where the host does not wait for a gather, and is told at the end of what went wrong."""
+    """As on GPUs: the host does not wait for a gather, and errors are reported at the end."""
     with mock.patch.multiple(channel_group, EDGES={"cpu": "gloo"}, SUMS={"cpu": "gloo"}):
         here = channel()
         here.add_groups([[0, 1, 2], [0, 2]])
@@ -141,13 +141,13 @@ def connected_twice(rank: int) -> str:
 
 
 def test_lanes_are_connected_once(pool: Any) -> None:
-    """For another one later, the ranks outside would wait for groups that those inside do not make."""
+    """A second set of lanes would hang: the ranks outside would wait for groups that the ranks inside do not make."""
     said = pool.returned(3, connected_twice)
     wanted = "other lanes are connected already: name all of them in one call"
     assert said == [f"rank {rank}: {wanted}" for rank in range(3)]
 
 
-# ---------------------------------------------------------------------- what is no header, no message, no gradient
+# ---------------------------------------------------------------------- invalid headers, messages and gradients
 
 
 def hostile_headers(rank: int) -> list[str]:
@@ -205,7 +205,7 @@ def test_a_message_is_read_or_refused_and_never_executed(pool: Any) -> None:
         *["rank 0, loss: what rank 1 says of its sums cannot be read"] * 2,
         *[NO_MESSAGE] * 4,
     ]
-    # Rank 0 tells the others; what ranks say of their sums it passes on, and everyone compares that alone.
+    # Rank 0 reports to the others. It forwards the sums of the ranks, and every rank compares only those.
     assert there == ["" if "sum" in text else text for text in here]
 
 
@@ -262,11 +262,11 @@ def test_any_header_is_a_tensor_or_an_error(pool: Any) -> None:
     pool.returned(1, any_header)
 
 
-# ---------------------------------------------------------------------- what goes well
+# ---------------------------------------------------------------------- successful steps
 
 
 def step(rank: int) -> list[Any]:
-    """A ring of tensors of every dtype and odd shapes, several sums and gathers under way at once; twice."""
+    """A ring of tensors of every dtype and unusual shapes, with several sums and gathers in flight; twice."""
     here = channel()
     here.add_groups([[0, 1, 2], [0, 2], [1]])
     left, right, found = (rank - 1) % 3, (rank + 1) % 3, []
@@ -326,7 +326,9 @@ def test_what_comes_before_it_is_due_is_kept(pool: Any) -> None:
 
 
 def returning(rank: int) -> list[bool]:
-    """Rank 0 sends two activations and gets the gradient of the second; what it still holds of each, then and later."""
+    """Rank 0 sends two activations and gets the gradient of the second. Returns the data it still holds, then and
+    later.
+    """
     here = channel()
     tags = [Tag("a", 0, chunk, chunk, False) for chunk in range(2)]
     if rank == 1:
@@ -353,7 +355,7 @@ def test_what_was_sent_is_let_go_when_its_gradient_is_back(pool: Any) -> None:
 
 
 def sums(rank: int, keys: list[str], how: str) -> str:
-    """Sums under names of its own, which gloo cannot tell apart; then the ranks talk of something else."""
+    """Sums with different names, which gloo cannot distinguish; then the ranks continue communicating."""
     here = channel()
     ranks = [0, 1, 2]
     here.add_groups([ranks])
@@ -376,9 +378,7 @@ def sums(rank: int, keys: list[str], how: str) -> str:
         (["a b", "a b", "c b"], "rank 0 made 2 sums, the last of b, 3 float32; rank 2 made 2, the last of b, 3 f"),
     ],
 )
-def test_sums_of_different_things_are_found_when_the_ranks_talk_next(
-    pool: Any, keys: list[str], says: str, how: str
-) -> None:
+def test_mismatched_sums_are_reported_at_the_next_exchange(pool: Any, keys: list[str], says: str, how: str) -> None:
     for rank, text in enumerate(pool.returned(3, sums, keys, how)):
         assert says in text and ("nothing" in says) != ("ranks 0,1,2 have not summed the same" in text), (rank, text)
 
@@ -467,7 +467,7 @@ def test_a_lost_rank_is_named_within_the_timeout(pool: Any, call: str, how: str,
     outcomes = pool.run(3, lose, call, how, victim, stopped=[victim])
     for rank in {0, 1, 2} - {victim}:
         kind, (said, seconds), _ = outcomes[rank]
-        assert kind == "returned" and seconds < 50, (rank, kind, said, seconds)  # less than the wait had been before
+        assert kind == "returned" and seconds < 50, (rank, kind, said, seconds)  # less than the previous wait
         if "nobody" in said:
             continue
         assert f"lost rank {victim} (" in said, (rank, said)

@@ -1,4 +1,4 @@
-"""The channel between threads: values against plain sums, bounded waits; a rank that leaves wakes those that wait."""
+"""The channel between threads: values against plain sums, bounded waits, and wake-up of waiters when a rank leaves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.channel import CommError, Tag
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
-
-DUE = Tag("a", 0, 3, 3, False)
+from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
+from tests.comm.channel_local import ARRIVED, DUE, out_of_order
 
 
 def play(world: int, function: Callable[[LocalChannel], Any], timeout: float = 10.0) -> list[Any]:
-    """function(channel) of every rank, each in a thread; what it returned or raised."""
+    """function(channel) of every rank, each in a thread; returns the result or the exception of each."""
     network = LocalNetwork(world, timeout)
     results: list[Any] = ["did not end"] * world
 
@@ -46,7 +45,7 @@ def test_the_words_for_a_tag() -> None:
 @settings(max_examples=25)
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=6), st.integers(0, 10**6))
 def test_a_step_gives_what_plain_code_gives(world: int, sums: list[tuple[bool, int]], seed: int) -> None:
-    """Every rank sends to every other; sums over all ranks and over the even ones are under way meanwhile."""
+    """Every rank sends to every other, with sums over all ranks and over the even ranks in flight."""
     generator = torch.Generator().manual_seed(seed)
     data = [[torch.randn(size, generator=generator) for _, size in sums] for _ in range(world)]
     groups = [list(range(0, world, 2)) if even else list(range(world)) for even, _ in sums]
@@ -87,16 +86,16 @@ def test_a_step_gives_what_plain_code_gives(world: int, sums: list[tuple[bool, i
         assert values == [[other, "x"] for other in range(world)] and collectives == 2
 
 
-def test_sums_are_scattered_and_parts_gathered_in_the_order_of_the_ranks() -> None:
+def test_reduce_scatter_and_gather_follow_rank_order() -> None:
     def step(here: LocalChannel) -> Any:
         if here.rank == 1:
             return None
         rows = torch.arange(4.0).view(2, 2) + here.rank
         mine = torch.tensor([float(here.rank)])
         scattered, brought = here.start_reduce_scatter(rows, [0, 2], "a"), here.start_gather(mine, [0, 2], "b")
-        mine.zero_()  # a copy travels
+        mine.zero_()  # the receiver has a copy
         found = scattered.wait().tolist(), brought.wait().tolist()
-        scattered.wait().zero_()  # of this rank alone
+        scattered.wait().zero_()  # owned by this rank alone
         return found
 
     assert play(3, step) == [([2.0, 4.0], [[0.0], [2.0]]), None, ([6.0, 8.0], [[0.0], [2.0]])]
@@ -114,25 +113,6 @@ def test_what_is_sent_is_a_copy() -> None:
 
     came = play(2, step)[1]
     assert came.tolist() == [1.0, 1.0] and not came.requires_grad
-
-
-def out_of_order(here: Any) -> Any:
-    """Rank 0 sends three parts to rank 1, which takes the last one first; of which ranks also meet in lanes."""
-    parts = [DUE._replace(chunk=chunk) for chunk in range(3)]
-    joined = here.connect([(0, 1)])[0, 1]
-    if here.rank == 0:
-        for size, tag in enumerate(parts):
-            here.send(torch.full((size, 2), 1.0 + size), 1, tag, rows=10 + size)
-        came: list[Any] = []
-    else:
-        came = [here.receive_part(0, parts[i], parts if i == 2 else ()) for i in (2, 0, 1)]
-    joined.barrier()
-    here.finish()
-    here.close()
-    return [(part.tensor.tolist(), part.rows) for part in came]
-
-
-ARRIVED = [([[3.0, 3.0]] * 2, 12), ([], 10), ([[2.0, 2.0]], 11)]
 
 
 def test_what_comes_before_it_is_due_is_kept() -> None:
@@ -224,7 +204,7 @@ CALLS: dict[str, tuple[Callable[[LocalChannel], Any], str]] = {
 @pytest.mark.parametrize("name", list(CALLS))
 @pytest.mark.parametrize("leaves", [False, True])
 def test_every_wait_ends(name: str, leaves: bool) -> None:
-    """After the timeout when the other rank never comes; at once when it says that it gives up."""
+    """After the timeout if the other rank never comes; at once if it reports that it aborts."""
     call, says = CALLS[name]
 
     def step(here: LocalChannel) -> Any:
@@ -235,7 +215,7 @@ def test_every_wait_ends(name: str, leaves: bool) -> None:
             here.leave("it had enough")
         return None
 
-    error = play(2, step, timeout=60.0 if leaves else 0.2)[0]  # what it says shows which of the two ended the wait
+    error = play(2, step, timeout=60.0 if leaves else 0.2)[0]  # the message shows which of the two ended the wait
     reason = (
         "it gave up: it had enough)" if leaves else "no answer within 0.2 s: it hangs, or is slower than the timeout)"
     )
@@ -267,7 +247,7 @@ def test_a_network_that_was_cleared_works_again() -> None:
     pending = [here.start_all_reduce(mine, [0, 1], "y"), there.start_all_reduce(theirs, [0, 1], "y")]
     assert [work.wait() for work in pending] == [None, None] and mine.item() == theirs.item() == 2.0
     assert there.receive(0, DUE).shape == (3,)
-    assert here.recorder.events()[0]["state"] == "waiting"  # what the failed step left
+    assert here.recorder.events()[0]["state"] == "waiting"  # left by the failed step
 
 
 def test_misuse_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The choice of a transport: the same on all ranks, for reasons that are said; and the transports that groups keep."""
+"""Selection of a transport: identical on all ranks, with reported reasons. Also the transports that groups keep."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.comm import CommError, all_gather_into_tensor, all_reduce, connect, disconnect, resolve, run_local
-from interlace.comm.group import _connected
-from interlace.comm.rendezvous import Rendezvous
+from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports import Capabilities, capabilities, choose, shm
+from interlace.comm.transports.choose import _connected
 from interlace.comm.transports.queued import QueueTransport
 from interlace.comm.transports.shm import ShmTransport
 from tests.comm.jobs import TIMEOUT, grown, used
 
 
 def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, list[str]]:
-    """The name of what is chosen or the error, and what was logged; `changes` pretend another machine on some ranks."""
+    """The name of the chosen transport or the error, and the log. `changes` emulate a different machine on some
+    ranks."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -60,7 +61,7 @@ def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tup
 
 
 def _break(patch: pytest.MonkeyPatch, name: str, why: str) -> None:
-    """This process cannot run a transport, and says why."""
+    """Makes a transport unavailable in this process, with a reason."""
     transport = choose._class_of(name)
     found = transport.capabilities()
     broken = type(found)(**{**vars(found), "missing": why})
@@ -73,7 +74,7 @@ def choices(
     return pool.returned(world, choice, changes or {}, arguments)
 
 
-def test_processes_of_one_host_share_memory_and_rank_0_says_so_once(pool: Any) -> None:
+def test_ranks_of_one_host_use_shm_and_rank_0_logs_it_once(pool: Any) -> None:
     first, *others = choices(pool, 3)
     assert first == ("shm", ["3 ranks on cpu: transport shm (no other is better)"])
     assert others == [("shm", [])] * 2
@@ -91,7 +92,7 @@ def test_ranks_of_several_hosts_do_not_share_memory(pool: Any) -> None:
     assert said == ["2 ranks on cpu: transport gloo (not shm: the ranks are on 2 hosts or in as many containers)"]
 
 
-def test_the_environment_names_one_and_the_argument_overrules_it(pool: Any) -> None:
+def test_transport_argument_overrides_the_environment(pool: Any) -> None:
     everywhere = {"environment": {0: "gloo", 1: "gloo"}}
     assert [name for name, _ in choices(pool, 2, everywhere)] == ["gloo"] * 2
     assert [name for name, _ in choices(pool, 2, everywhere, transport="shm")] == ["shm"] * 2
@@ -133,7 +134,7 @@ def refusal(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> st
 
 
 def absent(rank: int) -> str:
-    """Rank 1 never connects; the group is none the worse for it."""
+    """Rank 1 never connects; the group stays usable."""
     said = ""
     if rank == 0:
         with pytest.raises(CommError) as error:
@@ -149,7 +150,9 @@ def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
 
 
 def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, int, dict[str, tuple[int, int]]]:
-    """Rank 1 is killed when it is about to say its `words`-th word. What the others are told, after how many words."""
+    """Rank 1 is killed before it sends its `words`-th message. Returns the errors of the others, and the number of
+    messages.
+    """
     exchange, said = Rendezvous.exchange, 0
 
     def counted(*arguments: Any) -> Any:
@@ -178,13 +181,13 @@ def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, in
     ],
 )
 def test_a_rank_that_dies_while_all_connect_is_missed_once(pool: Any, transport: str, words: int, step: str) -> None:
-    """One timeout, not one for each transport that could still be tried; and nothing is left of the attempt."""
+    """One timeout, not one per remaining transport; and nothing is left of the attempt."""
     outcomes = pool.run(3, dies, transport, words, 4.0)
     for rank in (0, 2):
         assert outcomes[rank].kind == "returned", outcomes[rank]
         text, said, left = outcomes[rank].value
         assert re.match(f"rank {rank}, {step}: no word from rank 1 within 4 s", text), text
-        assert said == words and not left, (said, left)  # each word is a wait: there was none after the one in vain
+        assert said == words and not left, (said, left)  # each word is a wait: no further wait after the failed one
 
 
 def odd(rank: int) -> str:
@@ -221,7 +224,7 @@ def kept(rank: int) -> None:
     with pytest.raises(TypeError, match="got str"):
         resolve("the others")
 
-    # Rank 2 is in no other group, rank 1 in two: nobody but the members comes to connect.
+    # Rank 2 is in no other group, rank 1 in two: only members connect.
     pairs = [dist.new_group([0, 1]), dist.new_group([1])]
     if rank < 2:
         x = torch.full((1,), float(rank + 1))
@@ -236,13 +239,13 @@ def kept(rank: int) -> None:
         group = weakref.ref(resolve(pairs[1]))
         dist.destroy_process_group(pairs.pop())
         gc.collect()
-        assert group() is None  # gone with its process group
+        assert group() is None  # removed with its process group
 
     patient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=77))
-    assert resolve(patient).timeout == 77 and first.timeout == 120  # as the pool's group has it
+    assert resolve(patient).timeout == 77 and first.timeout == 120  # same as in the pool's group
     disconnect(patient)
 
-    # A failure stays until all disconnect.
+    # A failure is kept until all disconnect.
     with pytest.raises(CommError):
         all_gather_into_tensor(torch.empty(3 * (rank + 1)), torch.empty(rank + 1), None)
     with pytest.raises(CommError, match="failed before"):
@@ -261,7 +264,7 @@ def test_groups_keep_their_transports(pool: Any) -> None:
 
 
 def again(rank: int, rounds: int) -> list[float]:
-    """Groups of the same ranks that come and go."""
+    """Repeatedly created and destroyed groups of the same ranks."""
     found = []
     for n in range(rounds):
         group = dist.new_group([0, 1])

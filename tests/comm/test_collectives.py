@@ -1,4 +1,4 @@
-"""Each collective against what its definition gives by hand, on every transport that a machine without GPUs has."""
+"""Each collective against its definition computed by hand, on every transport of a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from interlace.comm import (
     reduce_scatter_tensor,
     run_local,
 )
-from interlace.comm.collectives import ONE_ROUND
+from interlace.comm.collectives.rows import ONE_ROUND
 from tests.comm.jobs import data, digest, on_ranks, reduced, same_bits, strided
 
 DTYPES = [
@@ -68,7 +68,7 @@ def test_all_gather_is_bitwise_the_concatenation(pool: Any, kind: str, world: in
 
 
 def reductions(group: Transport, dtypes: list[torch.dtype]) -> list[str]:
-    """Asserts on every rank; returns digests of what all ranks must have alike."""
+    """Asserts on every rank; returns digests of the results that must be equal on all ranks."""
     digests = []
     for dtype in dtypes:
         for shape in [(group.world * 5,), (group.world, 3, 2), (group.world * 2, 0), (group.world * 4099,)]:
@@ -83,7 +83,7 @@ def reductions(group: Transport, dtypes: list[torch.dtype]) -> list[str]:
                     output = strided(output)
                 finished(reduce_scatter_tensor(output, mine, OPS[op], group, async_op=case == "async"))
                 assert same_bits(output, wanted), ("reduce_scatter", dtype, shape, op, case)
-        for shape in [(), (1,), (7, 3), (0,), (ONE_ROUND // dtype.itemsize + 7,)]:  # the last takes two rounds
+        for shape in [(), (1,), (7, 3), (0,), (ONE_ROUND // dtype.itemsize + 7,)]:  # the last one takes two rounds
             for op, case in cases(dtype):
                 inputs = [data(rank, shape, dtype, seed=2) for rank in range(group.world)]
                 tensor = inputs[group.rank].clone()
@@ -96,7 +96,7 @@ def reductions(group: Transport, dtypes: list[torch.dtype]) -> list[str]:
 
 
 def cases(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """(reduction, how the tensors lie or the call is made)."""
+    """(reduction, memory layout or form of the call)."""
     others = [op for op in OPS if op != "sum" and (dtype.is_floating_point or op != "mean")]
     return [("sum", case) for case in ("plain", "strided input", "strided output", "async")] + [
         (op, "plain") for op in others
@@ -104,7 +104,7 @@ def cases(dtype: torch.dtype) -> list[tuple[str, str]]:
 
 
 @costly
-def test_reductions_have_the_bits_of_the_sum_in_the_order_of_the_ranks(pool: Any, kind: str, world: int) -> None:
+def test_reductions_are_bit_equal_on_all_ranks_and_repeatable(pool: Any, kind: str, world: int) -> None:
     first = on_ranks(pool, kind, world, reductions, DTYPES)
     assert len(first[0]) == 5 * (4 * 7 + 4 * 6)  # only floating-point dtypes have a mean
     assert all(digests == first[0] for digests in first)
@@ -189,7 +189,7 @@ def gather_later(x: Tensor, group: Transport) -> Tensor:
 
 
 def gather_over_what_had_a_gradient(x: Tensor, group: Transport) -> Tensor:
-    output = torch.cat([x] * group.world) * 3  # overwritten: of no influence
+    output = torch.cat([x] * group.world) * 3  # overwritten: has no effect
     all_gather_into_tensor(output, x, group)
     return output
 
@@ -219,7 +219,7 @@ def mean(x: Tensor, group: Transport) -> Tensor:
 
 
 def exchange(x: Tensor, group: Transport) -> Tensor:
-    """Rank r sends s rows of its first ones to rank s, or as many as it has."""
+    """Rank r sends its first s rows to rank s, or all rows if it has fewer."""
     rows = [[1, 0, 3, 0], [2, 1, 0, 1], [1, 1, 1, 1], [0, 0, 4, 0]]
     gives = rows[group.rank][: group.world]
     takes = [row[group.rank] for row in rows[: group.world]]
@@ -229,10 +229,10 @@ def exchange(x: Tensor, group: Transport) -> Tensor:
 
 
 def derivatives(group: Transport, function: Callable[[Tensor, Transport], Tensor]) -> tuple[Tensor, ...]:
-    """First and second derivatives of all ranks' sum of sin(function(x^2)) . c, by autograd and by differences.
+    """First and second derivatives of all ranks' sum of sin(function(x^2)) . c, by autograd and by finite differences.
 
-    Every rank's x is moved in turn, so differences need no autograd across ranks; what each rank contributes to a
-    derivative is summed by the test.
+    Every rank's x is varied in turn, so differences need no autograd across ranks. The test sums the contributions of
+    the ranks to a derivative.
     """
     x = data(group.rank, (4, 2), torch.float64, seed=3) / 50
     directions = data(group.rank, (4, 2), torch.float64, seed=4) / 50
@@ -300,7 +300,7 @@ def test_gradcheck_of_a_world_of_one(function: Callable[[Tensor, Transport], Ten
     assert run_local(1, rank) == [True]
 
 
-def test_a_tensor_kept_for_backward_and_then_overwritten_is_noticed() -> None:
+def test_overwriting_a_tensor_saved_for_backward_is_an_error() -> None:
     def rank(group: Transport) -> None:
         x = torch.ones(2, requires_grad=True)
         kept = torch.ones(4)
@@ -365,7 +365,7 @@ def test_wrong_arguments_are_named_before_anything_moves() -> None:
         for message, call in wrong:
             with pytest.raises(ValueError, match=message):
                 call(group)
-        all_reduce(x.clone(), group=group)  # the transport is none the worse
+        all_reduce(x.clone(), group=group)  # the transport stays usable
 
     run_local(2, rank)
 
@@ -408,7 +408,7 @@ def test_inference_mode(pool: Any, kind: str, world: int) -> None:
     on_ranks(pool, kind, world, inferred)
 
 
-def test_compiled_code_stops_at_a_collective_and_goes_on_behind_it() -> None:
+def test_torch_compile_breaks_the_graph_at_collectives() -> None:
     def rank(group: Transport) -> list[Tensor]:
         def step(x: Tensor, weight: Tensor) -> Tensor:
             output = x.new_empty(2 * len(x), 4)
@@ -430,11 +430,11 @@ def test_compiled_code_stops_at_a_collective_and_goes_on_behind_it() -> None:
     counters = torch._dynamo.utils.counters
     counters.clear()
     run_local(2, rank)
-    # What moves bytes is not traced: nothing is compiled anew because a label or a transport is another one.
+    # Communication is not traced: a new label or transport causes no recompilation.
     assert 0 < counters["stats"]["unique_graphs"] <= 10
 
 
-def test_conjugated_and_negated_views_travel_as_what_they_stand_for() -> None:
+def test_conjugate_and_negative_views_are_resolved_before_send() -> None:
     def rank(group: Transport) -> None:
         x = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
         output = torch.empty(4, dtype=torch.complex64)

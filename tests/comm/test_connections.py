@@ -1,4 +1,4 @@
-"""Connections of a process that another thread cuts: who waits on one is woken, and others are left alone."""
+"""Connections of a process that another thread cuts: their waiters are woken, other connections are unaffected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from interlace.comm.connections import Connections
+from interlace.comm.channels.connections import Connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
 
@@ -23,7 +23,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def test_a_wait_on_what_is_cut_ends_and_connections_of_before_and_after_stay() -> None:
+def test_cut_wakes_waiters_and_keeps_other_connections() -> None:
     before = pair()
     connections = Connections()
     mine = pair()
@@ -60,7 +60,7 @@ def test_a_number_that_another_socket_has_by_now_is_left_alone() -> None:
     for end in gone:
         end.close()
     fresh = pair()
-    assert {end.fileno() for end in fresh} & numbers  # the kernel gives the lowest that is free
+    assert {end.fileno() for end in fresh} & numbers  # the kernel returns the lowest free number
     assert connections.cut() == 0
     fresh[0].sendall(b"x")
     assert fresh[1].recv(1) == b"x"

@@ -1,8 +1,7 @@
-"""Context-parallel attention on virtual ranks against one process that holds the whole sequence."""
+"""Context-parallel attention on virtual ranks against one process with the whole sequence."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -12,12 +11,12 @@ from bench.attention_masks import MASKS
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import run_backward, run_forward
-from interlace.balance import TokenShards, distribute_tokens
 from interlace.comm import ContextParallelPlan, context_parallel_attention, run_local, shard, shard_mask, unshard
-from interlace.comm.context_parallel import LEAST_BYTES, _chunks
+from interlace.comm.overlap.context_parallel import LEAST_BYTES, _chunks
 from interlace.masks import BitfieldMask
 from tests.attention import cases
-from tests.attention.test_backends import agree, close
+from tests.attention.backends import agree, close
+from tests.comm.context_parallel import METHODS, dealt
 from tests.judge import judge
 from tests.mask_strategies import masks
 from tests.sampling import given_by_tier
@@ -25,24 +24,8 @@ from tests.sampling import given_by_tier
 SCALE = 0.4
 
 
-def snake(work, ranks, each):
-    """A balancer of the user's own: blocks by falling work, dealt to and fro."""
-    turn = np.arange(len(work)) % (2 * ranks)
-    bins = np.empty(len(work), int)
-    bins[np.argsort(-work, kind="stable")] = np.minimum(turn, 2 * ranks - 1 - turn)
-    return bins
-
-
-METHODS = {name: name for name in ("contiguous", "zigzag", "ring", "random", "lpt")} | {"own": snake}
-
-
-def dealt(mask: BitfieldMask, ranks: int, method="lpt", block: int = 16) -> TokenShards:
-    blocks = AttentionPlan.build(mask, block=block).row_blocks()
-    return distribute_tokens(blocks, ranks, block=block, lengths=mask.length, method=method)
-
-
 def on_ranks(mask, shards, q, k, v, ddout, ddlse, *, before=None, prepared=False, **options):
-    """[out, lse, dq, dk, dv] of the whole, put together from those of all ranks; what each rank puts together."""
+    """[out, lse, dq, dk, dv] of the whole, assembled from those of all ranks; and as each rank assembles them."""
 
     def rank(group):
         mine = [shard(x.detach(), shards, group.rank, dim=2).requires_grad_() for x in (q, k, v)]
@@ -91,7 +74,8 @@ def test_every_mask_and_balancer_equals_one_process(name, method):
     st.booleans(),
 )
 def test_any_mask_equals_one_process(mask, ranks, block, method, heads, chunk, softcap, prepared):
-    """Batches with other documents per row, windows, rows that see nothing, fewer blocks than ranks, odd lengths."""
+    """Batches with different documents per row, windows, rows with empty masks, fewer blocks than ranks, odd
+    lengths."""
     compare(
         mask, dealt(mask, ranks, METHODS[method], block), heads=heads[0], kv_heads=heads[1], dim=5, softcap=softcap,
         heads_per_chunk=chunk, prepared=prepared,
@@ -114,7 +98,7 @@ def test_values_of_another_head_dimension(dims):
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_padding_holds_is_not_looked_at(poison):
-    """A document that ends early, and the tokens that shards add: the bits are those for zeros in their place."""
+    """A document that ends early, and the tokens that shards add: bits equal those with zeros in their place."""
     doc = torch.zeros(1, 100, dtype=torch.int32)
     doc[:, 77:] = -1
     mask = BitfieldMask(BitfieldMask.causal(1, 100).bits, doc=doc)
@@ -162,7 +146,7 @@ def test_one_rank_is_plain_attention():
 
 
 class Whole(torch.autograd.Function):
-    """Attention of the whole by virtual ranks, forward and backward, as one function of q, k and v."""
+    """Attention of the whole sequence by virtual ranks, forward and backward, as one function of q, k and v."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, shards):
@@ -189,8 +173,8 @@ def test_gradcheck(by_projections):
     assert torch.autograd.gradcheck(lambda *x: Whole.apply(*x, mask, shards), (q, k, v), fast_mode=by_projections)
 
 
-def test_partial_gradients_are_added_in_fp32_in_the_order_of_the_ranks():
-    """bf16: what every rank contributes is rounded once, after the sum."""
+def test_partial_gradients_are_summed_in_fp32_in_rank_order():
+    """bf16: the contributions of ranks are rounded once, after the sum."""
     mask, world = MASKS["packed_images"](160), 3
     shards = dealt(mask, world)
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 4, 2, 8, torch.bfloat16))
@@ -212,7 +196,7 @@ def test_partial_gradients_are_added_in_fp32_in_the_order_of_the_ranks():
         assert wanted.dtype == torch.float32
         assert torch.equal(got, wanted.bfloat16()[:, :, place])
         rounded = sum((part[which].bfloat16().float() for part in parts), torch.zeros(())).bfloat16()
-        assert not torch.equal(got, rounded[:, :, place])  # rounding each part would have shown
+        assert not torch.equal(got, rounded[:, :, place])  # rounding each part would differ
 
 
 def test_transposed_inputs_checkpointing_autocast_and_compile():
@@ -248,7 +232,7 @@ def test_transposed_inputs_checkpointing_autocast_and_compile():
     run_local(2, rank)
 
 
-def test_a_rank_that_uses_only_the_lse_takes_part_in_the_others_backward():
+def test_rank_that_uses_only_the_lse_joins_the_backward():
     mask = BitfieldMask.causal(1, 64)
     shards = dealt(mask, 2)
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 2, 2, 8, torch.float64))
@@ -285,8 +269,8 @@ def test_chunks():
     assert chunks(64, 5, 2) == [(0, 2), (2, 4), (4, 5)] and chunks(64, 5, 9) == [(0, 5)]
     assert chunks(4096, 3, "auto") == [(0, 1), (1, 2), (2, 3)]  # 2 MiB per head
     assert chunks(1024, 8, "auto") == [(0, 2), (2, 4), (4, 6), (6, 8)] and 2 * 1024 * 128 * 2 * 2 == LEAST_BYTES
-    assert chunks(1024, 8, "auto", dims=64) == [(0, 3), (3, 6), (6, 8)]  # values that are half as wide
-    assert chunks(512, 6, "auto") == [(0, 3), (3, 6)]  # 4 of 256 KiB would do: 4 + 2 are evened out
+    assert chunks(1024, 8, "auto", dims=64) == [(0, 3), (3, 6), (6, 8)]  # values of half the width
+    assert chunks(512, 6, "auto") == [(0, 3), (3, 6)]  # 4 of 256 KiB would suffice: 4 + 2 are evened out
     assert chunks(16, 8, "auto") == [(0, 8)] and chunks(4096, 3, "auto", world=1) == [(0, 3)]
 
 

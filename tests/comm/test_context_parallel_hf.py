@@ -1,4 +1,4 @@
-"""A HuggingFace model whose rows are dealt to two ranks: labels, RoPE positions and mask by one TokenShards."""
+"""A HuggingFace model with rows dealt to two ranks: labels, RoPE positions and mask come from one TokenShards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny_llama(implementation: str):
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).double()
-    for parameter in model.parameters():  # spread out, so that attention is far from uniform
+    for parameter in model.parameters():  # wide range, so that attention is far from uniform
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 

@@ -1,4 +1,4 @@
-"""Context parallelism over processes: the bits of virtual ranks, on every transport for CPU tensors."""
+"""Context parallelism over processes: bitwise equal to virtual ranks, on every transport for CPU tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from bench.attention_masks import MASKS
 from interlace.comm import connect, context_parallel_attention, resolve, run_local, shard, unshard
 from tests.attention import cases
-from tests.comm.test_context_parallel import dealt
+from tests.comm.context_parallel import dealt
 from tests.distributed.workers import run_ranks
 
 TRANSPORTS = ("shm", "gloo")

@@ -1,4 +1,4 @@
-"""In which order context parallelism moves and computes: what travels under what, and that no buffer is lost."""
+"""Order of transfers and computation in context parallelism: which transfers overlap, and that no buffer is lost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from bench.attention_masks import MASKS
-from interlace.comm import CommError, context_parallel, context_parallel_attention, run_local, shard, traced, unshard
+from interlace.comm import CommError, context_parallel_attention, run_local, shard, traced, unshard
+from interlace.comm.overlap import context_parallel
 from tests.attention import cases
-from tests.comm.test_context_parallel import dealt
+from tests.comm.context_parallel import dealt
 
 WORLD, CHUNKS = 3, 5
 
 
 def what(event):
-    """Of which operation it is, all events of transfers say alike."""
+    """Operation name, equal in all events of its transfers."""
     operation, _, rest = event.label.partition(", ")
     assert operation == "context_parallel_attention"
     return rest
@@ -43,13 +44,13 @@ def one_pass(before=None, dtype=torch.float32, timeout=90.0):
 
 
 def delays(seed):
-    """Every step of every transfer takes up to 3 ms more."""
+    """Adds up to 3 ms to every step of every transfer."""
     draws = [random.Random(f"{seed} {rank}") for rank in range(WORLD)]
     return lambda rank, what: time.sleep(draws[rank].random() * 0.003)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_next_chunk_is_asked_for_before_this_one_is_attended_to(seed):
+def test_next_chunk_is_prefetched_before_attention_on_this_one(seed):
     for _, traces in one_pass(delays(seed)):
         for trace, kind in zip(traces, ("attention", "backward")):
             asked = {what(event): event.start for event in trace.of("issue")}
@@ -96,7 +97,7 @@ def test_the_gradients_of_two_chunks_are_in_memory_at_most():
 
 
 class Held:
-    """Keeps a batch of every rank from being sent until `release`d by the computation that should not need it."""
+    """Holds back a batch of every rank until the computation that should not need it calls `release`."""
 
     def __init__(self, batch: int) -> None:
         self.batch, self.posts, self.free = batch, Counter(), [threading.Event() for _ in range(WORLD)]
@@ -112,10 +113,10 @@ class Held:
 @pytest.mark.parametrize(
     ("function", "call", "batch"),
     [
-        ("run_forward", 0, 1),  # attention to chunk 0 needs no chunk 1
+        ("run_forward", 0, 1),  # attention to chunk 0 does not need chunk 1
         ("run_forward", 3, 4),
         ("run_backward", 0, CHUNKS + 1),
-        ("run_backward", 1, CHUNKS + 2),  # chunk 1 needs no chunk 2 and no sums of chunk 0
+        ("run_backward", 1, CHUNKS + 2),  # chunk 1 needs neither chunk 2 nor the sums of chunk 0
         ("run_backward", 1, CHUNKS + 3),
         ("run_backward", 2, CHUNKS + 5),
     ],
@@ -138,7 +139,7 @@ def test_computation_waits_for_its_own_chunk_alone(monkeypatch, function, call, 
 
 
 def test_a_single_buffer_would_be_noticed(monkeypatch):
-    """The check of the order sees what it is there for: with one buffer nothing is asked for ahead."""
+    """Test of the order check: with one buffer nothing is prefetched."""
     monkeypatch.setattr(context_parallel._GatheredHeads, "BUFFERS", 1)
     with pytest.raises(KeyError, match="gather of key heads 1:2"):
         for _, (trace, _) in one_pass():

@@ -1,5 +1,5 @@
-"""The protocol of cuda_ipc without a GPU: ranks are threads, device memory is host memory, and streams and events are
-modelled so that copies happen late. A wait that is missing shows as wrong bytes.
+"""The protocol of cuda_ipc without a GPU. Ranks are threads, device memory is host memory, and the models of streams
+and events make copies happen late. A missing wait shows as wrong bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from interlace.comm import CommError
-from interlace.comm.edges import TransportEdge
-from interlace.comm.paths import Paths
-from interlace.comm.rendezvous import Rendezvous
+from interlace.comm.channels.edges import TransportEdge
+from interlace.comm.process.paths import Paths
+from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
 from interlace.comm.transports.cuda_ipc import EVENTS, SLOTS, CudaIpcTransport
@@ -42,7 +42,7 @@ SIGNATURES = {  # of cuMemcpyBatchAsync, cuEventRecord and cuStreamWaitEvent in 
 
 
 class Device:
-    """Streams that run late, and events as CUDA has them: a wait is for the last record before it was enqueued."""
+    """Streams that run late, and events with CUDA semantics: a wait is for the last record before it was enqueued."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -58,7 +58,7 @@ class Device:
         ]
 
     def addresses(self) -> list[int]:
-        """Where compiled code finds its functions."""
+        """Addresses of the functions for compiled code."""
         return [ctypes.cast(function, ctypes.c_void_p).value for function in self.functions]
 
     @staticmethod
@@ -73,7 +73,7 @@ class Device:
         return call
 
     def stream(self) -> queue.Queue:
-        """The stream of the thread that asks: each transport has one thread."""
+        """The stream of the calling thread: each transport has one thread."""
         with self.changed:
             thread = threading.current_thread()
             if thread not in self.streams:
@@ -89,7 +89,7 @@ class Device:
             work.task_done()
 
     def batch(self, to, source, sizes, count, attributes, starts, attribute_count, stream) -> None:
-        assert attributes[:6] == [1, 0, 0, 0, 0, 1]  # in the order of the stream, no hints, beside computation
+        assert attributes[:6] == [1, 0, 0, 0, 0, 1]  # in the order of the stream, no hints, concurrent with computation
         assert (attribute_count, starts[0], stream) == (1, 0, None)
         self.copy_bytes(to[:count], source[:count], sizes[:count])
 
@@ -178,7 +178,7 @@ def ranks(monkeypatch):
         monkeypatch.setattr(cuda_ipc, "_cupy", lambda: device)
         descriptor = Segment.create(world, 4096)
         memories = [torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8) for _ in range(world)]
-        device.memories = memories  # as long as its streams may run
+        device.memories = memories  # kept while its streams may run
         process = (os.getpid(), born(os.getpid()))
         transports = [
             CudaIpcTransport(
@@ -201,7 +201,7 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
-    """Sizes from nothing to many slots; every batch overwrites what the one before sent and received."""
+    """Sizes from zero to many slots; every batch overwrites the sent and received data of the previous one."""
     device, transports, _ = ranks(world, seed)
     sizes = [0, 1, SLOT_BYTES, 5 * SLOT_BYTES * SLOTS + 7, 100]
     sources = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
@@ -216,7 +216,7 @@ def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
             tickets.append(transport.copy_batch(outgoing, incoming, f"step {step}"))
         for ticket in tickets:
             ticket.wait()
-        device.drain()  # what the ticket's event stands for on a GPU
+        device.drain()  # on a GPU: the wait for the ticket's event
         for rank in range(world):
             for peer in peers_of(rank, world):
                 assert torch.equal(arrived[rank][peer][:size], wanted[peer])
@@ -224,7 +224,7 @@ def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
 
 
 def test_messages_of_a_pipeline_edge_are_sent_ahead(ranks):
-    """The sender is done with all of them before the receiver asks for the first; they fill the slots many times."""
+    """The sender finishes all messages before the receiver asks for the first. They fill the slots many times."""
     device, transports, _ = ranks(2)
     edges = [TransportEdge(transport, Paths(0)) for transport in transports]
     messages = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 50 * SLOT_BYTES + 3, SLOT_BYTES, 7)]
@@ -235,14 +235,14 @@ def test_messages_of_a_pipeline_edge_are_sent_ahead(ranks):
     for work in sent:
         work.wait()
         assert work.is_completed()
-    device.drain()  # what the stream that receives waits for on a GPU
+    device.drain()  # on a GPU: the wait of the receiving stream
     assert all(torch.equal(*pair) for pair in zip(messages, arrived, strict=True))
     assert [transport.paths for transport in transports] == [{"pipeline edge": {"cuda_ipc copy engines"}}] * 2
 
 
 @pytest.mark.parametrize("skips_waits", [False, True])
 def test_registered_memory_is_read_before_it_is_written_anew(ranks, skips_waits):
-    """The sender's stream overwrites it as soon as the batch is over there: with the waits after its readers' reads."""
+    """The sender's stream overwrites memory after the batch ends there: with waits, after its readers' reads."""
     wrong = False
     for seed in range(40 if skips_waits else 3):  # threads may come in the right order by chance
         device, transports, _ = ranks(3, seed)
@@ -280,7 +280,7 @@ def test_a_failure_of_the_driver_is_an_error(ranks):
 
 
 def test_a_missing_wait_is_caught_by_this_model(ranks):
-    """The model is worth something: without the waits for "ready" or "read", bytes are wrong."""
+    """Check of the model: without the waits for "ready" or "read", bytes are wrong."""
     wrong = 0
     for seed in range(5):
         device, transports, _ = ranks(2, seed)
@@ -306,7 +306,7 @@ def test_shapes_that_differ_are_named_and_nothing_hangs(ranks):
     for ticket in tickets:
         with pytest.raises(CommError, match=r"gather.*(5 float32, 4 float32 expected|gave up)"):
             ticket.wait()
-    device.drain()  # before the tensors go: what was enqueued still reads them
+    device.drain()  # before the tensors are freed: enqueued copies still read them
 
 
 def test_close_frees_the_window_once(ranks):
@@ -319,7 +319,7 @@ def test_close_frees_the_window_once(ranks):
         transports[0].copy_batch([], [], "late")
 
 
-def test_memory_is_freed_when_peers_have_read_what_they_were_told_of(ranks, monkeypatch):
+def test_memory_is_freed_only_after_peers_have_read_it(ranks, monkeypatch):
     device, transports, memories = ranks(3)
     slow = threading.Event()
     copy = device.copy_bytes
@@ -334,7 +334,7 @@ def test_memory_is_freed_when_peers_have_read_what_they_were_told_of(ranks, monk
     tickets = [transports[0].copy_batch([Copy(1, source), Copy(2, source)], [], "x")]
     tickets += [transports[n].copy_batch([], [Copy(0, arrived[n - 1])], "x") for n in (1, 2)]
     for ticket in tickets:
-        ticket.wait()  # all is enqueued
+        ticket.wait()  # everything is enqueued
     assert not arrived.any()
     transports[0]._window.close = memories[0].zero_
     threading.Timer(0.3, slow.set).start()
@@ -348,7 +348,7 @@ def test_memory_is_freed_when_peers_have_read_what_they_were_told_of(ranks, monk
 
 
 class Runtime:
-    """What is used of CuPy's runtime to connect: counts what is held, and may fail in one call of one rank."""
+    """The part of CuPy's runtime used to connect: counts open resources, and may fail in one call of one rank."""
 
     eventDisableTiming, eventInterprocess = 2, 4
 
@@ -373,7 +373,7 @@ class Runtime:
                 if name in opens:
                     self.held.add((opens[name], number))
                 elif name in opens.values():
-                    self.held.remove((name, arguments[0]))  # once, and by the right call
+                    self.held.remove((name, arguments[0]))  # once, and by the matching call
             if name == "deviceGetPCIBusId":
                 return f"0000:{rank:02d}:00.0"
             if name in ("ipcGetMemHandle", "ipcGetEventHandle"):
@@ -384,7 +384,7 @@ class Runtime:
 
 
 class Table(Rendezvous):
-    """A meeting of threads."""
+    """Rendezvous of threads."""
 
     def __init__(self, rank: int, world: int, board: dict[Any, Any], together: threading.Barrier) -> None:
         self.rank, self.world, self.board, self.barrier = rank, world, board, together
@@ -401,7 +401,7 @@ class Table(Rendezvous):
 
 
 def connected(monkeypatch: Any, runtime: Runtime, world: int = 3) -> list[Any]:
-    """The transport of each rank, or what it was told."""
+    """The transport of each rank, or its error."""
     monkeypatch.setattr(cuda_ipc, "_cupy", lambda: runtime)
     monkeypatch.setattr(cuda_ipc, "_driver_functions", lambda: [0, 0, 0])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -442,7 +442,7 @@ def test_what_connecting_took_is_given_back(monkeypatch):
         ("ipcOpenEventHandle", "opening events: rank 1: cannot open the events of rank 0"),
     ],
 )
-def test_a_rank_that_cannot_connect_is_named_by_all_and_nothing_is_left(monkeypatch, fails, said):
+def test_failed_connect_names_the_rank_and_frees_everything(monkeypatch, fails, said):
     runtime = Runtime((fails, 1))
     for rank, text in enumerate(connected(monkeypatch, runtime)):
         assert re.match(f"rank {rank}, {said}", text), text

@@ -1,4 +1,4 @@
-"""Gradients of weights that are put off: the same bits as autograd's own, nothing lost and nothing kept too long."""
+"""Deferred gradients of weights: bitwise equal to autograd's, nothing lost and nothing kept too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter, run_local
-from interlace.comm.deferred import Deferral, DeferredForward, deferred_linear
+from interlace.comm.overlap.deferred import Deferral, DeferredForward, deferred_linear
 from interlace.parallel import Ranks
 from interlace.parallel.products import copied_products, sum_of_products
 
@@ -25,7 +25,7 @@ LAYOUTS = ["contiguous", "transposed", "sliced"]
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values, otherwise in memory."""
+    """The same values in a different memory layout."""
     if layout == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "sliced":
@@ -34,7 +34,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def halves(y: Tensor, dy: Tensor, deferral: Deferral, parameters: list[nn.Parameter]) -> None:
-    """Backward in two halves. Looks that the first one leaves the weights alone."""
+    """Backward in two halves. Checks that the first half leaves the weights unchanged."""
     with deferral.begin() as gradients:
         y.backward(dy)
     weights = [p for p in parameters if p.dim() == 2]
@@ -80,8 +80,8 @@ def test_both_halves_have_the_bits_of_a_whole_backward(
             assert whole.dtype is half.dtype and whole.stride() == half.stride() and torch.equal(whole, half)
 
 
-def test_a_weight_that_is_used_three_times_is_summed_as_autograd_does() -> None:
-    """And added to what earlier chunks have, in their order: (a + b + c) first, or the bits would differ."""
+def test_weight_used_three_times_is_summed_as_in_autograd() -> None:
+    """Added to the gradients of earlier chunks in autograd's order: (a + b + c) first, or the bits would differ."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 6))
     chunks = [torch.randn(5, 6) for _ in range(4)]
@@ -120,7 +120,7 @@ def test_hooks_of_a_weight_run_once_with_its_whole_gradient() -> None:
         y.sum().backward()
     assert not seen and weight.grad is None
     gradients.compute()
-    due = torch.full((2, 3), 4 * 6.0 + 4 * 6.0)  # 4 rows of either use, each of 6
+    due = torch.full((2, 3), 4 * 6.0 + 4 * 6.0)  # 4 rows of each use, each of 6
     assert [kind for kind, _ in seen] == ["gradient", "sum"]
     assert torch.equal(seen[0][1], due) and torch.equal(seen[1][1], 2 * due)
     assert weight.grad is not None and torch.equal(weight.grad, 2 * due)
@@ -138,14 +138,14 @@ def test_what_needs_no_gradient_is_not_put_off() -> None:
     assert not len(gradients) and leaf.grad is not None and bias.grad is not None and x.grad is not None
 
 
-def test_a_backward_that_nobody_awaits_is_an_error_and_no_lost_gradient() -> None:
+def test_backward_outside_of_deferral_begin_is_an_error() -> None:
     y = deferred_linear(torch.ones(2, 3), nn.Parameter(torch.ones(4, 3)), None, Deferral())
     with pytest.raises(RuntimeError, match=r"must run inside Deferral\.begin"):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_first_half_keeps_operands_and_frees_the_graph_and_the_second_frees_these(recompute: bool) -> None:
+def test_first_half_frees_the_graph_and_second_the_operands(recompute: bool) -> None:
     layers = [nn.Linear(8, 8) for _ in range(3)]
     deferral = Deferral()
     kept: dict[str, list[weakref.ref[Tensor]]] = {"operand": [], "other": []}
@@ -183,7 +183,7 @@ def test_the_first_half_keeps_operands_and_frees_the_graph_and_the_second_frees_
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", ["gather", "gather again", "scatter", "copied", "summed"])
 def test_products_of_a_lane_put_off_what_they_otherwise_make(kind: str, autocast: bool, trains_x: bool) -> None:
-    """Of two backwards before either second half: what was gathered for one is not overwritten by the other."""
+    """Two backwards before either second half: data gathered for one is not overwritten by the other."""
     world, rows = 2, 4
     torch.manual_seed(0)
     inputs = [[torch.randn(2, rows, 6) for _ in range(2)] for _ in range(world)]

@@ -1,6 +1,6 @@
-"""Pipeline edges over a transport: which one, sends and receives in any order, lost peers.
+"""Pipeline edges over a transport: selection of the transport, sends and receives in any order, lost peers.
 
-Over shared memory: `cuda_ipc` has the same driver (see test_cuda_ipc for its streams).
+Tests use shared memory: `cuda_ipc` has the same driver (see test_cuda_ipc for its streams).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.comm import channel_group
-from interlace.comm.channel import CommError, Tag
-from interlace.comm.channel_group import DTYPES, GroupChannel
-from interlace.comm.edges import TransportEdge
+from interlace.comm.channels import process_group as channel_group
+from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.edges import TransportEdge
+from interlace.comm.channels.process_group import DTYPES, GroupChannel
 from interlace.comm.transports import choose
 from interlace.comm.transports.choose import PREFERENCE, edge_transports
 from interlace.comm.transports.cuda_ipc import SLOTS
@@ -38,18 +38,18 @@ def tag(number: int, grad: bool = False) -> Tag:
 
 
 def channel(named: str = "shm", timeout: float = 20.0) -> GroupChannel:
-    """With an edge each way between two ranks; named: what the environment says."""
+    """A channel with an edge each way between two ranks. named: value of the environment variable."""
     with mock.patch.dict(os.environ, {"INTERLACE_TRANSPORT": named}):
         made = GroupChannel(["a"], timeout)
         made.add_edges(BOTH)
     return made
 
 
-# ---------------------------------------------------------------------- what goes well
+# ---------------------------------------------------------------------- successful transfers
 
 
 def flood(rank: int) -> int:
-    """Both ranks send more than the slots hold before either receives; messages differ in shape and dtype."""
+    """Both ranks send more than the slots hold before either receives. Messages differ in shape and dtype."""
     here, peer = channel(), 1 - rank
     shapes: list[tuple[int, ...]] = [(3 * RING + 5,), (), (0, 3), (2, RING // 2), (1,), (7, 1, 5)]
     messages = [(shape, dtype) for shape in shapes for dtype in DTYPES]
@@ -71,7 +71,7 @@ def test_sends_return_at_once_when_the_slots_are_full(pool: Any) -> None:
 
 
 def let_go(rank: int) -> list[bool]:
-    """Rank 0 sends two messages; whether it still holds them before and after rank 1 has taken them."""
+    """Rank 0 sends two messages. Returns whether it still holds them before and after rank 1 has received them."""
     here = channel()
     if rank == 1:
         dist.barrier()
@@ -146,11 +146,11 @@ def test_a_peer_lost_within_a_message_is_named(pool: Any, victim: str, how: str)
     assert re.fullmatch(rf"rank {1 - lost}, {what} a\[0\] chunk 0: lost rank {lost} \({WHY[how]}\)", said), said
 
 
-# ---------------------------------------------------------------------- the choice
+# ---------------------------------------------------------------------- selection
 
 
 def introductions(cards: Sequence[str], wanted: str = "auto", lacks: str = "", hosts: int = 1) -> list[dict[str, Any]]:
-    """Of ranks on GPUs, where everything runs but what the last one lacks."""
+    """Introductions of ranks on GPUs, where everything works except a feature of the last rank."""
     cuda = ("cuda_ipc", "symm_mem", "nccl")
     can = {name: ["cuda" if name in cuda else "cpu", name not in ("nccl", "gloo"), ""] for name, *_ in PREFERENCE}
     said = [
@@ -177,7 +177,7 @@ def test_nccl_carries_what_it_can_unless_another_is_named(wanted: str, cards: st
     assert edge_transports(introductions(cards, wanted), BOTH, "nccl") == dict.fromkeys(BOTH, chosen)
 
 
-def test_a_transport_of_one_host_leaves_edges_between_hosts_to_nccl() -> None:
+def test_edges_between_hosts_fall_back_to_nccl() -> None:
     edges = [(0, 1), (0, 2)]
     assert edge_transports(introductions("yxz", "cuda_ipc", hosts=2), edges, "nccl") == {(0, 1): "", (0, 2): "cuda_ipc"}
     with pytest.raises(ValueError, match=r"transport 'shm' cannot carry .*: for cpu tensors"):
@@ -214,7 +214,7 @@ def test_an_edge_that_cannot_be_carried_is_refused_by_name(said: list[dict[str, 
 
 
 def on_one_card(rank: int) -> list[str]:
-    """Edges and sums of two ranks that say that they are on one GPU."""
+    """Edges and sums of two ranks that report the same GPU."""
     with (
         mock.patch.object(choose, "_card", lambda device: "a card"),
         mock.patch.multiple(channel_group, EDGES={"cpu": "gloo"}, SUMS={"cpu": "gloo"}),

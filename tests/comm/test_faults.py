@@ -1,7 +1,7 @@
-"""A rank that dies, stops, sleeps, fails or differs in the middle of anything: every other rank is told, in time.
+"""A rank that dies, stops, sleeps, fails or differs during any operation: every other rank gets an error in time.
 
 Each trial connects anew and breaks one rank at one step of one operation. The others repeat the operation until it
-raises: a rank that is killed after it has given all it had to give is missed only by the next one.
+raises: a rank that is killed after its last contribution is noticed only by the next operation.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tests.comm.jobs import TIMEOUT, grown, used
 from tests.sampling import sample
 
 STEPS = {"shm": ["post", "stage", "take", "taken"], "gloo": ["post", "take", "taken"]}
-SHORT = 3.0  # seconds that a wait may last where nobody says that nothing will come
-SLACK = 20.0  # seconds that a busy machine may need on top
+SHORT = 3.0  # maximum seconds of a wait without a report from the peer
+SLACK = 20.0  # additional seconds for a busy machine
 LENGTH = 300_000  # elements: more pieces than a rank has slots
 WORLD = 3
 
 
 class Trial(NamedTuple):
-    """fault: "kill", "stop", "sleep", "raise" (in the transport), "leave" (without a word), "shape".
+    """fault: "kill", "stop", "sleep", "raise" (in the transport), "leave" (without a report), "shape".
 
-    step: the one of its transport at which the victim breaks, for the count-th time since the operation began.
+    step: the step of its transport at which the victim breaks, at the count-th time since the operation began.
     """
 
     transport: str
@@ -93,14 +93,14 @@ def products(group: Transport, length: int) -> None:
 
 
 def attention(group: Transport, length: int) -> None:
-    mask, heads = BitfieldMask.causal(1, 16 * WORLD), 2 + length % 2  # the odd one out has a head too many
+    mask, heads = BitfieldMask.causal(1, 16 * WORLD), 2 + length % 2  # the differing rank has one head too many
     blocks = AttentionPlan.build(mask, block=16).row_blocks()
     shards = distribute_tokens(blocks, WORLD, block=16, lengths=mask.length)
     q, k, v = (torch.ones(1, heads, 16, 64, requires_grad=True) for _ in range(3))
     context_parallel_attention(q, k, v, mask, shards, group=group, heads_per_chunk=1).sum().backward()
 
 
-# And what they are called in an error.
+# Names in an error.
 OPERATIONS = {
     "gather": (gather, "all_gather_into_tensor"),
     "scatter": (scatter, "reduce_scatter_tensor"),
@@ -114,7 +114,7 @@ OPERATIONS = {
 
 
 def run_trial(rank: int, trial: Trial) -> dict[str, Any]:
-    """What this rank was told, how long the operation took that told it, and what is left of the transport."""
+    """Error of this rank, duration of the operation that raised it, and leftovers of the transport."""
     operation, victim = OPERATIONS[trial.operation][0], rank == trial.victim
     before = used()
     group = connect(transport=trial.transport, timeout=TIMEOUT)
@@ -182,7 +182,7 @@ def check(pool: Any, trial: Trial) -> None:
         assert [n for n in range(WORLD) if n != rank and _names(text, n)], (trial, rank, text)
         if rank != trial.victim:
             told.append(text)
-    # Over gloo a rank may see first that one left which had been told: somebody says who was the cause.
+    # Over gloo a rank may first see that an informed rank left: at least one rank reports the cause.
     named = [text for text in told if _names(text, trial.victim)]
     assert len(named) == len(told) if trial.transport == "shm" else named, (trial, told)
 
@@ -192,7 +192,7 @@ def _names(text: str, rank: int) -> bool:
 
 
 def trials() -> list[Trial]:
-    """Every fault at every step of every operation, by one rank after the other, early and later in the operation."""
+    """Every fault at every step of every operation, by each rank in turn, early and late in the operation."""
     found = []
     victims, counts = itertools.cycle(range(WORLD)), itertools.cycle((0, 1, 3))
     for transport, operation in itertools.product(STEPS, OPERATIONS):
@@ -200,7 +200,7 @@ def trials() -> list[Trial]:
         kills = ["kill"] if operation in ("products", "attention") else ["kill"] * 3
         for fault, step in itertools.product((*kills, "stop", "raise"), steps):
             many = step == "stage" or (step == "take" and transport == "shm")  # one for each piece
-            if (fault, step) != ("raise", "barrier"):  # what the caller raises is no fault of the transport
+            if (fault, step) != ("raise", "barrier"):  # an exception of the caller is no fault of the transport
                 found.append(Trial(transport, operation, fault, step, next(counts) if many else 0, next(victims)))
         found.append(Trial(transport, operation, "sleep", steps[0], 0, next(victims)))
         found.append(Trial(transport, operation, "leave", "", 0, next(victims)))

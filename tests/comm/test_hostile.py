@@ -1,4 +1,4 @@
-"""What a damaged or hostile peer says while ranks connect: an error, and nothing of it is executed or opened."""
+"""Damaged or hostile peers while ranks connect: an error, and none of their data is executed or opened."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.comm import CommError, connect
-from interlace.comm.store import is_loopback, tcp_store
+from interlace.comm.process.agreement import NO_ARGUMENTS
+from interlace.comm.process.messages import Elsewhere, decode, encode
+from interlace.comm.process.store import is_loopback, tcp_store
 from interlace.comm.transports import shm
-from interlace.comm.transports.base import NO_ARGUMENTS
 from interlace.comm.transports.header import header_of, pack
-from interlace.comm.transports.messages import Elsewhere, decode, encode
 from interlace.comm.transports.shm import Segment, ShmTransport, born
 from tests.comm.jobs import TIMEOUT
 from tests.sockets import LOOPBACK, listens_on
@@ -68,14 +68,14 @@ def test_what_is_deep_long_or_of_another_occasion() -> None:
             decode(raw, "a test", [])
     with pytest.raises(Elsewhere, match=r"is in another test$"):
         decode(encode("another test", 1), "a test", 1)
-    assert decode(encode("a test", float("nan")), "a test", 0.0) != 0  # a loss may be
+    assert decode(encode("a test", float("nan")), "a test", 0.0) != 0  # a loss may be NaN
 
 
 # ---------------------------------------------------------------------- connecting
 
 
 class Executed:
-    """Its pickle leaves a file behind."""
+    """Its pickle creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class Executed:
 
 
 def hostile(rank: int, path: str) -> list[str]:
-    """Rank 1 puts what it likes where rank 0 reads; what rank 0 is told each time."""
+    """Rank 1 writes arbitrary data where rank 0 reads; returns rank 0's errors."""
     introduction: dict[str, Any] = {"wanted": "auto", "device": "cpu", "host": "here", "can": {}}
     said: list[bytes] = [
         pickle.dumps(("choosing a transport", Executed(path))),
@@ -113,7 +113,7 @@ def test_what_a_hostile_peer_says_is_not_executed(pool: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "executed"
         pickle.loads(pickle.dumps(Executed(str(path))))
-        assert path.exists()  # it would be
+        assert path.exists()  # it would otherwise
         path.unlink()
         (told, _) = pool.returned(2, hostile, str(path))
         assert not path.exists()
@@ -127,7 +127,7 @@ def test_what_a_hostile_peer_says_is_not_executed(pool: Any) -> None:
 
 
 def test_only_memory_of_this_user_that_has_no_name_is_opened(tmp_path: Path) -> None:
-    """A peer says under which number it holds the memory: what that is is looked at before it is opened."""
+    """A peer passes the number under which it holds the memory. The memory is inspected before it is opened."""
     descriptor = Segment.create(2, 4096)
     size, me = Segment.size(2, 4096), os.getpid()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
@@ -150,7 +150,7 @@ def test_only_memory_of_this_user_that_has_no_name_is_opened(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("place", [4, 2**62, 2**63, 2**63 + (64 << 48), 2**64 - 1])
 def test_a_place_that_is_none_is_refused(place: int) -> None:
-    """Rank 0 is played by what `RankPage` and `PairPage` of csrc/comm/exchange.h would hold."""
+    """Rank 0 is emulated by the contents of `RankPage` and `PairPage` of csrc/comm/exchange.h."""
     rank_page, pair_page, pieces, places, header = 5760, 1280, 8, 128, 256
     descriptor = Segment.create(2, 4096)
     me, segment = (os.getpid(), born(os.getpid())), Segment(2, 4096, descriptor)
@@ -198,7 +198,7 @@ def test_the_store_listens_on_the_given_address_alone(host: str) -> None:
 
 
 def test_what_the_store_cannot_listen_on() -> None:
-    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 port"):  # an address of documents, of no machine
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 port"):  # an address reserved for documentation
         tcp_store("192.0.2.1", 29500, 0, 2, 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1 port {store.port} .Address already in use"):

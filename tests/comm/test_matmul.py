@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from interlace.comm import CommError, all_gather_matmul, matmul_reduce_scatter, run_local, traced
-from interlace.comm.matmul import chunks_for
+from interlace.comm.overlap.matmul import chunks_for
 from tests.comm.products import column, row
 from tests.judge import judge
 
@@ -49,7 +49,7 @@ def check_row(case, results, tolerance):
 
 
 def check(results, expected, torchs, dtype, tolerance):
-    """Equal to `tolerance` times the largest element; None: as nearly as torch's own products in the dtype."""
+    """Equal to `tolerance` times the largest element. None: to the accuracy of torch's own products in the dtype."""
     for number, (have, want, torch_has) in enumerate(zip(results, expected, torchs, strict=True)):
         assert have.dtype == dtype and have.shape == want.shape
         if tolerance is None:
@@ -82,7 +82,7 @@ def test_product_and_reduce_scatter(world, rows, width, out, leading, strided, o
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_row_lands_in_its_place_bit_for_bit(world, dtype, chunks, layout):
-    """With small integers products are exact in every dtype, so a moved row, a lost sum or a stale buffer shows."""
+    """Products of small integers are exact in every dtype, so a moved row, a lost sum or a stale buffer is visible."""
     for leading in ((), (3,)):
         case = column(world, 11, 8, [6, 4], leading=leading, dtype=dtype, whole=True, seed=chunks)
         check_column(case, case.run(num_chunks=chunks, layout=layout), 0.0)
@@ -94,7 +94,9 @@ def test_every_row_lands_in_its_place_bit_for_bit(world, dtype, chunks, layout):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overlapped_products_are_plain_products_to_rounding(dtype, chunks, layout):
-    """Sums of 320 products round about sqrt(320) times; in bfloat16 torch's own products are the measure."""
+    """Sums of 320 products round about sqrt(320) times; in bfloat16 the reference error is that of torch's own
+    products.
+    """
     tolerance = None if dtype == torch.bfloat16 else 320**0.5 * torch.finfo(dtype).eps
     for case, check in (
         (column(4, 40, 48, [32, 16], leading=(2,), dtype=dtype), check_column),
@@ -120,7 +122,7 @@ def test_the_same_bits_on_every_run(dtype, layout):
 
 
 class _AllRanks(torch.autograd.Function):
-    """The operation on all ranks at once: a numeric derivative sees what a rank does to the others."""
+    """The operation on all ranks at once: a numeric derivative includes the effect of a rank on the others."""
 
     @staticmethod
     def forward(ctx, run, world, *inputs):
@@ -153,7 +155,7 @@ def _run_one(operation):
     [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
 )
 def test_gradcheck(world, by_projections, chunks, layout):
-    """By random projections, and with two chunks on two ranks element by element: each evaluation runs all ranks."""
+    """By random projections; with two chunks on two ranks also element by element: each evaluation runs all ranks."""
     torch.manual_seed(0)
     options = {"num_chunks": chunks, "layout": layout}
 
@@ -175,7 +177,7 @@ def test_gradcheck(world, by_projections, chunks, layout):
         assert torch.autograd.gradcheck(_AllRanks.apply, arguments, fast_mode=by_projections or chunks == 1)
 
 
-# ---------------------------------------------------------------------- what is not computed, what is not kept
+# ---------------------------------------------------------------------- skipped computation and freed memory
 
 
 def _loss(outputs):
@@ -261,7 +263,7 @@ def test_autocast_casts_as_it_does_for_linear(world):
             z = matmul_reduce_scatter(y, torch.randn(5, 6), num_chunks=2)
             assert gathered.dtype == y.dtype == z.dtype == torch.bfloat16
             assert torch.equal(y, nn.functional.linear(gathered, linear.weight))
-            z.float().sum().backward()  # inside the region, as some loops do
+            z.float().sum().backward()  # inside the region, as in some training loops
         return x.grad.dtype, linear.weight.grad.dtype
 
     assert run_local(world, rank) == [(torch.float32, torch.float32)] * world
@@ -276,7 +278,7 @@ def test_auto_cuts_nothing_small():
     assert chunks_for(1 << 16, 16, 1, 8) == 1  # 1 MiB in all
     assert chunks_for(1 << 20, 8 * kib, 1, 8) == 8
     assert chunks_for(512, 8 * kib, 4, 4) == chunks_for(2048, 8 * kib, 1, 4) == 8
-    assert chunks_for(1, 64 << 20, 4096, 8) == 1  # one row cannot be cut
+    assert chunks_for(1, 64 << 20, 4096, 8) == 1  # one row cannot be split
 
     def rank(group):
         with traced(group) as trace:
@@ -330,7 +332,7 @@ def test_a_transport_that_is_closed_has_no_thread_left():
     results = run_local(2, rank)
     assert all(sides for _, sides in results)
     assert not {thread for thread in threading.enumerate() if thread not in before}
-    assert len({id(group) for group, _ in results}) == 2  # they are still there
+    assert len({id(group) for group, _ in results}) == 2  # they still exist
 
 
 @pytest.mark.parametrize("layout", ["direct", "remap"])

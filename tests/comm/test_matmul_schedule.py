@@ -1,7 +1,7 @@
-"""Overlap as a property of the schedule: what is issued before what, on traces and with transfers held back on purpose.
+"""Overlap as a property of the schedule: order of issued operations, on traces and with transfers held back on purpose.
 
 Two kinds of proof. Under random delays the recorded order must hold, and results must be exact. And a transfer that is
-held back until a product has begun must not stop that product: a schedule without overlap would come to a standstill.
+held back until a product has begun must not block that product: a schedule without overlap would deadlock.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from interlace.comm import all_gather_matmul, matmul, matmul_reduce_scatter, overlap, run_local, traced
+from interlace.comm import all_gather_matmul, matmul_reduce_scatter, run_local, traced
+from interlace.comm.overlap import matmul
+from interlace.comm.overlap import tiles as overlap
 from tests.comm.products import column, row
 
-HELD = 30.0  # seconds until something held back in vain is an error
+HELD = 30.0  # seconds until a batch held back in vain is an error
 
 
 def run(operation, case, chunks, layout, before=None):
@@ -45,7 +47,7 @@ def run(operation, case, chunks, layout, before=None):
 
 
 def expected(operation, case):
-    """What `run` must return as results, exactly, of a case of small integers."""
+    """Expected results of `run`, exact, for a case of small integers."""
     if operation == "gather":
         gathered, products, d_x, d_weights = case.oracle()
         return [[gathered, *products[r], d_x[r], *d_weights[r]] for r in range(case.world)]
@@ -95,7 +97,7 @@ def check_scatter(trace, chunks, last):
 
 
 def check_buffers(trace, count):
-    """Every buffer is written, then read, then written again; nothing in between. Returns how often one was reused."""
+    """Every buffer is written, then read, then written again, with nothing in between. Returns the number of reuses."""
     by_buffer: dict[str, list] = {}
     for kind in ("write", "read"):
         for event in trace.of(kind):
@@ -112,7 +114,7 @@ def check_buffers(trace, count):
 
 
 def check_schedule(operation, result, chunks, layout):
-    """Raises where the order of one rank's events is not the one that overlaps."""
+    """Raises if the order of one rank's events does not overlap."""
     forward, backward, _ = result
     gather, scatter = (forward, backward) if operation == "gather" else (backward, forward)
     check_gather(gather, chunks)
@@ -156,7 +158,7 @@ def test_order_and_results_under_random_delays(operation, layout, monkeypatch):
 
 
 class Started:
-    """Which products of which rank have begun, and transfers that wait for them."""
+    """Started products of each rank, and transfers that wait for them."""
 
     def __init__(self, monkeypatch, needed):
         self.needed = needed  # ending of the label of the product that batch n must not precede
@@ -184,7 +186,7 @@ class Started:
 
 
 def held_back(operation, chunks):
-    """What must have begun before each batch of forward and backward is let through."""
+    """Products that must have begun before each batch of forward and backward is released."""
     gather = ["own rows", *(f"chunk {i} of {chunks}" for i in range(chunks - 1))]
     scatter = [f"chunk {i} of {chunks}" for i in range(1, chunks)]
     if operation == "gather":
@@ -196,7 +198,7 @@ def held_back(operation, chunks):
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_no_product_waits_for_the_next_transfer(operation, layout, chunks, monkeypatch):
-    """Batch n moves only once the product that shall hide it has begun, on every rank: all of it is hidden."""
+    """Batch n moves only after the product that hides it has begun, on every rank: all of it is hidden."""
     case = make(operation, 3)
     started = Started(monkeypatch, held_back(operation, chunks))
     results = run(operation, case, chunks, layout, started.before)
@@ -204,7 +206,7 @@ def test_no_product_waits_for_the_next_transfer(operation, layout, chunks, monke
     assert is_exact(operation, case, results)
 
 
-def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch):
+def test_last_remap_of_backward_overlaps_the_weight_gradient(monkeypatch):
     chunks, world = 4, 2
     began = {rank: threading.Event() for rank in range(world)}
     waited: list[bool] = []
@@ -252,12 +254,13 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
         assert torch.equal(result[0], d_x[r]) and torch.equal(result[1], d_weights[r])
 
 
-# ---------------------------------------------------------------------- would these tests notice?
+# ---------------------------------------------------------------------- checks of these tests
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
-    """The same run with slow consumers: right with the buffers' turns kept, wrong results and a wrong trace without."""
+    """The same run with slow consumers: correct with the buffer order kept, wrong results and a wrong trace
+    without it."""
     place, pause = overlap.SideStream.run, 0.02
 
     def slowly(lane, function):
@@ -276,7 +279,7 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
         check_schedule(operation, result, 6, "remap")
 
     class Hasty(overlap.BufferRing):
-        """Waits for what used a buffer only at the end."""
+        """Waits for the readers of a buffer only at the end."""
 
         def take(self, i):
             self.late = [*getattr(self, "late", []), *self._held.values()]
@@ -289,7 +292,7 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
                 consumed()
 
     monkeypatch.setattr(overlap, "BufferRing", Hasty)
-    # What rewrites a buffer has to come before the slow consumer: on a busy machine it may be slow too.
+    # The write to a buffer has to come before the slow consumer: on a busy machine it may also be slow.
     for pause in (0.02, 0.1, 0.5, 2.0):  # noqa: B007 (read by `slowly` and `before`)
         results = run(operation, case, 6, "remap", before)
         if not is_exact(operation, case, results):
@@ -300,7 +303,7 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
 
 
 def test_a_schedule_without_overlap_is_noticed(monkeypatch):
-    """With a transport that completes every batch before it returns, transfers that are held back hold everything."""
+    """With a transport that completes every batch before it returns, held-back transfers block everything."""
     started = Started(monkeypatch, held_back("scatter", 3))
 
     def rank(group):

@@ -1,4 +1,4 @@
-"""Two threads at once on one transport, and memory that is given twice: refused, where it would give wrong numbers."""
+"""Misuse that would give wrong numbers is refused: two threads on one transport, and memory passed twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.comm.jobs import TIMEOUT, on_ranks
 
 
 class Held(Forwarding):
-    """A transport whose n-th batch is under way until it is let go."""
+    """A transport whose n-th batch stays in flight until it is released."""
 
     def __init__(self, inner: Transport, batch: int) -> None:
         super().__init__(inner)
@@ -47,7 +47,7 @@ class Held(Forwarding):
 
 
 def both(group: Transport, first: Callable[[Transport], object], second: Callable[[Transport], object]) -> list[str]:
-    """What two threads are told of which the second comes while the first is in the middle of its operation."""
+    """Errors of two threads; the second one calls while the first is in the middle of its operation."""
     held, said = Held(group, batch=0), ["", ""]
 
     def run(number: int, operation: Callable[[Transport], object]) -> None:
@@ -90,7 +90,7 @@ def test_a_second_thread_is_refused_and_all_ranks_are_told(pool: Any, kind: str)
 
 
 def test_a_thread_of_autograd_is_refused_too() -> None:
-    """Which Python does not know: it is named by its number."""
+    """Python has no name for it: the error has its number."""
 
     def rank(group: Transport) -> str:
         group._user, group._use = threading.Lock(), (12345, "backward of all_reduce")  # type: ignore[attr-defined]
@@ -115,7 +115,8 @@ def test_a_thread_of_autograd_is_refused_too() -> None:
 
 
 def one_after_the_other(group: Transport) -> list[float]:
-    """The forward pass here, the backward pass in another thread, the next step in a third; works that overlap."""
+    """The forward pass here, the backward pass in another thread, the next step in a third; async work that
+    overlaps."""
     found: list[float] = []
 
     def do(function: Callable[[], object]) -> None:
@@ -126,7 +127,7 @@ def one_after_the_other(group: Transport) -> list[float]:
     for step in range(3):
         x = torch.full((4,), float(group.rank + step), requires_grad=True)
         output = torch.empty(4 * group.world)
-        work = all_gather_into_tensor(output, x, group, async_op=True)  # nobody waits for it yet
+        work = all_gather_into_tensor(output, x, group, async_op=True)  # not waited for yet
 
         def ahead(output: Tensor = output, work: Any = work) -> None:
             y = torch.ones(2)
@@ -148,7 +149,7 @@ def test_threads_may_use_a_transport_one_after_the_other(pool: Any, kind: str) -
 
 
 def test_alone_any_threads_may() -> None:
-    """One rank has no order to keep, and nobody who waits for it."""
+    """A single rank has no order to keep and no waiting peers."""
     group, results = resolve(None), []
 
     def work() -> None:
@@ -166,7 +167,7 @@ def test_alone_any_threads_may() -> None:
 
 
 def first_use_by_threads(rank: int) -> list[float]:
-    """Two threads whose first call meets on one process group: it is connected once."""
+    """Two threads with a simultaneous first call on one process group: it connects once."""
     transports: list[Transport] = []
     threads = [threading.Thread(target=lambda: transports.append(resolve(None))) for _ in range(2)]
     for thread in threads:
@@ -187,7 +188,7 @@ def test_a_group_is_connected_once_whichever_thread_comes_first(pool: Any) -> No
 
 
 def overlaps(group: Transport, emulated: bool = False) -> int:
-    """Every way in which output and input may share memory: those that are right are, the others are refused."""
+    """All ways in which output and input may share memory: valid ones work, the others are refused."""
     if emulated:
         group = EmulatedTransport(group, bandwidth=1e9)
     rank, world, n = group.rank, group.world, 6
@@ -229,13 +230,13 @@ def overlaps(group: Transport, emulated: bool = False) -> int:
     check(lambda: all_to_all_single(longer[3:], longer[:-3], group=group), longer, None)
     check(lambda: all_to_all_single(whole, whole.clone(), group=group), whole, exchanged)
 
-    # Neighbours in one storage share none, and what is strided travels as a copy.
+    # Neighbours in one storage share no memory, and strided tensors are copied.
     double = torch.cat([everyone[rank], torch.zeros(n * world)])
     halves = double.view(2, -1)
     check(lambda: all_to_all_single(halves[1], halves[0], group=group), halves[1], exchanged)
     woven = torch.stack([everyone[rank], torch.zeros(n * world)], 1)
     check(lambda: all_to_all_single(woven[:, 1], woven[:, 0], group=group), woven[:, 1], exchanged)
-    # What is needed for a backward pass may not be written, not even in place of itself.
+    # Tensors saved for a backward pass may not be written, even in place.
     whole = everyone[rank].clone().requires_grad_() * 1.0
     mine = whole.detach()[rank * n : (rank + 1) * n].requires_grad_()
     check(lambda: all_gather_into_tensor(whole.detach(), mine, group), whole.detach(), None)
@@ -244,7 +245,7 @@ def overlaps(group: Transport, emulated: bool = False) -> int:
 
 
 @pytest.mark.parametrize("kind", ["local", "shm", "gloo"])
-def test_memory_that_is_given_twice_is_refused_where_it_would_be_wrong(pool: Any, kind: str) -> None:
+def test_overlapping_output_and_input_are_refused_if_unsafe(pool: Any, kind: str) -> None:
     assert len(set(on_ranks(pool, kind, 3, overlaps))) == 1
 
 

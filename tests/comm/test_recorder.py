@@ -1,4 +1,4 @@
-"""The flight recorder keeps the last events, says which are not over, costs little, and writes a whole file."""
+"""The flight recorder keeps the last events, marks unfinished ones, costs little, and writes a complete file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.channel import Tag
-from interlace.comm.recorder import FlightRecorder
+from interlace.comm.channels.base import Tag
+from interlace.comm.process.recorder import FlightRecorder
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 6), st.lists(st.integers(-4, 4), max_size=30))
 def test_the_ring_holds_the_last_events(capacity: int, steps: list[int]) -> None:
-    """steps: 0 or more: an event of so many ranks begins; less than 0: the so many-th last one ends."""
+    """steps: n >= 0: an event of n ranks begins; n < 0: the |n|-th last event ends."""
     recorder, expected = FlightRecorder(3, capacity), []
     for step in steps:
         if step >= 0:
@@ -53,7 +53,7 @@ def test_a_dump_is_one_whole_file(tmp_path: Path) -> None:
 
 
 def test_an_event_costs_two_calls_and_two_looks_at_the_clock() -> None:
-    """It is always on: nothing becomes text, nothing is looked for, and a full ring costs no more than an empty one."""
+    """The recorder is always on: no formatting, no search, and a full ring costs no more than an empty one."""
     recorder, tag = FlightRecorder(0, 100), Tag("vision", 0, 3, 5, True)
     called: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Two records of sums over ranks agree exactly when the sums were the same: in words, and as numbers that add up."""
+"""Records of sums over ranks are equal exactly if the sums were the same: as text, and as numbers that add up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.comm.reductions import BITS, Reductions
+from interlace.comm.process.reductions import BITS, Reductions
 
 SUMS = st.lists(st.tuples(st.sampled_from([(0, 1), (0, 2), (0, 1, 2)]), st.sampled_from("ab"), st.integers(1, 2)))
 

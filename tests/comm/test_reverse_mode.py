@@ -1,4 +1,4 @@
-"""What moves bytes between ranks refuses forward mode, in which it would drop tangents, and torch.func's transforms."""
+"""Collectives refuse forward mode, which would drop tangents, and torch.func's transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dealing tensors and masks to ranks by TokenShards, and putting them together again."""
+"""Dealing of tensors and masks to ranks by TokenShards, and reassembly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from interlace.comm import run_local, shard, shard_mask, unshard
 from interlace.masks import BitfieldMask
-from tests.comm.test_context_parallel import METHODS, dealt
+from tests.comm.context_parallel import METHODS, dealt
 from tests.mask_strategies import masks, rule
 from tests.sampling import given_by_tier
 
@@ -23,7 +23,7 @@ def test_what_is_dealt_can_be_put_together(mask, ranks, block, method):
         mine = shard(tokens, shards, group.rank, pad=-100)
         heads = shard(tokens[:, None, :, None].double(), shards, group.rank, dim=2, pad=-100)
         flags = shard(tokens % 2 == 0, shards, group.rank)
-        # Independently of the tensor code: numpy, row by row.
+        # Independent of the tensor code: numpy, row by row.
         for b, row in enumerate(shards.tokens(group.rank)):
             wanted = [int(tokens[b, t]) if t < mask.length else -100 for t in row]
             assert mine[b].tolist() == heads[b, 0, :, 0].tolist() == wanted
@@ -36,7 +36,7 @@ def test_what_is_dealt_can_be_put_together(mask, ranks, block, method):
 
 @given_by_tier(25, 100, masks(longest=30), st.integers(1, 3), st.sampled_from([1, 3, 8]))
 def test_masks_keep_their_rule(mask, ranks, block):
-    """What a rank's tokens see among the keys as they are gathered is what they see in the whole."""
+    """A rank's tokens see the same among the gathered keys as in the whole sequence."""
     shards = dealt(mask, ranks, block=block)
     whole = rule(mask, mask)
     keys = shard_mask(mask, shards)
@@ -53,7 +53,9 @@ def test_masks_keep_their_rule(mask, ranks, block):
 
 
 def test_gradients():
-    """Of shard: each token's, and nothing for padding. Of unshard: the sum over ranks of those of a rank's tokens."""
+    """shard: the gradient of each token, and none for padding. unshard: the sum over ranks of the gradients of its
+    tokens.
+    """
     mask = BitfieldMask.causal(2, 21)
     shards = dealt(mask, 3, block=4)
     x = torch.randn(2, 21, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -117,7 +119,7 @@ def test_what_does_not_fit_is_named():
 
 
 def test_heads_are_not_taken_for_tokens():
-    """20 heads need as many blocks as 21 tokens do: without `dim`, either could be meant."""
+    """20 heads need as many blocks as 21 tokens: without `dim` the dimension is ambiguous."""
     mask = BitfieldMask.causal(2, 21)
     shards = dealt(mask, 2, block=4)
     q = torch.arange(2.0 * 20 * 21 * 3).view(2, 20, 21, 3)
@@ -129,7 +131,7 @@ def test_heads_are_not_taken_for_tokens():
         mine = shard(q, shards, rank, dim=2)
         assert torch.equal(mine, shard(q.transpose(1, 2), shards, rank, dim=1).transpose(1, 2))
         assert mine.shape == (2, 20, 12, 3)
-    heads_last = torch.zeros(2, 21, 2, 3)  # of which only dimension 1 can be
+    heads_last = torch.zeros(2, 21, 2, 3)  # only dimension 1 can be the tokens
     assert shard(heads_last, shards, 0).shape == (2, 12, 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""Torch's context parallelism with our order of tokens."""
+"""Torch's context parallelism with Interlace's order of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.balance import distribute_tokens
-from interlace.comm import shard, torch_balancer, torch_load_balancer
+from interlace.comm import shard, torch_load_balancer
+from interlace.comm.collectives import torch_balancer
 from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.distributed.workers import run_ranks
@@ -20,7 +21,7 @@ torch_cp = pytest.importorskip("torch.distributed.tensor.experimental._context_p
 
 
 def mask_of_two_rows() -> BitfieldMask:
-    """512 tokens: a row of packed documents, and the same from back to front."""
+    """512 tokens: a row of packed documents, and the same row reversed."""
     row = BitfieldMask.pack([BitfieldMask.causal(1, 200), BitfieldMask.full(1, 120), BitfieldMask.causal(1, 192)])
     return BitfieldMask(torch.cat([row.bits, row.bits.flip(1)]), doc=torch.cat([row.doc, row.doc.flip(1)]))
 
@@ -38,7 +39,7 @@ def test_indices():
     assert torch.equal(order.gather(1, restore), torch.arange(512).expand(2, -1))
     assert order[:, :256].tolist() == shards.tokens(0).tolist()
     zigzag = torch_load_balancer(dealt(mask, "zigzag"))._generate_indices()
-    assert zigzag.shape == (1, 512)  # alike for both rows, so it deals tensors of any batch
+    assert zigzag.shape == (1, 512)  # identical for both rows, so it deals tensors of any batch
     assert torch.equal(zigzag, torch_cp._HeadTailLoadBalancer(512, 2, "cpu")._generate_indices().long())
 
 
@@ -81,7 +82,7 @@ def flex_ranks(rank: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_flex_attention_under_torchs_context_parallelism():
-    """The block mask of torch, made for our order, says what our mask says."""
+    """Torch's block mask for Interlace's order equals Interlace's mask."""
     mask = mask_of_two_rows()
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 2, 2, 16, torch.float32))
     wanted = bitfield_attention(q, k, v, mask)
@@ -95,7 +96,7 @@ def test_a_torch_without_the_hook_is_named(monkeypatch, missing):
     home = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
     if missing == "module":
         monkeypatch.setitem(sys.modules, home, None)
-    else:  # as it was at first: one order for the whole batch
+    else:  # older versions: one order for the whole batch
         one = lambda *_, **options: torch.arange(2)  # noqa: E731
         monkeypatch.setattr(torch_cp._HeadTailLoadBalancer, "_generate_indices", one)
     torch_balancer._balancer_class.cache_clear()

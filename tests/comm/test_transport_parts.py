@@ -1,4 +1,4 @@
-"""The parts that transports are made of, links that are emulated, and what is left behind when a transport is gone."""
+"""Components of transports, emulated links, and leftovers of a closed transport."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from interlace.comm import (
     run_local,
     traced,
 )
-from interlace.comm.rendezvous import Rendezvous
+from interlace.comm.process.agreement import NO_ARGUMENTS
+from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports import Copy, LocalHub, LocalTransport, emulated, queued, shm
-from interlace.comm.transports.base import NO_ARGUMENTS, peers_of
+from interlace.comm.transports.base import peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
 from interlace.comm.transports.queued import _LastProgress, _QueuedTicket
 from interlace.comm.transports.shm import Segment, ShmTransport, born
 from tests.comm.jobs import TIMEOUT, batches, data, grown, on_shm_threads, used
 
-# ---------------------------------------------------------------------- what is left
+# ---------------------------------------------------------------------- leftovers
 
 
 def leaks(rank: int, kind: str) -> tuple[dict[str, int], list[dict[str, tuple[int, int]]]]:
-    """What is held at first, and what there is more of after each way in which a transport may end."""
+    """Initial resources, and the growth after each way in which a transport may end."""
 
     def well() -> None:
         with connect(transport=kind, timeout=TIMEOUT) as group:
@@ -66,16 +67,16 @@ def leaks(rank: int, kind: str) -> tuple[dict[str, int], list[dict[str, tuple[in
     def late() -> str:
         with connect(transport=kind, timeout=TIMEOUT) as group:
             if rank == 1:
-                dist.barrier()  # rank 0 has given up
+                dist.barrier()  # rank 0 has aborted
             group.timeout = 0.3
             with pytest.raises(CommError) as error:
-                group.barrier()  # the late one may still find that the other had come
+                group.barrier()  # the late rank may still see that the other one had connected
                 group.barrier()
             if rank == 0:
                 dist.barrier()
             return str(error.value)
 
-    well()  # what is set up once per process
+    well()  # sets up once-per-process resources
     dist.barrier()
     first, more = used(), []
     for way in (well, forgotten, wrong, late):
@@ -144,7 +145,7 @@ def without_memory(rank: int) -> str:
     return f"{seen} | {error.value}"
 
 
-def test_too_little_memory_is_an_error_on_every_rank_or_another_transport(pool: Any) -> None:
+def test_shm_without_memory_fails_on_all_ranks_or_falls_back(pool: Any) -> None:
     for rank, text in enumerate(pool.returned(2, without_memory)):
         seen, error = text.split(" | ")
         assert ("No space left" in seen) == (rank == 0)
@@ -195,14 +196,14 @@ def test_an_exchange_refuses_what_it_cannot_use() -> None:
 def test_a_rank_that_waits_sleeps_until_it_is_rung_for() -> None:
     here, there = ends()
     assert here.wait(1, 1, 0.05) == Exchange.WAITING
-    threading.Timer(0.1, there.signal, [0]).start()  # runs: the wait has let go of the interpreter
+    threading.Timer(0.1, there.signal, [0]).start()  # runs only if the wait has released the GIL
     start, busy = time.monotonic(), time.thread_time()
     assert here.wait(1, 1, 100.0) == Exchange.DONE
     assert time.monotonic() - start < 30 and time.thread_time() - busy < 0.05
 
 
 def test_allocated_tensors_are_read_where_they_lie() -> None:
-    """Nothing is staged, views included; memory that is free again is used for the next tensor that fits."""
+    """No staging, views included; freed memory is reused for the next tensor that fits."""
 
     def rank(group: Transport) -> bool:
         staged: list[str] = []
@@ -271,13 +272,13 @@ def test_a_process_is_known_by_its_start() -> None:
     deadline = time.monotonic() + 60
     while born(child) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert born(child) is None  # nobody has waited for it yet: it still has an entry
+    assert born(child) is None  # not waited for yet: it still has an entry
     os.waitpid(child, 0)
     assert born(child) is None
 
 
 class ClockOfEachThread(threading.local):
-    """Stands still but for what the thread sleeps, which waits until it may end."""
+    """A clock that advances only by the thread's sleeps, which wait until they may end."""
 
     now = 0.0
     may_end = threading.Event()  # of all threads
@@ -291,7 +292,7 @@ class ClockOfEachThread(threading.local):
 
 
 def test_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1 s per batch on the link and 0.2 s on the way: the second batch is there 0.1 s after the first."""
+    """0.1 s per batch on the link and 0.2 s latency: the second batch arrives 0.1 s after the first."""
     clock, both_issued = ClockOfEachThread(), threading.Barrier(2, timeout=TIMEOUT)
     monkeypatch.setattr(emulated, "time", clock)
 
@@ -329,7 +330,7 @@ def test_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class _Payload:
-    """What the transport uses of NCCL, over gloo."""
+    """The part of NCCL that the transport uses, over gloo."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.ended = group, ""
@@ -375,7 +376,7 @@ def over_nccl(rank: int) -> list[str]:
 
 
 def test_the_transport_over_nccl_but_for_nccl(pool: Any) -> None:
-    """NCCL's all-to-all is played by gloo, since there is no GPU; order, headers and errors are the real ones."""
+    """Gloo replaces NCCL's all-to-all, as there is no GPU. Order, headers and errors are the real ones."""
     assert pool.returned(3, over_nccl) == [["shutdown", "abort"]] * 3
 
 
@@ -399,7 +400,7 @@ def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
 
 
 def test_a_wait_lasts_as_long_as_batches_before_it_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that goes on by what each wait waits for in vain; something moves in the midst of the first ten."""
+    """The clock advances by each unsuccessful wait; data moves during the first ten."""
     now, waits, progress = [100.0], list[float](), _LastProgress()
     monkeypatch.setattr(queued, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

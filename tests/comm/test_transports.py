@@ -1,4 +1,4 @@
-"""What every transport promises of copies, their order, signals and errors."""
+"""Guarantees of every transport: copies, their order, signals and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_any_copies_arrive_in_order(pool: Any, kind: str, world: int) -> None:
 
 @given_by_tier(25, 100, st.data())
 def test_pieces_of_any_tensors_pass_through_few_slots(draw: Any) -> None:
-    """Every rank sends any of its tensors to anybody, the same ones to several peers, in any order."""
+    """Every rank sends any of its tensors to any rank, the same ones to several peers, in any order."""
     world = draw.draw(st.integers(2, 4))
     lengths = draw.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=4))
     chosen = st.lists(st.integers(0, len(lengths) - 1), max_size=4)
@@ -100,7 +100,7 @@ def signals(group: Transport) -> list[str]:
         with pytest.raises(CommError, match="failed before") as error:
             group.signal(0)
         said.append(str(error.value))
-    dist.barrier()  # until then rank 0 is there, but gives none
+    dist.barrier()  # until then rank 0 is present, but sends no signal
     return said
 
 
@@ -111,7 +111,7 @@ def test_each_wait_takes_one_signal(pool: Any, kind: str) -> None:
 
 
 def barriers(group: Transport) -> list[float]:
-    """When each barrier was reached, and left, in turn."""
+    """Times at which each barrier was entered and left."""
     times = []
     for late in range(group.world):
         if late == group.rank:
@@ -133,7 +133,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(pool: Any, kind: str) -> N
 
 
 def failing(group: Transport, how: str) -> str:
-    """What this rank is told when rank 1 does something else; and that nothing works afterwards."""
+    """Error of this rank when rank 1 calls something else; afterwards every operation fails."""
     odd, peers = group.rank == 1, peers_of(group.rank, group.world)
     mine, length = torch.ones(6), 5 if odd and how == "sizes" else 6
     outgoing = [Copy(peer, mine[:length]) for peer in peers]
@@ -145,7 +145,7 @@ def failing(group: Transport, how: str) -> str:
 
     ticket = group.copy_batch(outgoing, [Copy(peer, torch.empty(6)) for peer in peers], label, then)
     with pytest.raises(CommError) as error:
-        # Where the callback fails, the others have got what they wanted, and miss this rank only later.
+        # If the callback fails, the other ranks have their data, and miss this rank only later.
         later = group.copy_batch([], [], "a later batch")
         ticket.wait()
         later.wait()
@@ -158,7 +158,7 @@ def failing(group: Transport, how: str) -> str:
 
 
 def forgets(group: Transport) -> str:
-    """Rank 1 lets go of its transport without closing it, which rank 0 then waits for."""
+    """Rank 1 drops its transport without closing it; rank 0 then waits for it."""
     if group.rank == 1:
         return ""
     with pytest.raises(CommError) as error:
@@ -179,7 +179,7 @@ def test_peers_of_a_transport_that_was_forgotten_are_told(pool: Any, kind: str) 
 
 
 def closes(rank: int, kind: str) -> tuple[bool, float, str]:
-    """Rank 0 closes while a batch waits for rank 1, which comes when it is over."""
+    """Rank 0 closes while a batch waits for rank 1, which comes afterwards."""
     group, said = connect(transport=kind, timeout=TIMEOUT), ""
     if rank == 0:
         ticket = group.copy_batch([Copy(1, torch.ones(4))], [Copy(1, torch.empty(4))], "the operation")
@@ -222,7 +222,7 @@ def test_a_failed_batch_fails_whenever_it_is_waited_for() -> None:
 def test_a_rank_that_does_something_else_is_named_everywhere(pool: Any, kind: str, how: str) -> None:
     said = on_ranks(pool, kind, 3, failing, how)
     assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said)), said
-    # A connection that closes may take what was said with it: over gloo, who was the cause is said by somebody.
+    # A closing connection may lose sent data: over gloo, at least one rank reports the cause.
     quantify = any if kind == "gloo" else all
     others = [said[0], said[2]]
     assert quantify("rank 1" in text for text in others), said

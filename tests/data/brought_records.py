@@ -1,4 +1,4 @@
-"""Records as people bring them, after files for other trainers, with what becomes of each: learnt, or refused."""
+"""Records in the formats of other trainers, and their expected results: learnt or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def cases(folder: Path) -> list[Case]:
-    """Writes the pictures into `folder` and returns the records."""
+    """Writes the images into `folder` and returns the records."""
     _pictures(folder)
     buffer = io.BytesIO()
     _noise(30, 30).save(buffer, "PNG")
@@ -108,7 +108,7 @@ def cases(folder: Path) -> list[Case]:
             ("b",),
             ignored=("messages[].mood",),
         ),
-        # Beside these: empty columns of tables, and two lists of turns.
+        # Further cases: empty columns of tables, and two lists of turns.
         Case("empty list of conversations", {"messages": [user("a"), said("b")], "conversations": None}, ("b",)),
         Case(
             "two lists of turns", {"messages": [user("a"), said("b")], "conversations": told}, refused=("key", "both")
@@ -149,7 +149,7 @@ def _pictures(folder: Path) -> None:
 
 
 def _deep(side: int) -> bytes:
-    """A PNG with 16 bits of each colour."""
+    """A PNG with 16 bits per colour channel."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,4 +1,4 @@
-"""Processors of several families with tokenizers trained here, and random chats with pictures of odd sizes."""
+"""Processors of several families with tokenizers trained here, and random chats with images of unusual sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.image_utils import load_image
 from transformers.utils import is_torchvision_available
 
-from interlace.data import chats_load
+from interlace.data.chats.encoding import load as chats_load
 
 WORDS = (
     "the cat sits on a red mat while it rains, and seven birds sing: \u00e9t\u00e9, \u732b, \U0001f426! What is this? "
@@ -89,7 +89,7 @@ class Family(NamedTuple):
 
 
 def trained(named: dict[str, str], more: tuple[str, ...] = (), *, size: int = 400) -> Any:
-    """A byte-level BPE tokenizer with these special tokens, the named ones as attributes."""
+    """A byte-level BPE tokenizer with these special tokens; the named ones are attributes."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -108,7 +108,7 @@ def trained(named: dict[str, str], more: tuple[str, ...] = (), *, size: int = 40
 
 
 def _loaded(folder: Path, name: str, tokenizer: Any, *parts: Any, template: str, **said: Any) -> Any:
-    """A processor as its folder has it, loaded by the code under test. parts: beside the tokenizer."""
+    """A processor as stored in its folder, loaded by the code under test. parts: all but the tokenizer."""
     for part in (tokenizer, *parts):
         part.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **said}))
@@ -117,7 +117,7 @@ def _loaded(folder: Path, name: str, tokenizer: Any, *parts: Any, template: str,
 
 
 def _video(name: str, **said: Any) -> list[Any]:
-    """The part for videos, where it can be made."""
+    """The video component, if it can be made."""
     return [getattr(transformers, name)(**said)] if VIDEOS else []
 
 
@@ -188,7 +188,7 @@ def qwen2_vl(folder: Path) -> Family:
 
 
 def qwen2_5_vl(folder: Path) -> Family:
-    """Whose video processor takes 2 frames a second."""
+    """Its video processor samples 2 frames per second."""
     pixels = transformers.Qwen2VLImageProcessorPil(size=SIZE)
     said = {"size": SIZE, "cap_pixels_per_frame": True, "do_sample_frames": True, "fps": 2}
     return _qwen(folder, "Qwen2_5_VLProcessor", pixels, "Qwen2VLVideoProcessor", **said)
@@ -273,7 +273,7 @@ FAMILIES = {
 
 
 def pictures(folder: Path, count: int, seed: int = 0) -> list[Path]:
-    """Pictures of odd sizes and kinds: some grey, some with transparent parts, some turned by their camera."""
+    """Images of unusual sizes and kinds: some grayscale, some with transparency, some rotated by their camera."""
     rng = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     paths = []
@@ -295,7 +295,7 @@ def pictures(folder: Path, count: int, seed: int = 0) -> list[Path]:
 
 
 def clips(folder: Path, count: int, seed: int = 0, rate: int = 16_000) -> list[Path]:
-    """Clips of odd lengths up to 2 s, some in stereo."""
+    """Clips of unusual lengths up to 2 s, some in stereo."""
     import soundfile
 
     rng = np.random.default_rng(seed)
@@ -310,7 +310,7 @@ def clips(folder: Path, count: int, seed: int = 0, rate: int = 16_000) -> list[P
 
 
 def videos(folder: Path, count: int) -> list[Path]:
-    """Of odd sizes, rates and lengths; one is turned by its camera."""
+    """Videos of unusual sizes, rates and lengths; one is rotated by its camera."""
     av = pytest.importorskip("av")
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -331,7 +331,7 @@ def videos(folder: Path, count: int) -> list[Path]:
 
 
 def watched(path: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """All frames of a video, and what is known of it."""
+    """All frames of a video, and its metadata."""
     import av
 
     with av.open(path) as container:
@@ -349,7 +349,7 @@ def heard(path: str) -> np.ndarray:
 
 
 def own(processor: Any, record: dict[str, Any], fps: float | None = None) -> Any:
-    """What HuggingFace makes of the record by itself, with files read here; of all frames it takes its own choice."""
+    """Output of HuggingFace's own call for the record, with files read here. HuggingFace samples from all frames."""
     messages = copy.deepcopy(record["messages"])
     about: list[Any] = []
     for part in (part for message in messages for part in message["content"]):

@@ -1,4 +1,4 @@
-"""Records and files that cannot be learnt from, of every kind, and odd ones that can."""
+"""Invalid records and files of every kind, and unusual ones that are valid."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.media import AudioSpec, ImageSpec
+from tests.data.chat_families import trained
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def user(text: Any) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def film(path: str) -> list[dict[str, Any]]:
     return [{"type": "video", "video": path}, {"type": "text", "text": "what?"}]
 
 
-# (kind, words that say what is wrong, the line in the file)
+# (kind, words of the error, the line in the file)
 FAULTS: list[tuple[str, str, str | bytes]] = [
     (
         "encoding",
@@ -184,7 +193,7 @@ FAULTS += [
     ),
 ]
 
-# Odd, and right as they are.
+# Unusual, but valid.
 RIGHT: dict[str, str] = {
     "line ends of Windows": talk(user("a"), said("b")) + "\r",
     "a palette with a transparent colour": talk(user(image("palette.png")), said("b")),
@@ -213,7 +222,7 @@ RIGHT: dict[str, str] = {
 
 
 def write_files(folder: Path) -> None:
-    """Good and broken files."""
+    """Writes valid and broken files."""
     import soundfile
 
     Image.new("RGB", (40, 24), "red").save(folder / "good.png")
@@ -233,7 +242,7 @@ def write_files(folder: Path) -> None:
         (folder / name).write_bytes(b"")
     (folder / "folder").mkdir()
     (folder / "bomb.png").write_bytes(_png(30_000, 30_000, 8, 2))
-    # Right ones.
+    # Valid.
     Image.new("P", (40, 24), 3).save(folder / "palette.png", transparency=3)
     Image.new("CMYK", (40, 24), (9, 90, 9, 9)).save(folder / "inks.jpg")
     Image.new("1", (40, 24), 1).save(folder / "bit.png")
@@ -248,7 +257,7 @@ def write_files(folder: Path) -> None:
     (folder / "drawing.svg").write_text(
         '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="24"><rect width="30" height="9" fill="#a03"/></svg>'
     )
-    # Sound.
+    # Valid.
     noise = 0.1 * np.random.default_rng(0).standard_normal((48_000, 2))
     soundfile.write(folder / "stereo.wav", noise[:22_050], 44_100)
     soundfile.write(folder / "8k.flac", noise[:4_000, 0], 8_000)
@@ -262,7 +271,7 @@ def write_files(folder: Path) -> None:
 
 
 def _png(width: int, height: int, depth: int, colours: int, pixel: bytes = b"") -> bytes:
-    """A PNG of one colour, or with a header alone."""
+    """A PNG of one colour, or only its header."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -282,3 +291,11 @@ def _write_film(path: Path) -> None:
             frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), shade, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+def chats(**tokens: Any) -> TokenizerFormat:
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>", "<audio>"))
+    specs: dict[str, Any] = {"vision": ImageSpec(8, 16), "audio": AudioSpec(8, 2.0)}
+    count = {"vision": lambda shape: shape[1] * shape[2] // 64, "audio": lambda shape: -(-shape[1] // 8)} | tokens
+    tags = {"vision": "<image>", "audio": "<audio>"}
+    return TokenizerFormat(tokenizer, TEMPLATE, name="the template", tags=tags, specs=specs, tokens=count)

@@ -1,5 +1,6 @@
-"""A small stamps folder written by the test itself: PNG, SVG, OGG and WAV files, captions, and every oddity of the
-real package plus broken files of each kind."""
+"""A small stamps folder written by the test itself: PNG, SVG, OGG and WAV files and captions. It has every peculiarity
+of the real package, and broken files of each kind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from interlace.data.stamps import KINDS, Settings
+from interlace.data.builtin.stamps import KINDS, Settings
 
 LANGUAGES = ("en", "fr", "ru")
 WORDS = {"en": "A thing number {}.", "fr": "Une chose numéro {}.", "ru": "Вещь номер {}."}
@@ -39,7 +40,7 @@ def write_captions(path: Path, number: int, languages: tuple[str, ...] = LANGUAG
 
 
 def build_tree(root: Path) -> Path:
-    """24 sound stamps in ``things``, oddities in ``odd``, broken files in ``broken``."""
+    """24 valid stamps in ``things``, unusual ones in ``odd``, broken files in ``broken``."""
     for folder in ("things", "odd", "broken"):
         (root / folder).mkdir(parents=True)
     rates = [44_100, 48_000, 22_050, 16_000, 8_000, 22_254]
@@ -54,7 +55,7 @@ def build_tree(root: Path) -> Path:
             name = f"{stem.name}_desc.ogg" if language == "en" else f"{stem.name}_desc_{language}.ogg"
             write_clip(stem.with_name(name), 0.2 + 0.03 * n, rate=rates[n % 6], channels=1 + n % 2, seed=100 * n + k)
     odd, broken = root / "odd", root / "broken"
-    # odd: usable, but unlike the rest
+    # odd: valid, but unusual
     write_captions(odd / "both.txt", 30)
     write_svg(odd / "both.svg", 'viewBox="0 0 40 20"')  # no width and height
     write_png(odd / "both.png", 40, 20)
@@ -74,7 +75,7 @@ def build_tree(root: Path) -> Path:
     write_clip(odd / "voiceonly_desc_fr.ogg", 0.5)
     (odd / "wordy.txt").write_text("word " * 400 + "\nfr.utf8=Un mot.\n")
     write_png(odd / "wordy.png", 30, 30)
-    # broken: each must be found, named, and left out
+    # broken: each must be found, reported by name, and left out
     for n, name in enumerate(("header", "pixels", "svg", "fonts", "clip", "middle", "text")):
         write_captions(broken / f"{name}.txt", 40 + n)
     (broken / "header.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
@@ -111,7 +112,7 @@ SETTINGS = Settings(
 
 
 def cached(cache: Path) -> Path:
-    """The tree where `fetch` puts the real one; returns its folder."""
+    """The tree in the place where `fetch` puts the real one; returns its folder."""
     root = build_tree(cache / "stamps/1/stamps")
     (cache / "stamps/1/complete.json").write_text("{}")
     return root

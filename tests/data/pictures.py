@@ -1,4 +1,4 @@
-"""A dataset whose decoding can be counted, slowed down and made to fail, in whichever process it happens."""
+"""A dataset whose decoding can be counted, slowed down and made to fail, in any process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from interlace.data.base import Reading
+from interlace.data.builtin.base import Reading
 from interlace.data.media import DecodeError
 from interlace.model.sample import Media, Sample
 
 
 class Pictures(Dataset[Sample], Reading):
-    """Sample i has i % 3 pictures and one sound; the numbers of both follow from (index, epoch, place) alone.
+    """Sample i has i % 3 images and one sound; the values of both follow from (index, epoch, place) alone.
 
-    folder: gets a line in `decoded` for each item that somebody decodes. seconds: that each takes. deadly: index ->
-    how many processes die of it. broken: indices that cannot be read.
+    folder: for each decoded item, a line is added to `decoded` there. seconds: duration of each decoding. deadly: index
+    -> number of processes that die of it. broken: indices that cannot be read.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Pictures(Dataset[Sample], Reading):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     def decoded(self) -> list[tuple[str, ...]]:
-        """(index, epoch, modality, number, process) of all that was decoded."""
+        """(index, epoch, modality, number, process) of all decoded items."""
         file = self.folder / "decoded"
         return [tuple(line.split()) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 class Killer:
-    """Kills workers of a pool, none of them twice."""
+    """Kills workers of a pool, each at most once."""
 
     def __init__(self, pool: Any, draw: Random) -> None:
         self.pool, self.draw, self.killed = pool, draw, set[int]()
 
     def kill(self) -> None:
-        """Kills one that runs; waits for one to run."""
+        """Kills a running worker; waits until one runs."""
         deadline = time.monotonic() + 60
         while not (left := [pid for pid in self.pool.pids() if pid not in self.killed]):
             assert time.monotonic() < deadline
@@ -104,7 +104,7 @@ class Killer:
         os.kill(pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until the pool has noticed all of it."""
+        """Waits until the pool has noticed all kills."""
         deadline = time.monotonic() + 60
         while self.pool.restarts < len(self.killed):
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Small tars as people have them, made in tmp_path."""
+"""Small tars in the layouts that users have, made in tmp_path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 def picture(
     width: int = 40, height: int = 24, colour: tuple[int, int, int] = (250, 10, 10), kind: str = "PNG"
 ) -> bytes:
-    """A picture of one colour."""
+    """An image of one colour."""
     file = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(file, kind)
     return file.getvalue()
@@ -41,7 +41,7 @@ def text(said: Any) -> bytes:
 
 
 def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.PAX_FORMAT) -> Path:
-    """A tar of these members in order."""
+    """A tar of these members, in this order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=form) as tar:
         for name, data in members.items():
@@ -52,7 +52,7 @@ def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.P
 
 
 def captioned(count: int, start: int = 0) -> dict[str, bytes]:
-    """Members of `count` samples: a picture of its own colour and size, and a caption."""
+    """Members of `count` samples: an image of its own colour and size, and a caption."""
     found: dict[str, bytes] = {}
     for number in range(start, start + count):
         found[f"{number:04d}.png"] = picture(16 + 8 * (number % 4), 24, (number % 256, 10, 200))

@@ -1,4 +1,4 @@
-"""Chat templates with the logic of well-known models' own, for tests of what is learnt."""
+"""Chat templates with the logic of well-known models, for tests of learnt spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats through a tokenizer and encoders put together: shapes, targets, cuts, files, what is kept and read again."""
+"""Chats through a tokenizer and separate encoders: shapes, targets, truncation, files, caching and rereading."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from interlace.data import IGNORE, DecodeError, load_chats
-from interlace.data.chats_examine import examine, shortened
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn, parse
-from interlace.data.chats_store import prepare
-from interlace.data.chats_tokens import Encoded, Item, TokenizerFormat
+from interlace.data.chats.encoding.tokens import Encoded, Item, TokenizerFormat
+from interlace.data.chats.examine import examine, shortened
+from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn, parse
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.store import prepare
 from interlace.data.media import ImageSpec, load_image
 from tests.data.chat_families import trained
-from tests.data.test_chats_faults import TEMPLATE, chats, image, said, talk, user
+from tests.data.chat_faults import TEMPLATE, chats, image, said, talk, user
 
 MARKED = TEMPLATE.replace(
     "{{ m['content'] }}<|im_end|>",
@@ -43,7 +43,7 @@ def _sizes(chat: Chat) -> list[tuple[int, int]]:
     return [(40, 24)] * len(chat.media)
 
 
-# --- the two shapes ---------------------------------------------------------------------------------------
+# --- the two formats --------------------------------------------------------------------------------------
 
 
 def test_all_shapes_say_the_same(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_targets_are_the_answers_that_are_learnt(template: str) -> None:
         run = encoded.ids[item.start : item.start + item.tokens]
         assert set(run) == {made.placeholders["vision"][0]}
         assert encoded.ids[item.start - 1] != run[0] != encoded.ids[item.start + item.tokens]
-    # With a placeholder for each picture it is what HuggingFace makes of the same messages.
+    # With a placeholder for each image the result equals HuggingFace's for the same messages.
     flat = [{**m, "content": m["content"]} for m in TALK["messages"]]
     expected = made.tokenizer.apply_chat_template(
         flat, chat_template=template, return_assistant_tokens_mask=template is MARKED, return_dict=True
@@ -129,7 +129,7 @@ def test_targets_are_the_answers_that_are_learnt(template: str) -> None:
 
 
 def test_white_space_behind_a_marked_answer_is_not_learnt() -> None:
-    """As behind one that is found without marks: generation stops at the end token."""
+    """As for an answer found without marks: generation stops at the end token."""
     chat = parse(TALK, Path("/"))
     learnt = []
     for template in (MARKED, MARKED.replace("<|im_end|>{% endgen", "<|im_end|>\n{% endgen")):
@@ -139,7 +139,7 @@ def test_white_space_behind_a_marked_answer_is_not_learnt() -> None:
 
 
 @pytest.mark.parametrize(("written", "says"), [("m['content'] | length", "generation"), ("''", "left out is 'a cat,")])
-def test_templates_that_rewrite_earlier_turns_are_refused_by_name(written: str, says: str) -> None:
+def test_templates_that_rewrite_earlier_turns_are_refused(written: str, says: str) -> None:
     forgetful = TEMPLATE.replace("{{ m['content'] }}", f"{{{{ m['content'] if loop.last else {written} }}}}")
     chat = parse(TALK, Path("/"))
     with pytest.raises(BrokenSampleError, match=f"the template .*{says}") as refused:
@@ -203,7 +203,7 @@ def encoded_samples(draw: st.DrawFn) -> Encoded:
 @given(encoded_samples(), st.integers(1, 40))
 def test_a_cut_leaves_whole_media_and_something_to_learn(encoded: Encoded, most: int) -> None:
     cut = shortened(encoded, most)
-    # By brute force: the longest beginning that ends with a target and cuts no medium.
+    # By brute force: the longest prefix that ends with a target and cuts no medium.
     spans: dict[int, tuple[int, int]] = {}
     for item in encoded.items:
         spans[item.medium] = (item.before, item.start + item.tokens)
@@ -270,7 +270,7 @@ def test_pictures_over_their_budget_are_scaled_down_or_refused(tmp_path: Path, s
         assert one.encoded is not None and one.encoded.items[0].shape == (3, 32, 32)
 
 
-# --- files, and what is kept of them ----------------------------------------------------------------------
+# --- files and caches -------------------------------------------------------------------------------------
 
 
 def _records(count: int) -> list[dict[str, Any]]:
@@ -325,7 +325,7 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     assert len(store) == 3 and len(store.encoded(0).items) == 1
 
 
-def test_what_was_prepared_is_kept_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
+def test_prepared_chats_are_cached_until_data_or_rules_change(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     path.write_text("\n".join(map(json.dumps, _records(4))))
     made = chats()
@@ -339,7 +339,7 @@ def test_what_was_prepared_is_kept_until_a_file_or_a_setting_changes(tmp_path: P
     assert prepare([path], _format(MARKED), Rules(), cache).folder != first.folder
     path.write_text("\n".join(map(json.dumps, _records(5))))
     assert len(prepare([path], made, Rules(), cache)) == 5
-    (first.folder / "ids.bin").write_bytes(b"")  # a torn folder is made again
+    (first.folder / "ids.bin").write_bytes(b"")  # a torn folder is rebuilt
     path.write_text("\n".join(map(json.dumps, _records(4))))
     assert len(prepare([path], made, Rules(), cache)) == 4
 
@@ -349,7 +349,7 @@ def test_media_are_compared_with_what_they_were(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
     assert len(prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")) == 1
-    Image.new("RGB", (40, 24), "red").save(tmp_path / "b.png")  # what was missing is there
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "b.png")  # the missing file exists now
     found = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
     assert len(found) == 2 and not found.left_out
     inode = (found.folder / "ids.bin").stat().st_ino
@@ -357,7 +357,7 @@ def test_media_are_compared_with_what_they_were(tmp_path: Path) -> None:
     again = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
     assert [item.shape for i in range(2) for item in again.encoded(i).items] == [(3, 40, 24), (3, 24, 40)]
     assert (again.folder / "ids.bin").stat().st_ino != inode
-    assert found.encoded(0).items[0].shape == (3, 24, 40)  # who has the old one open keeps it
+    assert found.encoded(0).items[0].shape == (3, 24, 40)  # a reader of the old one keeps it
 
 
 def test_other_counts_of_tokens_are_prepared_anew(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_other_counts_of_tokens_are_prepared_anew(tmp_path: Path) -> None:
         assert item.tokens == count(item.shape)
 
 
-def test_a_picture_that_changes_its_size_in_a_run_is_not_squeezed(tmp_path: Path) -> None:
+def test_image_resized_after_preparation_is_replaced_by_blank(tmp_path: Path) -> None:
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
     for name in "tv":
         (tmp_path / f"{name}.jsonl").write_text(talk(user(image("a.png")), said("b")))
@@ -388,7 +388,7 @@ def test_a_picture_that_changes_its_size_in_a_run_is_not_squeezed(tmp_path: Path
     assert train.blank_items == 1 and "when it was prepared" in train.report()
 
 
-def test_a_data_file_written_anew_in_a_run_gives_no_other_pictures(tmp_path: Path) -> None:
+def test_record_changed_after_preparation_yields_blank_image(tmp_path: Path) -> None:
     for name, color in (("a", "red"), ("b", "blue")):
         Image.new("RGB", (40, 24), color).save(tmp_path / f"{name}.png")
     for name in "tv":
@@ -445,7 +445,7 @@ def test_a_worker_process_reads_the_same_without_the_encoders(tmp_path: Path) ->
     assert sent.fingerprint() == train.fingerprint()
 
 
-def test_a_lost_file_is_counted_once_however_many_items_it_costs(tmp_path: Path) -> None:
+def test_missing_file_counts_one_blank_item_per_sample(tmp_path: Path) -> None:
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
     line = json.dumps({"messages": [user("<image>" * 12), said("b")], "images": ["a.png"] * 12})
     for name in "tv":

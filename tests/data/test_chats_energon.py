@@ -1,4 +1,4 @@
-"""Energon's datasets as they lie on a disk; and, where its package is installed, what that itself reads of them."""
+"""Energon's datasets as stored on disk. If the energon package is installed, its own reading is the oracle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interlace.data.chats_examine import examine
-from interlace.data.chats_files import ChatFileError, find
-from interlace.data.chats_records import Rules
-from interlace.data.chats_tar import ASKED
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.records import ChatFileError, find
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.files.tar import ASKED
 from interlace.data.opened import member_of, read_head
+from tests.data.chat_faults import chats
 from tests.data.tars import captioned, picture, text, write_tar
-from tests.data.test_chats_faults import chats
 
 yaml = pytest.importorskip("yaml")
 CAPTIONS = {
@@ -50,7 +50,7 @@ def test_parts_have_their_tars_and_leave_out_what_is_excluded(tmp_path: Path) ->
     assert names == ["0000.png", "0001.png", "0002.png", "0006.png", "0008.png"]
     assert _texts(folder / "val")[0] == ["0009.png", ASKED["image"], "this is number 9"]
     assert _texts(folder / "val", prompt="What?")[0][1] == "What?"
-    (folder / "val").mkdir()  # as where tars lie in folders that are called as the parts
+    (folder / "val").mkdir()  # as in folders of tars that have the names of splits
     assert len(_texts(folder / "val")) == 3
     with pytest.raises(ChatFileError, match=r"name one of them: .*/train, .*/val"):
         list(examine([folder], None, Rules(), tmp_path / "media"))
@@ -96,7 +96,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, dataset: Any, splits
 
 
 def test_energon_itself_reads_the_same(tmp_path: Path) -> None:
-    """Oracle: the package, on a dataset that its own preparation has described."""
+    """Oracle: the package, on a dataset described by its own preparation."""
     pytest.importorskip("megatron.energon")
     from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator

@@ -1,4 +1,4 @@
-"""Every planted fault is found, named by file and line, and costs its record alone."""
+"""Every planted fault is found and reported by file and line, and only its record is skipped."""
 
 from __future__ import annotations
 
@@ -8,34 +8,20 @@ from typing import Any
 import pytest
 
 from interlace import cli
-from interlace.data.chats_examine import examine
-from interlace.data.chats_files import ChatFileError, find
-from interlace.data.chats_page import Findings
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BROKEN, BrokenSampleError, parse
-from interlace.data.chats_store import prepare
-from interlace.data.chats_tokens import TokenizerFormat
-from interlace.data.media import AudioSpec, ImageSpec, decode_image
-from tests.data.chat_families import trained
-from tests.data.chat_faults import FAULTS, RIGHT, image, said, sound, talk, user, write_files
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def chats(**tokens: Any) -> TokenizerFormat:
-    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>", "<audio>"))
-    specs: dict[str, Any] = {"vision": ImageSpec(8, 16), "audio": AudioSpec(8, 2.0)}
-    count = {"vision": lambda shape: shape[1] * shape[2] // 64, "audio": lambda shape: -(-shape[1] // 8)} | tokens
-    tags = {"vision": "<image>", "audio": "<audio>"}
-    return TokenizerFormat(tokenizer, TEMPLATE, name="the template", tags=tags, specs=specs, tokens=count)
+from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.records import ChatFileError, find
+from interlace.data.chats.files.shapes import BROKEN, BrokenSampleError, parse
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.page import Findings
+from interlace.data.chats.store import prepare
+from interlace.data.media import decode_image
+from tests.data.chat_faults import FAULTS, RIGHT, TEMPLATE, chats, image, said, sound, talk, user, write_files
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Good and broken files."""
+    """Valid and broken files."""
     write_files(tmp_path)
     return tmp_path
 
@@ -204,7 +190,7 @@ def test_folders_that_datasets_did_not_write(tmp_path: Path) -> None:
         find([tmp_path / "train", tmp_path / "train"])
 
 
-def test_a_processor_of_another_model_is_an_error_and_no_broken_sample(folder: Path) -> None:
+def test_template_mismatch_raises_instead_of_skipping_samples(folder: Path) -> None:
     path = folder / "a.jsonl"
     path.write_text(GOOD)
     with pytest.raises(ChatFileError, match=r"a.jsonl:1: .*template"):

@@ -1,4 +1,4 @@
-"""Chats about a folder of pictures: each picture with its own answer, on one side, or left out by name."""
+"""Chats about a folder of images: each image has its own answer, belongs to one split, or is left out by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from interlace.cli import main
-from interlace.data.chats_folder import Answered, held_out
-from interlace.data.chats_shapes import parse
+from interlace.data.chats.files.picture_folder import Answered, held_out
+from interlace.data.chats.files.shapes import parse
 from tests.data.chat_faults import write_files
 
 
@@ -27,7 +27,7 @@ def records(path: Path) -> list[Any]:
 
 
 def answers(path: Path) -> dict[str, str]:
-    """Path of each picture -> what is to be said of it, as training reads the file."""
+    """Path of each image -> its answer, as training reads the file."""
     chats = [parse(record, path.parent) for record in records(path)]
     return {chat.media[0].path: chat.turns[1].parts[0].text for chat in chats}
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_used_is_left_out_by_name(tmp_path: Path, capsys: pytest.
     picture(folder / "__" / "3.png", 5)
     picture(folder / "<image>" / "4.png", 6)
     picture(folder / "5.png", 7)
-    (folder / "odd" / "loop.png").unlink()  # listed as a file nowhere
+    (folder / "odd" / "loop.png").unlink()  # never listed as a file
     out = tmp_path / "chats.jsonl"
     assert main(["data", "folder", str(folder), "--out", str(out)]) == 1
     told = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_linked_folders_and_captions_in_capitals_are_found(tmp_path: Path, capsy
     assert sorted(answers(out).values()) == ["cat", "data:dog"]
     inside = folder / "chats.jsonl"
     assert main(["data", "folder", str(folder), "--out", str(inside)]) == 1
-    assert sorted(answers(inside).values()) == ["cat", "data:dog"]  # not taken for inline data
+    assert sorted(answers(inside).values()) == ["cat", "data:dog"]  # not mistaken for inline data
     picture(tmp_path / "camera" / "IMG_0.JPG")
     (tmp_path / "camera" / "IMG_0.TXT").write_text("A boat.")
     assert main(["data", "folder", str(tmp_path / "camera"), "--out", str(tmp_path / "camera.jsonl")]) == 0

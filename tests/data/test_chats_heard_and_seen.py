@@ -1,4 +1,4 @@
-"""Clips and videos through whole checkpoints' processors: what HuggingFace's own call makes of samples and frames."""
+"""Clips and videos through processors of whole checkpoints, against HuggingFace's own call on samples and frames."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from interlace.data.chats import ChatDataset, load_chats
-from interlace.data.chats_examine import examine
-from interlace.data.chats_media import read_clip
-from interlace.data.chats_processor import ProcessorFormat
-from interlace.data.chats_records import Rules
-from interlace.model.whole_positions import GRID, SECONDS
+from interlace.data.chats.dataset import ChatDataset, load_chats
+from interlace.data.chats.encoding.media import read_clip
+from interlace.data.chats.encoding.processor import ProcessorFormat
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.sources import Rules
+from interlace.model.whole.positions import GRID, SECONDS
 from tests.data import chat_families
 
 Record = dict[str, Any]
@@ -58,7 +58,7 @@ def test_clips_are_those_of_huggingface(tmp_path: Path, count: int) -> None:
     assert heard > count / 2
 
 
-def test_clips_that_the_processor_would_cut_or_drop_are_left_out(tmp_path: Path) -> None:
+def test_clips_too_long_or_short_for_processor_are_left_out(tmp_path: Path) -> None:
     import soundfile
 
     family = chat_families.qwen2_audio(tmp_path / "model")
@@ -75,7 +75,7 @@ def test_clips_that_the_processor_would_cut_or_drop_are_left_out(tmp_path: Path)
     assert "2.5 s, of which Qwen2AudioProcessor keeps 2" in str(broken[0]) and "too short" in str(broken[1])
 
 
-def test_clips_of_another_rate_are_resampled_as_huggingface_does(tmp_path: Path) -> None:
+def test_clips_are_resampled_as_in_huggingface(tmp_path: Path) -> None:
     [mono, stereo] = chat_families.clips(tmp_path / "clips", 2, rate=11_025)
     try:
         from transformers.audio_utils import load_audio
@@ -120,7 +120,7 @@ def test_videos_are_those_of_huggingface(name: str, fps: float | None, tmp_path:
     records = []
     for number in range(count):
         records.append(chat_families.chat(rng, [moving[number % 4]], "video"))
-        if number % 2 and name != "smolvlm":  # which returns a chat's videos in place of its pictures
+        if number % 2 and name != "smolvlm":  # it returns a chat's videos in place of its images
             records[-1]["messages"][-2]["content"].append({"type": "image", "image": str(still[number % 6])})
     found = dataset(family, written(tmp_path / "data", records), fps)
     assert len(found) == count, found.report()
@@ -135,8 +135,8 @@ def test_videos_are_those_of_huggingface(name: str, fps: float | None, tmp_path:
 
 
 def check_pixels(media: list[Any], ids: torch.Tensor, family: chat_families.Family, out: Any) -> None:
-    """Of pictures and videos, each in the order of the text."""
-    if family.video is None:  # frames are pictures
+    """Compares images and videos, each in the order of the text."""
+    if family.video is None:  # frames are images
         if media:
             stacked = torch.stack([item.data for item in media])
             assert torch.equal(stacked, out["pixel_values"].reshape(stacked.shape))

@@ -1,4 +1,4 @@
-"""The index: what reading the files alone gives, whoever is killed on the way, whatever changes or tears."""
+"""The index gives the same records as the files alone, even after kills, changes and torn writes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import cli
-from interlace.data import chats_files, chats_index, chats_index_pool
-from interlace.data.chats_examine import examine
-from interlace.data.chats_files import ChatFileError, records
-from interlace.data.chats_look import look_at
-from interlace.data.chats_records import Rules, chat_of
-from interlace.data.chats_shapes import BrokenSampleError, stated
+from interlace.data.chats.encoding.headers import look_at
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files import index as chats_index
+from interlace.data.chats.files import index_pool as chats_index_pool
+from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.records import ChatFileError, records
+from interlace.data.chats.files.shapes import BrokenSampleError, stated
+from interlace.data.chats.files.sources import Rules, chat_of
+from tests.data.chat_faults import chats, said, talk, user
 from tests.data.tars import captioned, picture, write_tar
-from tests.data.test_chats_faults import chats, said, talk, user
 
 HEADERS = Rules(decode=False)
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that little data have many."""
+    """Small pieces, so that little data has many."""
     monkeypatch.setattr(chats_files, "PIECE", 2_000)
     monkeypatch.setattr(chats_index, "LARGE", 0)
 
 
 def _write(path: Path, count: int, start: int = 0) -> Path:
-    """Records of several lengths about eight pictures, some of them broken, blank lines between."""
+    """Records of several lengths about eight images, some of them broken, with blank lines between."""
     for number in range(8):
         place = path.parent / f"p{number}.png"
         if not place.exists():
@@ -57,7 +59,7 @@ def _write(path: Path, count: int, start: int = 0) -> Path:
 
 
 def _check(index: Any, files: list[Path], media: Path) -> None:
-    """Against reading the files in one go, without an index."""
+    """Compares with reading the files at once, without an index."""
     raws, known = index.block(0, len(index))
     expected = [raw for path in files for raw in records(path, media)]
     assert raws == expected
@@ -75,7 +77,7 @@ def _check(index: Any, files: list[Path], media: Path) -> None:
 
 
 def _made(index: Any) -> dict[str, float]:
-    """When each piece was made."""
+    """Creation time of each piece."""
     return {file.name: file.stat().st_mtime_ns for file in (index.folder / "pieces").iterdir()}
 
 
@@ -162,7 +164,7 @@ def test_what_is_appended_costs_what_is_new(tmp_path: Path) -> None:
 
 
 def test_a_last_line_that_grows_is_read_again(tmp_path: Path) -> None:
-    """Also where the piece it is in ended with the file."""
+    """Also if the piece that contains it ended with the file."""
     path, media = tmp_path / "a.jsonl", tmp_path / "cache" / "media"
     line = talk(user("a"), said("b" * (2_000 - len(talk(user("a"), said(""))))))
     path.write_text(line)
@@ -181,14 +183,14 @@ def test_a_touched_file_is_kept_and_a_changed_byte_is_noticed(tmp_path: Path) ->
     data = bytearray(path.read_bytes())
     at = data.index(b"word", 5_000)
     data[at : at + 4] = b"lord"
-    path.write_bytes(bytes(data))  # as long as before
+    path.write_bytes(bytes(data))  # the same length as before
     index = chats_index.load([path], HEADERS, media, processes=1)
     _check(index, [path], media)
     assert sum(when != before[name] for name, when in _made(index).items()) == 1
     stat = path.stat()
     data[at : at + 4] = b"ward"
     path.write_bytes(bytes(data))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # who hides it is found out by the record's checksum
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a hidden change is found by the record's checksum
     index = chats_index.load([path], HEADERS, media, processes=1)
     with pytest.raises(ChatFileError, match="has changed since it was indexed"):
         index.block(0, len(index))
@@ -218,7 +220,7 @@ def test_a_torn_index_is_made_anew(tmp_path: Path, victim: str, how: str) -> Non
             place.write_bytes(data[:middle] + (b"" if how == "cut" else bytes([data[middle] ^ 1]) + data[middle + 1 :]))
     if victim == "pieces":
         (folder / "index.json").unlink()
-    if (victim, how) == ("copied.jsonl", "flipped"):  # found out by the checksum of the record
+    if (victim, how) == ("copied.jsonl", "flipped"):  # found by the checksum of the record
         index = chats_index.load([path, tar], HEADERS, media, processes=1)
         with pytest.raises(ChatFileError, match="has changed"):
             index.block(0, len(index))
@@ -238,7 +240,7 @@ def test_a_picture_that_changed_since_is_looked_at_again(tmp_path: Path) -> None
     assert before[1] == after[1]
 
 
-# --- who is killed ----------------------------------------------------------------------------------------
+# --- kills ------------------------------------------------------------------------------------------------
 
 SLOW = """
 import sys, time
@@ -282,9 +284,7 @@ def test_who_is_killed_goes_on_behind_what_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_replaced_and_one_that_always_dies_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_index_worker_is_replaced_repeated_deaths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, media = _write(tmp_path / "a.jsonl", 100), tmp_path / "cache" / "media"
     real, asked = chats_index_pool._Worker.ask, []
 

@@ -1,4 +1,4 @@
-"""Keys of records: each is read, refused by name or listed as ignored, in all kinds of files, however they are read."""
+"""Keys of records: each is read, refused by name or listed as ignored, in all file formats and reading modes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from interlace import cli
-from interlace.data import chats_files, chats_index
-from interlace.data.chats_examine import Examined, examine
-from interlace.data.chats_keys import (
+from interlace.data.builtin.stamps_folder import SPLITS
+from interlace.data.chats.encoding.processor import ProcessorFormat
+from interlace.data.chats.encoding.tokens import ChatFormat, TokenizerFormat
+from interlace.data.chats.examine import Examined, examine
+from interlace.data.chats.files import index as chats_index
+from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.keys import (
     FILE_KEYS,
     LIMITS,
     RECORD,
@@ -29,19 +33,15 @@ from interlace.data.chats_keys import (
     TURNS,
     WEIGHTS,
 )
-from interlace.data.chats_processor import ProcessorFormat
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BrokenSampleError, parse
-from interlace.data.chats_store import prepare
-from interlace.data.chats_stream import ChatStream
-from interlace.data.chats_tokens import ChatFormat, TokenizerFormat
+from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.store import prepare
+from interlace.data.chats.stream import ChatStream
 from interlace.data.media import ImageSpec
-from interlace.data.stamps_folder import SPLITS
 from tests.data import chat_families
 from tests.data.brought_records import cases
-from tests.data.chat_faults import said, talk, user
+from tests.data.chat_faults import TEMPLATE, chats, said, talk, user
 from tests.data.templates import QWEN3, TOKENS
-from tests.data.test_chats_faults import TEMPLATE, chats
 
 KNOWN = {
     *RECORD,
@@ -71,7 +71,7 @@ def formats(folder: Path) -> dict[str, ChatFormat]:
 
 
 def learnt(one: Examined, made: ChatFormat) -> list[str]:
-    """What is learnt of a record, without the token that ends a turn; tags of thoughts and breaks are spaces."""
+    """Learnt text of a record, without the end-of-turn token; tags of thoughts and breaks are spaces."""
     assert one.encoded is not None
     runs: list[list[int]] = []
     pairs = list(zip(one.encoded.ids, one.encoded.targets, strict=True))
@@ -105,7 +105,7 @@ def test_records_as_people_bring_them(tmp_path: Path) -> None:
     [("tools", "[]"), ("objects", {"ref": [], "bbox": []}), ("objects", {"ref": None}), ("bbox", [[]])],
 )
 def test_a_refused_key_without_content_is_passed_over(key: str, value: Any, tmp_path: Path) -> None:
-    """As tables write it where a row has none: a struct of empty lists, JSON in a column of text."""
+    """Empty values as tables write them: a struct of empty lists, JSON in a text column."""
     record = {"messages": [user("what?"), said("b")]}
     assert parse(record | {key: value}, tmp_path) == parse(record, tmp_path)
 
@@ -149,7 +149,7 @@ def test_an_unknown_key_anywhere_is_listed(where: str, key: str, value: Any) -> 
 
 @pytest.mark.parametrize("where", sorted(PLACES))
 def test_a_known_key_anywhere_is_read_refused_or_listed(where: str) -> None:
-    """With a value that means something: the chat is another one, or the key is named."""
+    """With a meaningful value, the chat changes or the key is reported."""
     before = parse(BASE, Path("/"))
     for key in sorted(KNOWN):
         for value in (False, True, 0, 3, "x", [1], {"a": 1}):
@@ -164,12 +164,12 @@ def test_a_known_key_anywhere_is_read_refused_or_listed(where: str) -> None:
                 assert str(error)
                 continue
             listed = any(name.rpartition(".")[2] == key for name in chat.ignored)
-            harmless = key in WEIGHTS and not value  # a turn that is not learnt anyway
+            harmless = key in WEIGHTS and not value  # a turn that is not learnt in any case
             assert chat != before or listed or harmless, (where, key, value)
             assert listed or chat.turns != before.turns or chat.kind != before.kind or harmless, (where, key, value)
 
 
-# --- all kinds of files -----------------------------------------------------------------------------------
+# --- all file formats ---------------------------------------------------------------------------------------
 
 ROW = {
     "messages": [user("<image>what?"), {**said("b"), "loss": True, "mood": "glad"}],
@@ -214,10 +214,10 @@ def test_every_kind_of_file_keeps_the_keys(kind: str, tmp_path: Path) -> None:
     for one in examine([path], made, Rules(), tmp_path / "media"):
         assert one.broken is None and one.chat is not None and one.encoded is not None, one.broken
         assert set(one.chat.ignored) == IGNORED
-        assert one.encoded.items[0].shape == (3, 8, 16)  # of at most 256 pixels
+        assert one.encoded.items[0].shape == (3, 8, 16)  # at most 256 pixels
     store = prepare([path], made, Rules(), tmp_path / "cache")
     assert store.chat(3).media[0].limits.max_pixels == 256 and store.encoded(3).items[0].shape == (3, 8, 16)
-    sent = pickle.loads(pickle.dumps(store))  # as worker processes and tasks of Ray have it
+    sent = pickle.loads(pickle.dumps(store))  # as in worker processes and tasks of Ray
     assert made.load(sent.chat(3), sent.encoded(3))[0].shape == (3, 8, 16)
     stream = ChatStream([path], made, Rules(), tmp_path / "cache")
     samples = [sample for shard in range(stream.shards) for sample in stream.read(shard, 0)]
@@ -265,7 +265,7 @@ def test_the_docs_records_have_no_unknown_key() -> None:
 def test_check_lists_what_is_ignored_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(0)
     lines = [talk(user("a"), said("b"), **{f"key{number}": 1}) for number in range(30)]
-    lines += [talk(user("a"), said("b"), key3=2, tools=[{"name": "f"}])]  # left out: its other keys do not matter
+    lines += [talk(user("a"), said("b"), key3=2, tools=[{"name": "f"}])]  # left out: its other keys are irrelevant
     lines += [talk(user("a"), said("b", mood=1)) for _ in range(3)]
     lines += ['{"text": "x"}'] * 250
     rng.shuffle(lines)

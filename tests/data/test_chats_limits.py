@@ -1,4 +1,4 @@
-"""Limits that a record sets for a picture or a video: what HuggingFace makes with the same limits, frame by frame."""
+"""Limits that a record sets for an image or a video, against HuggingFace with the same limits, frame by frame."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from interlace.data.chats import load_chats
-from interlace.data.chats_examine import Examined, examine
-from interlace.data.chats_processor import ProcessorFormat
-from interlace.data.chats_records import Rules
+from interlace.data.chats.dataset import load_chats
+from interlace.data.chats.encoding.processor import ProcessorFormat
+from interlace.data.chats.examine import Examined, examine
+from interlace.data.chats.files.sources import Rules
 from interlace.data.media import ImageSpec, decode_image
 from tests.data import chat_families
-from tests.data.chat_faults import said, talk, user
-from tests.data.test_chats_faults import chats
+from tests.data.chat_faults import chats, said, talk, user
 
-FACTOR = 28  # pixels of a side that Qwen2-VL makes one token of
+FACTOR = 28  # pixels per side of a token of Qwen2-VL
 
 
 def asked(*items: Any) -> str:
@@ -74,14 +73,14 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
     ]
     resized = {"resized_height": 60, "resized_width": 100}
     lines = [asked(*(picture(**each) for each in limits), picture(**resized))]
-    # The same limits of a listed file, and of an item that takes it.
+    # The same limits of a listed file, and of an item that inherits them.
     lines.append(talk(user("<image>what?"), said("b"), images=[{"path": "a.png", **limits[1]}]))
     lines.append(talk(user([{"type": "image", **limits[1]}]), said("b"), images=["a.png"]))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     found, _ = load_chats([tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(qwen), Rules(), cache=tmp_path / "cache")
     assert len(found) == len(lines), found.report()
 
-    reader = type(qwen.processor.image_processor)  # for torchvision where that is installed
+    reader = type(qwen.processor.image_processor)  # the torchvision version, if installed
 
     def own(image: Image.Image, **said: Any) -> Any:
         size = chat_families.SIZE
@@ -91,7 +90,7 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
         return reader(**given)([image], return_tensors="pt")
 
     wanted = [own(image, **each) for each in limits]
-    wanted.append(own(image.resize((4 * FACTOR, 2 * FACTOR), Image.Resampling.BICUBIC)))  # the multiples next to it
+    wanted.append(own(image.resize((4 * FACTOR, 2 * FACTOR), Image.Resampling.BICUBIC)))  # the nearest multiples
     sample = found.sample(0)
     for item, other in zip(sample.media["vision"], wanted, strict=True):
         assert list(item.about["grid_thw"]) == other["image_grid_thw"][0].tolist()
@@ -100,7 +99,7 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
     assert [item.tokens for item in sample.media["vision"]] == tokens and len(set(tokens)) > 4
     assert int((sample.input_ids == qwen.placeholder).sum()) == sum(tokens)
     for index in (1, 2):
-        [item] = pickle.loads(pickle.dumps(found)).sample(index).media["vision"]  # as a worker process has it
+        [item] = pickle.loads(pickle.dumps(found)).sample(index).media["vision"]  # as in a worker process
         assert torch.equal(item.data, wanted[1]["pixel_values"])
 
 
@@ -139,7 +138,7 @@ def test_limits_of_pictures_for_modules(tmp_path: Path) -> None:
 
 
 def film(path: Path, count: int, rate: int = 8) -> list[int]:
-    """A video whose frames are grey, each darker than the one before; the shades."""
+    """A video of gray frames, each darker than the one before; returns the shades."""
     av = pytest.importorskip("av")
     shades = [250 - 240 * number // max(1, count - 1) for number in range(count)]
     with av.open(str(path), "w") as container:
@@ -153,17 +152,17 @@ def film(path: Path, count: int, rate: int = 8) -> list[int]:
 
 
 def seen(folder: Path, line: str) -> list[float]:
-    """The shades of the frames that a model of modules is given."""
+    """The shades of the frames that a model of modules gets."""
     made = chats()
     one = looked(folder, line, made)
     assert one.broken is None and one.chat is not None and one.encoded is not None, one.broken
     return [float(data.mean() * 127.5 + 127.5) for data in made.load(one.chat, one.encoded)]
 
 
-def test_videos_of_modules_show_the_part_and_the_frames_that_are_asked_for(tmp_path: Path) -> None:
+def test_video_options_select_the_time_range_and_frames(tmp_path: Path) -> None:
     shades = film(tmp_path / "a.mp4", 32)  # 4 s
     everything = seen(tmp_path, asked(video()))
-    assert len(everything) == 4  # one a second, from the middle of each
+    assert len(everything) == 4  # one per second, from the middle of each
     assert np.allclose(everything, [shades[8 * second + 4] for second in range(4)], atol=4)
     second = seen(tmp_path, asked(video(video_start=2, video_end=3, nframes=4)))
     assert np.allclose(second, [shades[16 + 1], shades[16 + 3], shades[16 + 5], shades[16 + 7]], atol=4)

@@ -1,4 +1,4 @@
-"""Whole checkpoints' processors: token by token and pixel by pixel what HuggingFace's own call makes of a chat."""
+"""Processors of whole checkpoints: token by token and pixel by pixel equal to HuggingFace's own call for a chat."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import IGNORE, Media, chats_load
-from interlace.data.chats import ChatDataset, load_chats
-from interlace.data.chats_examine import examine
-from interlace.data.chats_processor import ProcessorFormat
-from interlace.data.chats_records import Rules
+from interlace.data import IGNORE, Media
+from interlace.data.chats.dataset import ChatDataset, load_chats
+from interlace.data.chats.encoding import load as chats_load
+from interlace.data.chats.encoding.processor import ProcessorFormat
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.sources import Rules
 from tests.data import chat_families
 
 
@@ -32,7 +33,7 @@ def _dataset(family: Any, file: Path, cache: Path, **rules: Any) -> ChatDataset:
 
 
 def _expected(family: Any, record: Any, *, prompt: bool = False) -> Any:
-    """What HuggingFace makes of the record, all by itself; prompt: of the turns before its first answer."""
+    """HuggingFace's own result for the record. prompt: for the turns before its first answer."""
     messages = copy.deepcopy(record["messages"])
     if prompt:
         messages = messages[: [message["role"] for message in messages].index("assistant")]
@@ -50,7 +51,7 @@ def _pixels(out: Any) -> torch.Tensor:
     values = out["pixel_values"]
     if "image_grid_thw" in out or values.dim() == 4:
         return values
-    if "image_sizes" in out:  # tiles padded to the picture with most
+    if "image_sizes" in out:  # tiles padded to the image with the most tiles
         return torch.cat([tiles[(tiles.flatten(1) != 0).any(1)] for tiles in values])
     return values.flatten(0, 1)
 
@@ -76,7 +77,7 @@ def compare(name: str, folder: Path, count: int) -> None:
     _write(folder / "validation.jsonl", records[:1])
     dataset = _dataset(family, _write(folder / "train.jsonl", records), folder / "cache")
     assert len(dataset) == count and not dataset.failures
-    sent = pickle.loads(pickle.dumps(dataset))  # as a worker process gets it
+    sent = pickle.loads(pickle.dumps(dataset))  # as in a worker process
     for index in range(min(count, 4)):
         pairs = zip(
             sent.sample(index).media.get("vision", []), dataset.sample(index).media.get("vision", []), strict=True
@@ -144,7 +145,7 @@ def test_drawings_cost_their_record_alone(tmp_path: Path) -> None:
 def test_what_smolvlm_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.smolvlm import processing_smolvlm
 
-    monkeypatch.setattr(processing_smolvlm, "num2words", None)  # as where it is not installed
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)  # as if it were not installed
     with pytest.raises(ValueError, match=r"no processor can be loaded: .*pip install num2words"):
         chat_families.smolvlm(tmp_path / "model")
 

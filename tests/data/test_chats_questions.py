@@ -1,4 +1,4 @@
-"""Chats whose records say that they are questions: which they are, and each with the media of another."""
+"""Chats with records marked as questions: their selection, and pairing with the media of another question."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import torch
 from PIL import Image
 
 from interlace.data import ChatDataset, load_chats
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BrokenSampleError, parse
-from tests.data.chat_faults import said, user
-from tests.data.test_chats_faults import chats
+from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.sources import Rules
+from tests.data.chat_faults import chats, said, user
 
 SIZES = {"red": (16, 16), "green": (24, 8), "blue": (32, 16)}
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> ChatDataset:
-    """Pictures of three colours and sizes, questions about their colour, and chats that are none."""
+    """Images of three colours and sizes, questions about their colour, and chats that are not questions."""
     records: list[dict[str, Any]] = []
     for colour, size in SIZES.items():
         Image.new("RGB", size, colour).save(tmp_path / f"{colour}.png")
@@ -47,7 +46,7 @@ def test_questions_are_those_that_name_their_kind(dataset: ChatDataset) -> None:
     assert [dataset.kind(index) for index in (0, 1, 6, 7)] == ["colour", "vision", "which", "sum"]
 
 
-def test_a_question_with_the_media_of_another_differs_in_these_alone(dataset: ChatDataset) -> None:
+def test_question_with_swapped_media_changes_only_the_media(dataset: ChatDataset) -> None:
     red, green, blue = dataset.questions()["colour"]
     own = dataset.asked(red)
     for other in (green, blue):
@@ -58,11 +57,11 @@ def test_a_question_with_the_media_of_another_differs_in_these_alone(dataset: Ch
         assert torch.equal(shown.input_ids[shown.input_ids != token], own.input_ids[own.input_ids != token])
         assert int((shown.input_ids == token).sum()) == shown.media["vision"][0].tokens
         assert torch.equal(shown.labels[shown.labels >= 0], own.labels[own.labels >= 0])
-    assert torch.equal(dataset.asked(red).input_ids, own.input_ids)  # nothing has stuck
+    assert torch.equal(dataset.asked(red).input_ids, own.input_ids)  # no state is left
 
 
 def test_media_of_another_are_read_as_the_model_reads_them(dataset: ChatDataset, monkeypatch: Any) -> None:
-    """A whole checkpoint's processor looks at videos in its own way."""
+    """A whole checkpoint's processor has its own preprocessing of videos."""
     red, green, _ = dataset.questions()["colour"]
     looked: list[str] = []
     own = dataset.format.look

@@ -1,4 +1,4 @@
-"""Clips and videos in chats: lengths from headers, frames by rate and budget, what cannot be read is found."""
+"""Clips and videos in chats: lengths from headers, frames by rate and budget, unreadable files are found."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 import torch
 from PIL import Image
 
-from interlace.data.chats import load_chats
-from interlace.data.chats_examine import examine
-from interlace.data.chats_look import look_at
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BrokenSampleError, parse
-from interlace.data.chats_store import prepare
-from interlace.data.chats_tokens import TokenizerFormat
-from interlace.data.chats_video import VideoSpec, _time, read_frames, video_size
+from interlace.data.chats.dataset import load_chats
+from interlace.data.chats.encoding.headers import look_at
+from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.chats.encoding.video import VideoSpec, _time, read_frames, video_size
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.store import prepare
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, load_audio
 from tests.data.chat_families import trained
-from tests.data.test_chats_faults import TEMPLATE, said, talk, user
+from tests.data.chat_faults import TEMPLATE, said, talk, user
 
 COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250), (240, 240, 20), (20, 240, 240)]
 
@@ -49,7 +49,7 @@ def _sound(path: Path, seconds: float, rate: int = 16_000) -> Path:
 
 
 def _video(path: Path, seconds: int, rate: int = 4) -> Path:
-    """A colour per second."""
+    """A video with one colour per second."""
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=Fraction(rate))
@@ -103,7 +103,7 @@ def test_frames_follow_the_rate_and_the_budget(tmp_path: Path, seconds: int, rul
     items = sample.media["vision"]
     assert [item.shape for item in items] == [(3, 24, 40)] * frames
     assert int((sample.input_ids == train.format.placeholders["vision"][0]).sum()) == 15 * frames
-    # Frame k shows the second in which the middle of its part lies.
+    # Frame k shows the second that contains the middle of its part.
     for number, item in enumerate(items):
         colour = COLOURS[int((number + 0.5) * seconds / frames)]
         assert item.data is not None
@@ -134,7 +134,7 @@ def test_videos_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_frames_without_a_time_are_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _video(tmp_path / "a.mp4", 2)
-    monkeypatch.setattr("interlace.data.chats_video._time", _refused)
+    monkeypatch.setattr("interlace.data.chats.encoding.video._time", _refused)
     with pytest.raises(BrokenSampleError, match="does not say when"):
         video_size(str(path), decode=False)
     with pytest.raises(DecodeError, match="does not say when"):

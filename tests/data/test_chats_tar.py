@@ -1,4 +1,4 @@
-"""Tars of WebDataset and Energon's datasets: what becomes of their members, read where they are; and broken ones."""
+"""Tars of WebDataset and Energon: handling of their members, read in place; and broken tars."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from interlace.data import load_chats
-from interlace.data.chats_examine import examine
-from interlace.data.chats_files import ChatFileError, find
-from interlace.data.chats_records import Rules
-from interlace.data.chats_tar import ASKED, braces
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.records import ChatFileError, find
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.files.tar import ASKED, braces
 from interlace.data.opened import member_of, opened
+from tests.data.chat_faults import chats
 from tests.data.tars import captioned, clip, picture, text, write_tar
-from tests.data.test_chats_faults import chats
 
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "a red one"}]
 
@@ -35,7 +35,7 @@ def _said(one: Any) -> list[tuple[str, str]]:
     return [(part.kind, part.text or member_of(part.path).name) for turn in one.chat.turns for part in turn.parts]
 
 
-# --- what a sample says -----------------------------------------------------------------------------------
+# --- contents of a sample ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_several_pictures_and_a_clip_take_their_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_are_read_where_they_are(tmp_path: Path, form: int) -> None:
-    """Bytes through a window are those that tarfile extracts, for pixels and for sound; names of any length."""
+    """Bytes read through a window equal tarfile's, for pixels and for sound; names of any length."""
     members = {
         ("d" * 90 + "/" if form != tarfile.USTAR_FORMAT else "") + "n" * 60 + f"{n}.png": picture(8 * n, 24)
         for n in (1, 2, 3)
@@ -105,8 +105,8 @@ def test_members_are_read_where_they_are(tmp_path: Path, form: int) -> None:
                     assert np.array_equal(soundfile.read(file)[0], soundfile.read(io.BytesIO(whole))[0])
 
 
-def test_a_dataset_of_tars_gives_what_the_same_chats_in_files_give(tmp_path: Path) -> None:
-    """Oracle: members extracted, the records as JSON lines."""
+def test_tar_shards_yield_the_same_samples_as_json_lines(tmp_path: Path) -> None:
+    """Oracle: extracted members, with the records as JSON lines."""
     members = captioned(24)
     shards = [
         write_tar(tmp_path / f"s-{n:02d}.tar", dict(list(members.items())[16 * n : 16 * n + 16])) for n in range(3)
@@ -134,7 +134,7 @@ def test_a_dataset_of_tars_gives_what_the_same_chats_in_files_give(tmp_path: Pat
     assert not list(cache.rglob("*.png")), "nothing is unpacked"
 
 
-# --- what is broken ---------------------------------------------------------------------------------------
+# --- broken tars ------------------------------------------------------------------------------------------
 
 GOOD = {"a.png": picture(), "a.txt": b"a"}
 
@@ -180,7 +180,7 @@ def test_members_in_two_places_are_told(tmp_path: Path) -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_tar_that_was_cut_or_damaged_never_ends_in_silence(tmp_path_factory: Any, data: st.DataObject) -> None:
-    """Whatever the place, samples before it are there and the loss is told."""
+    """At any place, samples before the damage are read and the loss is reported."""
     folder = tmp_path_factory.mktemp("cut")
     path = write_tar(folder / "s.tar", captioned(6))
     whole = path.read_bytes()
@@ -207,7 +207,7 @@ def test_a_tar_that_was_cut_or_damaged_never_ends_in_silence(tmp_path_factory: A
         assert len(good) < 6 and len(good) >= complete - 1
 
 
-def test_compressed_tars_and_names_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_compressed_missing_and_empty_tars_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "s.tar", GOOD)
     (tmp_path / "s.tar").rename(tmp_path / "s.tar.gz")
     with pytest.raises(ChatFileError, match="decompress"):

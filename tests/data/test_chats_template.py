@@ -1,4 +1,4 @@
-"""Learnt spans: which tokens of a chat are learnt, through templates with the logic of well-known models."""
+"""Learnt spans: tokens of a chat that are learnt, with the template logic of well-known models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from interlace.data.chats_examine import examine
-from interlace.data.chats_page import Findings
-from interlace.data.chats_processor import ProcessorFormat
-from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import BrokenSampleError, parse
-from interlace.data.chats_tokens import TokenizerFormat
+from interlace.data.chats.encoding.processor import ProcessorFormat
+from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.chats.examine import examine
+from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.page import Findings
 from tests.data.chat_families import llava, pictures, trained
 from tests.data.chat_faults import said, user
 from tests.data.templates import GLM4, LLAMA3, LLAVA15, MISTRAL, QWEN3, R1, THINKING, TOKENS
@@ -58,7 +58,8 @@ def test_answers_of_both_rounds_and_what_ends_them(template: str, wanted: list[s
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3, MISTRAL, R1, THINKING, GLM4])
 def test_prompts_are_those_of_huggingface(template: str) -> None:
-    """Rendered as for its generate; an answer cut short would end with the empty thought that Qwen3's writes."""
+    """Rendered as for its generate; a truncated answer would end with the empty thought that Qwen3's template
+    writes."""
     made = TokenizerFormat(TOKENIZER, template, name="the template", tags={}, specs={}, tokens={})
     prompt = parse({"messages": list(ROUNDS)}, Path("/")).prompt()
     wanted = TOKENIZER.apply_chat_template(
@@ -68,7 +69,7 @@ def test_prompts_are_those_of_huggingface(template: str) -> None:
     assert encoded.ids == wanted["input_ids"] and not any(encoded.targets)
 
 
-def test_a_template_without_a_generation_prompt_shows_it_in_an_answer() -> None:
+def test_missing_generation_prompt_is_inferred_from_an_answer() -> None:
     plain = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}</s>{% endfor %}"
     made = TokenizerFormat(TOKENIZER, plain, name="the template", tags={}, specs={}, tokens={})
     _, encoded = made.encode_prompt(parse({"messages": [user("a"), said("b")]}, Path("/")).prompt(), [])
@@ -84,7 +85,7 @@ def test_thoughts_are_learnt_where_the_template_keeps_them() -> None:
     thought = said("<think>2 + 3</think>Five.")
     assert learnt(QWEN3, user("a"), thought) == [f"<think>\n2 + 3\n</think>\n\nFive.{END}"]
     assert learnt(MISTRAL, user("a"), thought) == [" <think>2 + 3</think>Five.</s>"]
-    # The generation prompt has the tag already.
+    # The generation prompt already has the tag.
     assert learnt(THINKING, user("a"), said("<think>\n2 + 3\n</think>\nFive.")) == [f"2 + 3\n</think>\nFive.{END}"]
     assert learnt(MISTRAL, user("a"), said("t <think>t</think>")) == [" t <think>t</think></s>"]
 
@@ -103,7 +104,7 @@ def test_a_thought_that_the_template_cuts_refuses_its_record(template: str, mess
     assert refused.value.kind == "template"
 
 
-def test_a_cut_thought_of_a_turn_that_is_not_learnt_costs_nothing() -> None:
+def test_thought_cut_from_turn_without_loss_is_accepted() -> None:
     before = said("<think>2 + 3</think>Five.", loss=False)
     assert learnt(QWEN3, user("a"), before, user("b"), said("c")) == [f"c{END}"]
 
@@ -118,7 +119,7 @@ def test_white_space_around_an_answer_is_as_the_template_has_it() -> None:
     assert learnt(MISTRAL, user("a"), said(" b ")) == ["  b </s>"]
 
 
-def test_a_template_that_marks_answers_and_cuts_thoughts_refuses_them_too() -> None:
+def test_generation_marks_do_not_allow_cut_thoughts() -> None:
     marked = R1.replace("content + '</s>'", "content").replace(
         "{{ '<|Assistant|>' + content }}", "<|Assistant|>{% generation %}{{ content + '</s>' }}{% endgeneration %}"
     )
@@ -139,7 +140,7 @@ def test_the_characters_of_marks_are_refused_in_texts() -> None:
 
 def test_an_end_is_added_behind_each_answer() -> None:
     assert learnt(GLM4, *ROUNDS, end="</s>") == ["\nYes.</s>", "\nNo.</s>"]
-    with pytest.raises(BrokenSampleError, match="behind data"):  # which begins the next turn, too
+    with pytest.raises(BrokenSampleError, match="behind data"):  # it also begins the next turn
         learnt(GLM4, *ROUNDS, end="<|user|>")
     assert learnt(GLM4, user("a"), said("b", loss=False), user("c"), said("<think>t</think>"), end="</s>") == [
         "\n<think>t</think></s>"

@@ -1,4 +1,4 @@
-"""Decoded items that the processes of a node share: whole or absent, bounded, gone with the last user."""
+"""Decoded items shared by the processes of a node: complete or absent, bounded, removed with the last user."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.data import decoded
-from interlace.data.decoded import Decoded, Place
+from interlace.data.workers import decode_cache as decoded
+from interlace.data.workers.decode_cache import Decoded, Place
 from tests import forkserver
 
 
@@ -24,7 +24,7 @@ def where(tmp_path: Path) -> Place:
 
 @pytest.mark.parametrize("dtype", decoded.DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (3, 200, 301), (2, 1, 2, 1, 2, 1, 2, 1)])
-def test_what_is_kept_comes_back_bit_for_bit_and_is_the_readers_own(where, dtype, shape):
+def test_cached_item_is_bit_identical_and_a_private_copy(where, dtype, shape):
     kept, item = Decoded(where), torch.randn(shape, dtype=torch.float64).to(dtype)
     assert kept.get((1, "vision", 0)) is None and not kept.has((1, "vision", 0))
     fits = item.nbytes < 0.9 * where.limit
@@ -37,21 +37,21 @@ def test_what_is_kept_comes_back_bit_for_bit_and_is_the_readers_own(where, dtype
         assert second is not None and torch.equal(second, item)
         assert kept.get((1, "vision", 1)) is None and kept.get((1, "audio", 0)) is None
         kept.close()
-        assert torch.equal(second, item)  # also when the folder is gone
+        assert torch.equal(second, item)  # also after the folder is removed
     kept.close()
 
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 14), st.integers(1, 60)), min_size=1, max_size=60))
 def test_the_bound_holds_and_what_was_used_last_stays(tmp_path_factory, uses):
-    """Against a dict in the order of use: what the folder has was used after all that it lacks."""
+    """Against a dict in the order of use: all items in the folder were used after all missing ones."""
     kept = Decoded(Place(tmp_path_factory.mktemp("bound") / f"{decoded.PREFIX}a", 100_000))
     order: dict[int, int] = {}
     for clock, (key, kib) in enumerate(uses):
         if kept.get((key,)) is None:
             assert kept.put((key,), torch.zeros(256 * kib))
             assert kept.used <= kept.limit
-        os.utime(kept._file((key,)), (clock, clock))  # file systems' clocks are coarse
+        os.utime(kept._file((key,)), (clock, clock))  # timestamps of file systems are coarse
         order.pop(key, None)
         order[key] = kib
     there = [key for key in order if kept.has((key,))]
@@ -59,7 +59,7 @@ def test_the_bound_holds_and_what_was_used_last_stays(tmp_path_factory, uses):
     kept.close()
 
 
-def test_an_item_beyond_the_limit_is_not_kept_and_a_full_disk_is_none(where, monkeypatch):
+def test_items_over_the_limit_or_on_a_full_disk_are_not_cached(where, monkeypatch):
     kept = Decoded(where)
     assert not kept.put((1,), torch.zeros(1 << 18))
     monkeypatch.setattr(Path, "rename", lambda self, other: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -111,7 +111,7 @@ def _die_inside(where: Place, said: Path) -> None:
 
 
 def test_what_a_killed_process_leaves_behind(where, tmp_path):
-    """Its locks are free at once; its folder goes with the next run of the node."""
+    """Its locks are free at once; its folder is removed by the next run of the node."""
     process = forkserver.context().Process(target=_die_inside, args=(where, tmp_path / "said"))
     process.start()
     while not (tmp_path / "said").exists():
@@ -125,7 +125,7 @@ def test_what_a_killed_process_leaves_behind(where, tmp_path):
     with kept.claimed((2,)) as mine:
         assert mine
     assert kept.has((1,))
-    os.close(kept._alive)  # as if it was killed, too
+    os.close(kept._alive)  # as if this one was also killed
     assert where.folder.exists()
     Decoded(Place(where.folder.with_name(f"{decoded.PREFIX}b"), 1)).close()
     assert not where.folder.exists()
@@ -134,7 +134,7 @@ def test_what_a_killed_process_leaves_behind(where, tmp_path):
 def test_where_items_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(decoded, "SHARED", tmp_path / "shm")
     assert decoded.place("run", 0, tmp_path) is None
-    disk = decoded.place("run", 5, tmp_path)  # there is no shared memory
+    disk = decoded.place("run", 5, tmp_path)  # without shared memory
     assert disk is not None and disk.folder.parent == tmp_path / "decoded" and disk.limit == 5
     (tmp_path / "shm").mkdir()
     shared = decoded.place("run", 5, tmp_path)

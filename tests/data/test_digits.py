@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from interlace.data import IGNORE, DigitsDataset
-from interlace.data.digits import WORDS
+from interlace.data.builtin.digits import WORDS
 
 TOKENS = {"vision": lambda s: (s[1] // 4) * (s[2] // 4)}
 
@@ -44,7 +44,7 @@ def test_enlarged_to_the_patch(patch, size):
     assert dataset.read_items == 1 and not dataset[2].media["vision"][0].loaded and dataset.read_items == 1
 
 
-def test_jitter_distorts_training_digits_anew_in_every_epoch_and_nothing_else():
+def test_jitter_changes_only_training_images_and_every_epoch():
     plain = DigitsDataset(tokens=TOKENS, patch_size=4, length=20)
     settings = {"tokens": TOKENS, "patch_size": 4, "length": 20, "jitter": 1.0}
     one, again, other = DigitsDataset(**settings), DigitsDataset(**settings), DigitsDataset(**settings, seed=1)
@@ -57,7 +57,7 @@ def test_jitter_distorts_training_digits_anew_in_every_epoch_and_nothing_else():
         assert torch.equal(first, picture(again, i, 0)) and first.shape == picture(plain, i, 0).shape
         assert not torch.equal(first, picture(one, i, 1)) and not torch.equal(first, picture(other, i, 0))
         assert torch.equal(one.sample(i, 1).input_ids, plain.sample(i, 1).input_ids)
-        # Distorted, but little: still nearer to its own digit than half of the others are.
+        # Distorted, but only a little: nearer to its own digit than half of the other images are.
         distances = [(first - picture(plain, j, 0)).square().mean() for j in range(20)]
         assert distances[i] < sorted(distances)[10] and distances[i] < 0.25
     again.set_epoch(3)

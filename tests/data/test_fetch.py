@@ -1,4 +1,4 @@
-"""Fetching against stand-ins for apt-get, dpkg and dpkg-deb: shell scripts first on PATH that act on a tar file."""
+"""Fetching against replacements of apt-get, dpkg and dpkg-deb: shell scripts first on PATH that use a tar file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import interlace.data.fetch as fetch_module
+import interlace.data.builtin.fetch as fetch_module
 from interlace.data import cache_folder, fetch_stamps, find_stamps
-from interlace.data.fetch import exclusive
+from interlace.data.builtin.fetch import exclusive
 
 APT_GET = """
 echo "apt-get $*" >> "$FAKE/calls"
@@ -41,7 +41,7 @@ mkdir -p "$3" && tar -xf "$2" -C "$3"
 
 @pytest.fixture()
 def archive(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the stand-ins; PATH leads to them and INTERLACE_CACHE to an empty cache."""
+    """A folder with the replacements; PATH has them first and INTERLACE_CACHE is an empty cache."""
     import tarfile
 
     fake = tmp_path / "fake"
@@ -75,8 +75,8 @@ def test_fetches_once_into_a_versioned_folder(archive, tree, tmp_path):
     assert {p.relative_to(folder) for p in folder.rglob("*.png")} == names
     assert (folder.parent / "copyright").read_text() == "GPL-2"
     calls = (archive / "calls").read_text().splitlines()
-    assert len(calls) == 2  # the second fetch_stamps touched no network
-    for call in calls:  # nothing of the system's apt is written
+    assert len(calls) == 2  # the second fetch_stamps used no network
+    for call in calls:  # no system files of apt are written
         assert f"Dir::State::lists={tmp_path}/cache/apt/lists" in call and f"Dir::Cache={tmp_path}/cache/apt" in call
     assert not leftovers(tmp_path / "cache")
 
@@ -106,7 +106,7 @@ def test_trouble_is_one_line_none_and_nothing_left(archive, tmp_path, monkeypatc
     assert find_stamps() is None and not leftovers(tmp_path / "cache")
     for key in trouble:
         monkeypatch.delenv(key)
-    assert fetch_stamps() is not None  # and the next attempt is not hindered
+    assert fetch_stamps() is not None  # the next attempt is not blocked
 
 
 def test_a_failing_update_alone_does_not_matter(archive, monkeypatch):
@@ -146,7 +146,7 @@ def test_leftovers_of_a_killed_process_are_removed(archive, tmp_path):
 def test_two_processes_fetch_once(archive, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "0.5")
     monkeypatch.setenv("PYTHONPATH", str(Path(fetch_module.__file__).parents[2]))
-    command = [sys.executable, "-c", "from interlace.data.fetch import fetch_stamps; print(fetch_stamps())"]
+    command = [sys.executable, "-c", "from interlace.data.builtin.fetch import fetch_stamps; print(fetch_stamps())"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = {process.communicate(timeout=600)[0].strip() for process in processes}
     assert found == {str(tmp_path / "cache/stamps/1_2.0/stamps")}
@@ -154,7 +154,7 @@ def test_two_processes_fetch_once(archive, tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_lock_ends(tmp_path):
-    with exclusive(tmp_path / "lock", 5):  # nobody holds it
+    with exclusive(tmp_path / "lock", 5):  # nobody holds the lock
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"another process has held .*lock for 0\.3 s"):
             with exclusive(tmp_path / "lock", 0.3):

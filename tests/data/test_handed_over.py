@@ -1,4 +1,4 @@
-"""What other processes are handed of large and of mixed chats, and what they tell of it."""
+"""Large and mixed chats passed to other processes, and their answers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from PIL import Image
 
 from interlace.data import Loader, MixedDataset, Part, RowLoader
-from interlace.data.chats import ChatDataset
-from interlace.data.chats_files import ChatFileError
-from interlace.data.chats_records import Rules
-from interlace.data.chats_store import COLUMNS, ChatStore, prepare
-from interlace.data.decoded import PREFIX, Place
-from interlace.data.workers import WorkerPool
+from interlace.data.chats.dataset import ChatDataset
+from interlace.data.chats.files.records import ChatFileError
+from interlace.data.chats.files.sources import Rules
+from interlace.data.chats.store import COLUMNS, ChatStore, prepare
+from interlace.data.workers.decode_cache import PREFIX, Place
+from interlace.data.workers.pool import WorkerPool
 from tests import forkserver
-from tests.data.test_chats_faults import chats, image, said, talk, user
-from tests.data.test_workers import numbers
+from tests.data.chat_faults import chats, image, said, talk, user
+from tests.data.workers import numbers
 
 
 def _columns(folder: Path, count: int) -> ChatStore:
-    """A store of so many samples of 1 to 7 tokens, without their tokens."""
+    """A store of this many samples of 1 to 7 tokens, without their tokens."""
     folder.mkdir()
     draw = np.random.default_rng(0)
     arrays: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_a_million_samples_are_handed_over_as_paths(tmp_path: Path) -> None:
     for loader in (Loader(mixed, 64), RowLoader(mixed, 4, 64)):
         loader.order(0)
         sent = pickle.dumps(loader)
-        assert len(sent) < len(store)  # a byte of each; a column has 4 or 8
+        assert len(sent) < len(store)  # one byte each; a column has 4 or 8
         copy = pickle.loads(sent)
         for ours, theirs in zip(mixed.parts, copy.dataset.parts, strict=True):
             assert np.array_equal(ours.data.picks, theirs.data.picks)
@@ -86,7 +86,7 @@ def test_what_workers_lose_of_a_mixture_is_counted_and_blank(tmp_path: Path) -> 
     for name in ("a3", "b1"):
         (tmp_path / f"{name}.png").write_bytes(b"gone")
     with Loader(threaded, 5, seed=1, prefetch=0) as loader:
-        distinct = len(set(loader.order(0).tolist()))  # of equal shares the smaller source has samples twice
+        distinct = len(set(loader.order(0).tolist()))  # with equal shares the smaller source repeats samples
         expected = [numbers(loader._load(next(loader))) for _ in range(2)]
     assert (threaded.read_items, threaded.blank_items) == (10, 2)
 
@@ -94,7 +94,7 @@ def test_what_workers_lose_of_a_mixture_is_counted_and_blank(tmp_path: Path) -> 
     with Loader(handed, 5, seed=1, prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where)) as loader:
         assert [numbers(next(loader)) for _ in range(2)] == expected
         read, blank = handed.read_items, handed.blank_items
-        for _ in range(2):  # what could be read lies among the decoded ones; what is blank does not
+        for _ in range(2):  # readable items are among the decoded ones; blank items are not
             next(loader)
         assert blank >= 2 and distinct <= read <= handed.read_items < read + 8
     assert {Path(where).name for where in handed.failures} == {"a.jsonl:4", "b.jsonl:2"}

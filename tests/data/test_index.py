@@ -5,7 +5,7 @@ import os
 import pytest
 import soundfile
 
-from interlace.data.index import StampIndex, is_held_out, load_index
+from interlace.data.builtin.stamps_index import StampIndex, is_held_out, load_index
 from tests.data.package import write_captions, write_png
 
 
@@ -24,7 +24,7 @@ def test_captions_of_every_language(index):
         "fr": "Une chose numéro 5.",
         "ru": "Вещь номер 5.",
     }
-    # A byte order mark, a line that is no caption and an empty caption.
+    # A byte order mark, an invalid line and an empty caption.
     assert stamp(index, "odd/voiceonly").captions == {"en": "A voice.", "fr": "Une voix."}
 
 
@@ -65,7 +65,7 @@ def test_stamps_that_share_a_file_share_a_group(index):
 
 
 def test_split_is_a_fixed_share_by_hash(index):
-    from interlace.data.index import Stamp
+    from interlace.data.builtin.stamps_index import Stamp
 
     many = [Stamp(f"a/{n}", group=f"a/{n}") for n in range(4000)]
     assert 0.08 < sum(is_held_out(s, 0.1) for s in many) / 4000 < 0.12
@@ -77,7 +77,7 @@ def test_split_is_a_fixed_share_by_hash(index):
 
 def test_saved_index_is_used_and_equal(own_tree, monkeypatch):
     first = load_index(own_tree)
-    monkeypatch.setattr("interlace.data.index.build_index", lambda *a: pytest.fail("built again"))
+    monkeypatch.setattr("interlace.data.builtin.stamps_index.build_index", lambda *a: pytest.fail("built again"))
     assert load_index(own_tree) == first
 
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from interlace.data import Loader, Media, Sample, ahead, unigram_nats
+from interlace.data import Loader, Media, Sample, unigram_nats
+from interlace.data.workers import ahead
 
 
 class Numbers(Dataset[Sample]):
-    """Sample i of epoch e is the number 1000 e + i; fails at ``bad``; counts what it was asked for."""
+    """Sample i of epoch e is the number 1000 e + i; fails at ``bad``; counts requests."""
 
     def __init__(self, size: int, bad: int = -1) -> None:
         self.size, self.bad, self.asked = size, bad, 0
@@ -74,7 +75,7 @@ def test_every_epoch_has_every_sample_once_also_across_a_resume(size, batch, epo
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 40), batch=st.integers(1, 8), stop=st.integers(0, 20), seed=st.integers(0, 5))
-def test_drop_last_has_full_batches_alone_and_counts_what_it_leaves_out(size, batch, stop, seed):
+def test_drop_last_yields_only_full_batches_and_counts_the_rest(size, batch, stop, seed):
     batch = min(batch, size)
     per_epoch = size // batch
     make = {"seed": seed, "prefetch": 0, "drop_last": True}
@@ -85,7 +86,7 @@ def test_drop_last_has_full_batches_alone_and_counts_what_it_leaves_out(size, ba
     resumed.load_state_dict(loader.state_dict() | {"epoch": stop // per_epoch, "position": stop % per_epoch})
     assert take(resumed, 3 * per_epoch) == whole[stop:]
     with Loader(Numbers(size), batch, seed=seed, prefetch=0) as smaller:
-        assert take(smaller, per_epoch) == whole[:per_epoch]  # the same order, with no smaller batch behind it
+        assert take(smaller, per_epoch) == whole[:per_epoch]  # the same order, without a smaller last batch
     for epoch in range(len(whole) // per_epoch):
         seen = [n for numbers in whole[epoch * per_epoch : (epoch + 1) * per_epoch] for n in numbers]
         assert len(set(seen)) == len(seen) == size - size % batch
@@ -93,7 +94,7 @@ def test_drop_last_has_full_batches_alone_and_counts_what_it_leaves_out(size, ba
 
 
 def test_a_state_without_drop_last_is_of_a_run_that_dropped():
-    """Before the key existed the end of an epoch was left out, and states did not say so."""
+    """Old states have no such key: runs then always dropped the end of an epoch."""
     old = Loader(Numbers(10), 4, drop_last=True).state_dict() | {"position": 1}
     del old["drop_last"]
     with pytest.raises(ValueError, match=r"drop_last = True, this run False: .* resume with data\.drop_last = true"):
@@ -113,7 +114,7 @@ def test_a_state_names_the_batch_that_is_next():
 
 
 class Pictures(Numbers):
-    """Each sample with a picture, of which `loaded` notes the number when it is decoded."""
+    """Each sample has an image; `loaded` lists the numbers of decoded images."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -135,8 +136,8 @@ def even(batch: list[Sample]) -> list[Media]:
     return [item for sample in batch if int(sample.input_ids[0]) % 2 == 0 for item in sample.media["vision"]]
 
 
-def test_the_thread_loads_what_is_wanted_and_others_are_loaded_once_when_asked_for():
-    dataset = Pictures(18)  # of the next epoch nothing is loaded: one batch is taken, one is kept, one waits for room
+def test_prefetch_loads_wanted_items_and_others_once_on_access():
+    dataset = Pictures(18)  # nothing of the next epoch is loaded: one batch is taken, one is kept, one waits for room
     with Loader(dataset, 6, shuffle=False, prefetch=1, wanted=even) as loader:
         batch = next(loader)
         assert [item.loaded for s in batch for item in s.media["vision"]] == [True, False] * 3
@@ -147,7 +148,7 @@ def test_the_thread_loads_what_is_wanted_and_others_are_loaded_once_when_asked_f
     assert sorted(n for n in dataset.loaded if n < 6) == list(range(6))  # each once
 
 
-def test_by_default_the_thread_loads_all_and_without_a_thread_nothing_is_loaded_ahead():
+def test_prefetch_loads_all_by_default_and_nothing_if_zero():
     with Loader(Pictures(6), 3, shuffle=False, prefetch=1) as loader:
         assert all(item.loaded for s in next(loader) for item in s.media["vision"])
     dataset = Pictures(6)
@@ -218,7 +219,7 @@ def test_only_failures_that_are_new_are_told_loudly(caplog):
         take(loader, 2)
         dataset.failures["b.png"] = "broken"
         take(loader, 1)
-    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]  # a.png was told before
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]  # a.png was reported before
     assert caplog.messages[-1] == "end of epoch 2: 1 files more cannot be read, e.g. b.png"
 
 
@@ -257,7 +258,7 @@ def test_unigram_baseline_against_counting_by_hand():
         unigram_nats([[9]], [[1]], vocab_size=4)
 
 
-def test_a_thread_that_hangs_is_an_error_and_not_a_wait_for_ever(monkeypatch):
+def test_hanging_prefetch_thread_raises_a_timeout(monkeypatch):
     monkeypatch.setattr(ahead, "LONGEST", 0.05)
     monkeypatch.setattr(ahead, "CLOSING", 0.05)
     gone = threading.Event()
@@ -275,7 +276,7 @@ def test_a_thread_that_hangs_is_an_error_and_not_a_wait_for_ever(monkeypatch):
 
 
 def test_orders_that_are_gone_through_elsewhere_do_not_change():
-    """The thread that reads ahead asks for the next epoch while the step asks for this one."""
+    """The read-ahead thread asks for the next epoch while the step asks for this one."""
     loader = Loader(Numbers(6), 2, prefetch=0)
     loader.order(0)
     before = loader._orders

@@ -40,7 +40,7 @@ def test_fit_keeps_the_budget_the_patch_and_the_aspect(width, height, patch, bud
     assert channels == 3 and h % patch == 0 and w % patch == 0
     rows, columns = h // patch, w // patch
     assert rows >= 1 and columns >= 1 and rows * columns <= budget
-    # Each side is within one patch of a common scale of the image, which is 1 when the budget allows it.
+    # Each side is within one patch of a common scale of the image; the scale is 1 if the budget allows it.
     scale = min(1.0, math.sqrt(budget / (width / patch * (height / patch))))
     exact_rows, exact_columns = height * scale / patch, width * scale / patch
     if min(exact_rows, exact_columns) >= 1:
@@ -110,7 +110,7 @@ def test_transparent_pixels_become_white_and_do_not_bleed(tmp_path):
     Image.fromarray(pixels).save(tmp_path / "a.png")
     small = decode_image(tmp_path / "a.png", (3, 16, 16))
     assert (small[:, :, 12:] == 255).all()
-    assert small[0].min() >= 250  # black would darken the edge's red
+    assert small[0].min() >= 250  # black would darken the red at the edge
 
 
 def test_normalisation():

@@ -1,5 +1,6 @@
-"""Several sources as one dataset: exact shares over any number of epochs, each sample before any comes again, the place
-alone as state, as many objects as there are sources."""
+"""Several sources as one dataset: exact shares over any number of epochs; each sample is used before any repeats; the
+place alone is the state; the number of objects is the number of sources.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.data import Loader, MixedDataset, Part, RowLoader, by_source, load_chats
-from interlace.data.chats_records import Rules
+from interlace.data.chats.files.sources import Rules
 from interlace.data.mixture import share_of
-from tests.data.test_chats_faults import chats, said, talk, user
+from tests.data.chat_faults import chats, said, talk, user
 
 
 def _mixed(
     sizes: list[int], weights: list[float], by: Any = "samples", lengths: list[int] | None = None
 ) -> MixedDataset:
-    """Sources of samples without anything in them; sample k of source s is (s, k)."""
+    """Sources of empty samples; sample k of source s is (s, k)."""
     parts = []
     for place, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         of = 10 if lengths is None else lengths[place]
@@ -46,7 +47,7 @@ sources = st.lists(st.tuples(st.integers(5, 60), st.floats(0.05, 20.0)), min_siz
 
 @settings(max_examples=25, deadline=None)
 @given(sources, st.integers(0, 5), st.sampled_from(["samples", "tokens"]))
-def test_shares_are_exact_and_no_sample_comes_again_before_the_others(
+def test_mixture_shares_are_exact_and_samples_repeat_evenly(
     given_: list[tuple[int, float]], seed: int, by: Any
 ) -> None:
     sizes, weights = [size for size, _ in given_], [weight for _, weight in given_]
@@ -146,7 +147,7 @@ def test_too_few_samples_for_so_many_sources_are_refused() -> None:
 
 
 def test_samples_for_validation_may_be_few() -> None:
-    """Nobody draws shares of them."""
+    """They are not drawn by shares."""
     few = MixedDataset(_mixed([300, 3, 1, 2], [1.0] * 4).parts[1:], mixes=False)
     assert len(few) == 6 and [few.sample(i) for i in range(6)] == [(1, 0), (1, 1), (1, 2), (2, 0), (3, 0), (3, 1)]
     with pytest.raises(ValueError, match="3 sources have 6 samples in all"):

@@ -1,7 +1,8 @@
-"""Data prepared on a local Ray cluster: the bits of the thread, each item once in the cluster, a keeper that dies.
+"""Data prepared on a local Ray cluster: bitwise equal to the thread's, each item once in the cluster, a dying keeper.
 
-One driver for all tests, so that the cluster's workers import torch once. Nodes die under a run in
-tests/bench/test_ray_kills.py."""
+One driver for all tests, so the cluster's workers import torch once. Deaths of nodes under a run are tested in
+tests/bench/test_ray_kills.py.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ import pytest
 ray = pytest.importorskip("ray", reason="interlace[ray] is not installed")
 
 from bench.ray_kills import Cluster, alive, children, raylet  # noqa: E402
-from interlace.data import Loader, StreamLoader, ray_tasks  # noqa: E402
-from interlace.data.produced import HeldOut  # noqa: E402
-from interlace.data.ray_tasks import Keeper, RayError, RayTasks, _connect  # noqa: E402
+from interlace.data import Loader, StreamLoader  # noqa: E402
+from interlace.data.workers import ray_tasks  # noqa: E402
+from interlace.data.workers.produced import HeldOut  # noqa: E402
+from interlace.data.workers.ray_tasks import Keeper, RayError, RayTasks, _connect  # noqa: E402
 from interlace.layout import Layout, ParallelSpec  # noqa: E402
 from interlace.model.naming import LANGUAGE_MODEL  # noqa: E402
 from interlace.run import parallelize  # noqa: E402
 from tests.data.pictures import Pictures  # noqa: E402
-from tests.data.test_stream_workers import Recorded  # noqa: E402
-from tests.data.test_stream_workers import numbers as batch_numbers  # noqa: E402
-from tests.data.test_workers import numbers, seen, take  # noqa: E402
+from tests.data.stream_workers import Recorded  # noqa: E402
+from tests.data.stream_workers import numbers as batch_numbers  # noqa: E402
+from tests.data.workers import numbers, seen, take  # noqa: E402
 from tests.tiny import tiny_mllm  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -36,11 +38,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, as a rank's node is, and a node that decodes."""
+    """A head without CPUs, like a rank's node, and a node that decodes."""
     made = Cluster(1)
     before = signal.getsignal(signal.SIGTERM)
     _connect(made.address)
-    assert signal.getsignal(signal.SIGTERM) is before  # a rank saves and leaves at it
+    assert signal.getsignal(signal.SIGTERM) is before  # a rank saves and exits on it
     yield made
     ray.shutdown()
     started = [pid for node in made.local.list_all_nodes() for pid in (raylet(node), *dict(children(raylet(node))))]
@@ -51,8 +53,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def tasks(cluster: Cluster, tmp_path: Path) -> Any:
-    """What asks the cluster, as a rank does. The keeper has to lie on the rank's own node, as other nodes come and go:
-    Ray heeds that wish only of an actor that takes something."""
+    """The cluster's client, as in a rank. The keeper has to be on the rank's own node, as other nodes come and go. Ray
+    honours that placement only for an actor that reserves resources.
+    """
     here = ray.get_runtime_context().get_node_id()
 
     def start(loader: Any, limit: int = 1 << 26, at: str | None = here, **more: Any) -> RayTasks:
@@ -65,8 +68,8 @@ def tasks(cluster: Cluster, tmp_path: Path) -> Any:
 
 
 @pytest.mark.every_case
-def test_the_bits_are_those_of_the_thread_where_hardly_any_are_kept(tasks, tmp_path):
-    """And no more than what comes next is decoded ahead."""
+def test_tiny_cache_yields_the_bits_of_the_thread(tasks, tmp_path):
+    """And only the next items are decoded ahead."""
     with Loader(Pictures(60, tmp_path), 6, seed=1, wanted=seen, shuffle=False) as loader:
         expected = take(loader, 12)
     (tmp_path / "decoded").unlink()
@@ -77,12 +80,12 @@ def test_the_bits_are_those_of_the_thread_where_hardly_any_are_kept(tasks, tmp_p
         assert numbers(batch) == expected[0] and not sound.loaded
         time.sleep(1)
         assert max(int(line[0]) for line in dataset.decoded()) < 6 * (1 + 2 + 2)
-        assert sound.data.shape == sound.shape  # nobody had asked for it
+        assert sound.data.shape == sound.shape  # not requested by then
         assert take(loader, 11) == expected[1:]
 
 
 def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
-    """Held-out ones as well."""
+    """Held-out items also."""
     sets = [Pictures(24, tmp_path, seconds=0.01) for _ in range(2)]
     held_out = [Pictures(6, tmp_path / "held out", side=9) for _ in range(2)]
     (tmp_path / "held out").mkdir()
@@ -131,7 +134,7 @@ def test_errors_and_broken_samples_are_those_of_the_thread(tasks, tmp_path):
 
 
 class Doomed:
-    """Keepers of which the first can be on one node alone."""
+    """Keepers; the first one can only be on one node."""
 
     @staticmethod
     def options(**given: Any) -> Any:
@@ -141,8 +144,9 @@ class Doomed:
 
 
 def test_what_dies_costs_nothing(cluster, tasks, tmp_path, monkeypatch):
-    """The keeper and, right after it, its node, for whose like Ray then waits without end: two ranks come to the same
-    new one."""
+    """The keeper dies, and right after it its node; Ray then waits forever for such a node. Two ranks agree on the same
+    new keeper.
+    """
     monkeypatch.setattr(ray_tasks, "Keeper", Doomed)
     monkeypatch.setattr(ray_tasks, "RESTART", 0.5)
     with Loader(Pictures(60, tmp_path), 5, seed=4) as loader:
@@ -170,7 +174,7 @@ def test_what_dies_costs_nothing(cluster, tasks, tmp_path, monkeypatch):
 
 @pytest.mark.every_case
 def test_streams_have_the_batches_of_the_thread(tasks, tmp_path):
-    """Whose samples are left out that kill, or cannot be decoded."""
+    """Samples that kill workers or cannot be decoded are left out."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=2) for name in ("vision", "audio", LANGUAGE_MODEL)}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
@@ -187,7 +191,7 @@ def test_streams_have_the_batches_of_the_thread(tasks, tmp_path):
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray.shutdown()  # that of the other tests, if they came before
+    ray.shutdown()  # shuts down the cluster of the other tests, if they ran before
     loader = Loader(Pictures(4, tmp_path), 2)
     with pytest.raises(RayError, match=r"no Ray cluster .* start one with `ray start --head`"):
         RayTasks(loader, "run", address="127.0.0.1:1")

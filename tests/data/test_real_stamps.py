@@ -1,4 +1,4 @@
-"""The real package, when it is in the cache (``make train`` puts it there); nothing is fetched here."""
+"""The real package, if it is in the cache (``make train`` puts it there). Nothing is fetched here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from interlace.data import find_stamps
-from interlace.data.index import is_held_out, load_index
-from interlace.data.stamps import ClipFile, PictureFile, Settings, draw, media_of, shares
-from interlace.data.stamps_media import write_media
+from interlace.data.builtin.stamps import ClipFile, PictureFile, Settings, draw, media_of, shares
+from interlace.data.builtin.stamps_index import is_held_out, load_index
+from interlace.data.builtin.stamps_media import write_media
 
 STAMPS = find_stamps()
 pytestmark = pytest.mark.skipif(

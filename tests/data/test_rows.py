@@ -1,4 +1,4 @@
-"""Rows of packed samples: full, deterministic, each sample once, and gone on with anywhere."""
+"""Rows of packed samples: full, deterministic, each sample once, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_drop_last_leaves_out_what_does_not_fill_the_rows(lengths: list[int], ro
     seen = [index for _ in range(loader.batches(0)) for row in _shape(next(loader)) for index in row]
     assert len(set(seen)) == len(seen) == len(lengths) - loader.left_out(0)
     assert loader.epoch == 1 and loader.position == 0
-    # What is left of the epoch would not have filled another batch.
+    # The rest of the epoch would not have filled another batch.
     assert sum(lengths) - sum(lengths[index] for index in seen) <= rows * most
     whole = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
     assert [index for _ in range(loader.batches(0)) for row in _shape(next(whole)) for index in row] == seen
@@ -82,7 +82,7 @@ def test_rows_are_nearly_full_and_about_equal() -> None:
         assert min(sizes) > 0.9 * 4096 and max(sizes) - min(sizes) < 200
 
 
-def test_a_resumed_loader_goes_on_with_the_next_batch_in_any_epoch() -> None:
+def test_resumed_row_loader_continues_with_the_next_batch() -> None:
     texts = Texts(np.random.default_rng(1).integers(5, 60, 50).tolist())
     loader = RowLoader(texts, 2, 120, seed=5, prefetch=2)
     taken = [_shape(next(loader)) for _ in range(9)]

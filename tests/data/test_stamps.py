@@ -1,4 +1,4 @@
-"""The stamps as chats: which records there are, which files they name, who is held out, and what stands in for them."""
+"""The stamps as chats: the records, the files that they name, held-out samples, and substitutes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from interlace.data import DecodeError, load_chats, stamps_folder
-from interlace.data.chats_bpe import LEAST, write_tokenizer
-from interlace.data.chats_load import load_tokenizer
-from interlace.data.chats_records import Rules
-from interlace.data.chats_tokens import TokenizerFormat
-from interlace.data.fetch import exclusive
-from interlace.data.index import Clip, Stamp, is_held_out, load_index
-from interlace.data.media import AudioSpec, ImageSpec
-from interlace.data.stamps import (
+from interlace.data import DecodeError, load_chats
+from interlace.data.builtin import stamps_folder
+from interlace.data.builtin.fetch import exclusive
+from interlace.data.builtin.stamps import (
     KINDS,
     LANGUAGES,
     QUESTIONS,
@@ -38,7 +33,13 @@ from interlace.data.stamps import (
     texts_of,
     walk,
 )
-from interlace.data.stamps_media import distorted
+from interlace.data.builtin.stamps_index import Clip, Stamp, is_held_out, load_index
+from interlace.data.builtin.stamps_media import distorted
+from interlace.data.chats.encoding.bpe import LEAST, write_tokenizer
+from interlace.data.chats.encoding.load import load_tokenizer
+from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.chats.files.sources import Rules
+from interlace.data.media import AudioSpec, ImageSpec
 from tests.data.package import BROKEN, SETTINGS, WORDS
 
 SPECS = {"vision": ImageSpec(16, 9), "audio": AudioSpec(80, 6.0)}
@@ -50,7 +51,7 @@ def read(folder: Path, split: str) -> list[Any]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of everything but made.json and README.md, which name where the package lies."""
+    """Hashes of all files except made.json and README.md, which contain the path of the package."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -59,7 +60,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def kind_of(record: Any) -> str:
-    """What its question says that it is."""
+    """Kind of the record according to its question."""
     [*media], text = media_of(record), texts_of(record)[0]
     kinds = "+".join("speech" if path.endswith(".flac") else "image" for path in media)
     if text.startswith("Say in "):
@@ -115,15 +116,15 @@ def test_no_stamp_is_on_both_sides_in_any_kind(package: Path, folder: Path) -> N
                 assert sides[stem.partition("@")[0]] == (split == "validation"), path
     held = {name for record in read(folder, "validation") for name in media_of(record)}
     assert held and not held & {name for record in read(folder, "train") for name in media_of(record)}
-    assert not any(name.endswith(("@1.png", "@2.png")) for name in held)  # as they are, none distorted
-    assert is_held_out(next(s for s in index.stamps if s.key == "odd/twin"), 0.3) == sides["odd/both"]  # share a file
+    assert not any(name.endswith(("@1.png", "@2.png")) for name in held)  # undistorted
+    assert is_held_out(next(s for s in index.stamps if s.key == "odd/twin"), 0.3) == sides["odd/both"]  # one file
     questions = Counter(tuple(media_of(r)) for r in read(folder, "validation") if "kind" in r)
     assert max(questions.values()) == 1
 
 
 def test_broken_files_are_named_and_in_no_record(folder: Path) -> None:
     told = (folder / stamps_folder.README).read_text("utf-8")
-    for path in BROKEN - {"broken/fonts.svg"}:  # of that a PNG stands in, if it is shown at all
+    for path in BROKEN - {"broken/fonts.svg"}:  # a PNG replaces it, if it is shown at all
         stem = path.partition(".")[0]
         assert f"- {path}: " in told, path
         assert not any(stem in name for record in read(folder, "train") for name in media_of(record)) or "fonts" in stem
@@ -141,7 +142,7 @@ def test_the_same_settings_write_the_same_bytes(package: Path, folder: Path, tmp
     assert other.train != draw(load_index(package / "stamps/1/stamps"), SETTINGS).train
     before = {path: path.stat().st_mtime_ns for path in again.rglob("*")}
     assert stamps_folder.make(again, SETTINGS, cache=package).source == "stamps"
-    assert {path: path.stat().st_mtime_ns for path in again.rglob("*")} == before  # nothing is done twice
+    assert {path: path.stat().st_mtime_ns for path in again.rglob("*")} == before  # no work is repeated
     text_only = replace(SETTINGS, mixture={"text": 1.0}, records=5)
     stamps_folder.make(again, text_only, cache=package)
     assert len(read(again, "train")) == 5 and not (again / "media").exists()
@@ -190,7 +191,7 @@ def test_neighbours_of_the_folder_are_left_alone(package: Path, tmp_path: Path) 
         assert all(each.is_dir() for each in mine) and not stale.exists()
 
 
-def test_who_waits_for_a_folder_never_takes_the_lock_from_others(package: Path, tmp_path: Path) -> None:
+def test_waiting_for_a_locked_folder_leaves_the_lock_in_place(package: Path, tmp_path: Path) -> None:
     with exclusive(tmp_path / ".out.lock", 1):
         for _ in range(2):  # the first gives up waiting; the second still has to wait
             with pytest.raises(TimeoutError, match="another process has held"):
@@ -209,7 +210,7 @@ def test_stamps_are_not_replaced_by_digits(folder: Path, tmp_path: Path, monkeyp
 
 
 def test_every_picture_has_a_file_of_its_own() -> None:
-    """Also where a stamp is called as another's second look would be."""
+    """Also for a stamp with the name of another stamp's second image."""
     one, other = (Stamp(f"animals/{name}") for name in ("lion", "lion-1"))
     drawn = Drawn()
     side = _Side([], SETTINGS, False, drawn)
@@ -236,7 +237,7 @@ def test_settings_that_fit_nothing(wrong: dict[str, Any], words: str) -> None:
         Settings(**wrong)
 
 
-def test_without_apt_the_digits_stand_in_until_the_stamps_are_there(package: Path, tmp_path: Path, monkeypatch) -> None:
+def test_digits_replace_stamps_until_stamps_are_available(package: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     few = replace(SETTINGS, records=40)
     made = stamps_folder.make(tmp_path / "out", few, cache=tmp_path / "empty")
@@ -268,7 +269,7 @@ def test_every_record_is_a_sample_of_the_promised_shapes(folder: Path, tmp_path:
         learnt = tokenizer.decode(sample.labels[sample.labels >= 0])
         assert learnt.endswith("<|end|>") and text.endswith(learnt)
     assert set(held.questions()) == set(QUESTIONS)
-    shutil.copytree(folder, moved)  # with its media
+    shutil.copytree(folder, moved)  # including its media
     assert len(load_chats([moved / "train.jsonl"], files[1], chats, Rules(), cache=tmp_path / "cache")[0]) == len(train)
 
 
@@ -292,7 +293,7 @@ def test_distorted_pictures_are_of_the_size_and_the_seed() -> None:
     first, again, other = (distorted(picture, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert first.size == picture.size and first.tobytes() == again.tobytes() != other.tobytes()
     white = distorted(Image.new("RGB", (20, 20), "white"), np.random.default_rng(3))
-    assert white.getextrema() == ((255, 255),) * 3  # what is white stays so
+    assert white.getextrema() == ((255, 255),) * 3  # white stays white
 
 
 def test_media_that_vanish_are_noticed(folder: Path, tmp_path: Path) -> None:

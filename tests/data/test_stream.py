@@ -1,4 +1,4 @@
-"""Readers of a stream: every sample once per epoch, and exact places, whatever the shards and the number of readers."""
+"""Readers of a stream: every sample once per epoch, and exact places, for any shards and any number of readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.data.stream import IterableStream, Reader, dealt, dealt_anew
+from interlace.data.streams.base import IterableStream, Reader, dealt, dealt_anew
 from interlace.model import Sample
 
 
@@ -65,7 +65,7 @@ def test_a_place_is_exact(counts: list[int], readers: int, buffer: int, after: i
     for k in range(readers):
         one, plain = (Reader(stream, k, readers, seed=seed, buffer=buffer) for _ in range(2))
         names(plain, after)
-        for _ in range(after):  # somebody looks at what comes
+        for _ in range(after):  # a consumer looks at the next samples
             one.coming(ahead), names(one, 1)
         assert [sample.name for sample in one.coming(ahead)] == names(plain, ahead)
         other = Reader(stream, k, readers, seed=seed, buffer=buffer)
@@ -83,7 +83,7 @@ def test_a_place_is_exact(counts: list[int], readers: int, buffer: int, after: i
 def test_another_number_of_readers_loses_and_doubles_nothing(
     counts: list[int], taken: list[int], later: list[int], buffer: int, data: st.DataObject
 ) -> None:
-    """Dealt anew several times within an epoch, and with some readers in the next one already."""
+    """Redistributed several times within an epoch, also with some readers already in the next one."""
     stream = stream_of(counts)
     each = [Reader(stream, k, len(taken), seed=3, buffer=buffer) for k in range(len(taken))]
     seen: Counter[str] = Counter()

@@ -1,113 +1,32 @@
-"""Streams whose items worker processes decode: the same batches as where each reader's thread does, come what may."""
+"""Streams with items decoded by worker processes: the same batches as with each reader's thread, also after faults."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import random
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from interlace.data import SampleStream, StreamError, StreamLoader
-from interlace.data.media import DecodeError
-from interlace.data.workers import WorkerPool
+from interlace.data import StreamError, StreamLoader
+from interlace.data.workers.pool import WorkerPool
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run import parallelize
 from tests import forkserver
 from tests.data.pictures import Killer
-from tests.tiny import random_sample, tiny_mllm
-
-KINDS = ((1, 1), (0, 0), (2, 0))  # pictures and clips of the samples in turn
-
-
-class Recorded(SampleStream):
-    """Tiny samples of a model; every item that somebody decodes is a line in `folder`.
-
-    deadly: name -> how many processes die of it. broken: names of samples that cannot be decoded. seconds: of an item.
-    """
-
-    def __init__(
-        self,
-        mllm: Any,
-        shards: Sequence[int],
-        folder: Path,
-        *,
-        deadly: dict[str, int] | None = None,
-        broken: tuple[str, ...] = (),
-        seconds: float = 0.0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.folder, self.deadly, self.broken, self.seconds = folder, deadly or {}, broken, seconds
-        self.left: list[str] = []
-        self.counted = 0
-        self.whole: list[dict[str, Sample]] = []
-        kinds = itertools.cycle(KINDS)
-        for shard, count in enumerate(shards):
-            self.whole.append({})
-            for number in range(count):
-                images, clips = next(kinds)
-                sample = random_sample(mllm, generator, images=images, clips=clips, text=4 + number % 5)
-                sample.name = f"{shard}/{number}"
-                self.whole[-1][sample.name] = sample
-
-    @property
-    def shards(self) -> int:
-        return len(self.whole)
-
-    def fingerprint(self) -> str:
-        return "recorded"
-
-    def left_out(self, sample: Sample, error: DecodeError) -> None:
-        self.left.append(f"{sample.name}: {error}")
-
-    def took(self) -> None:
-        self.counted += 1
-
-    def read(self, shard: int, epoch: int) -> Iterator[Sample]:
-        for name, sample in self.whole[shard].items():
-            media = {
-                key: [Media(i.shape, i.tokens, load=partial(self.decode, shard, name, key, k), about=i.about)
-                      for k, i in enumerate(items)]
-                for key, items in sample.media.items()
-            }  # fmt: skip
-            yield Sample(sample.input_ids, sample.labels, media, name)
-
-    def decode(self, shard: int, name: str, encoder: str, number: int) -> Tensor:
-        with open(self.folder / "decoded", "a") as file:
-            file.write(f"{name} {encoder} {number} {os.getpid()}\n")
-        time.sleep(self.seconds)
-        note = self.folder / f"died of {name.replace('/', ' ')}"
-        died = len(note.read_text()) if note.exists() else 0
-        if died < self.deadly.get(name, 0):
-            note.write_text("x" * (died + 1))
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name in self.broken:
-            raise DecodeError(f"{name}: the disk is gone")
-        data = self.whole[shard][name].media[encoder][number].data
-        assert data is not None
-        return data.clone()
-
-    def lines(self) -> list[list[str]]:
-        """(sample, encoder, number, process) of all that was decoded."""
-        file = self.folder / "decoded"
-        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+from tests.data.stream_workers import Recorded, numbers
+from tests.tiny import tiny_mllm
 
 
 @pytest.fixture(scope="module")
 def parallel() -> Any:
-    forkserver.context()  # whose server has imported torch: workers then begin in no time
+    forkserver.context()  # the server has imported torch: workers start fast
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=3) for name in ("vision", "audio", LANGUAGE_MODEL)}
     return parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
@@ -119,18 +38,6 @@ def loader_of(stream: Recorded, parallel: Any, workers: int, size: int = 5, **mo
     return StreamLoader(stream, parallel, size, buffer=3, seed=2, timeout=120, producers=producers, **more)
 
 
-def numbers(batch: Any) -> list[Any]:
-    """All that every rank has of a batch, comparable."""
-    return [
-        (
-            rank, sample.name, len(sample), sample.targets,
-            sample.input_ids.tolist() if isinstance(sample, Sample) else None,
-            {name: [None if i.data is None else i.data.tolist() for i in of] for name, of in sample.media.items()},
-        )
-        for rank, samples in batch.given.of_rank.items() for sample in samples
-    ]  # fmt: skip
-
-
 def take(loader: StreamLoader, count: int) -> list[Any]:
     return [numbers(next(loader)) for _ in range(count)]
 
@@ -139,8 +46,8 @@ def handed_out(batches: list[Any]) -> list[str]:
     return [name for batch in batches for rank, name, *_ in batch if rank == 0]
 
 
-def test_workers_decode_each_item_once_and_batches_have_the_same_bits(parallel: Any, tmp_path: Path) -> None:
-    shards = (12, 9, 10, 8)  # more than are read ahead of four batches: no second epoch begins
+def test_workers_decode_each_item_once_with_identical_batches(parallel: Any, tmp_path: Path) -> None:
+    shards = (12, 9, 10, 8)  # more than the read-ahead of four batches: no second epoch begins
     with loader_of(Recorded(parallel.mllm, shards, tmp_path), parallel, 0) as loader:
         expected = take(loader, 4)
     (tmp_path / "decoded").unlink()
@@ -167,7 +74,7 @@ def test_workers_decode_each_item_once_and_batches_have_the_same_bits(parallel: 
     ("first", "then"), [pytest.param(0, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)]
 )
 def test_a_run_goes_on_with_any_number_of_workers(parallel: Any, tmp_path: Path, first: int, then: int) -> None:
-    """Also where workers had decoded ahead of what was handed out."""
+    """Also if workers had decoded ahead of the consumed batches."""
     stream = Recorded(parallel.mllm, (7, 5, 6, 4), tmp_path)
     with loader_of(stream, parallel, 0) as loader:
         expected = take(loader, 9)
@@ -192,7 +99,7 @@ def test_another_number_of_readers_takes_what_was_decoded_ahead(parallel: Any, t
     assert Counter(flat[:22]) == Counter(flat[22:44]) == every
 
 
-def test_workers_that_die_cost_nothing_and_samples_that_kill_are_left_out(parallel: Any, tmp_path: Path) -> None:
+def test_dead_workers_restart_and_fatal_samples_are_left_out(parallel: Any, tmp_path: Path) -> None:
     with loader_of(Recorded(parallel.mllm, (6, 6, 6), tmp_path, broken=("0/3", "1/2")), parallel, 0) as loader:
         expected = take(loader, 6)
     stream = Recorded(parallel.mllm, (6, 6, 6), tmp_path, deadly={"0/2": 2, "1/2": 1000}, broken=("0/3",))
@@ -228,7 +135,7 @@ def test_twenty_kills_lose_and_double_nothing(parallel: Any, tmp_path: Path) -> 
     with loader_of(Recorded(parallel.mllm, (30, 30, 30), tmp_path), parallel, 0) as loader:
         expected = take(loader, 40)
     stream = Recorded(parallel.mllm, (30, 30, 30), tmp_path, seconds=0.01)
-    # Which tasks the kills hit is chance: that many at one task make a sample broken is tested by itself.
+    # Kills hit random tasks; a separate test checks that several kills at one task make a sample broken.
     with loader_of(stream, parallel, 3, deaths=100) as loader:
         loader.begin()
         steps, found, killer = set(draw.sample(range(40), 20)), [], Killer(loader.producers, draw)

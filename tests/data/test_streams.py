@@ -1,4 +1,4 @@
-"""Batches of streams on ranks that are threads: what comes, in which order, what it moves, and what goes wrong."""
+"""Batches of streams on ranks that are threads: contents, order, data movement and errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from interlace.comm.transports.base import Forwarding
 from interlace.data import IterableStream, StreamError, StreamLoader
 from interlace.data.media import DecodeError
+from interlace.estimate.step_flops import StepFlops
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample, SampleOutline
 from interlace.model.collate import JOINED
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run import parallelize
-from interlace.run.flops import StepFlops
 from tests.run.streamed import Counted, names_of
 from tests.tiny import random_sample, tiny_mllm
 
@@ -29,7 +29,7 @@ KINDS = ((1, 1), (0, 0), (2, 0))
 
 @pytest.fixture(scope="module")
 def parallel():
-    """Three ranks: an encoder of pictures on two, the language model on the third with the encoder of sound."""
+    """Three ranks: an image encoder on two, the language model on the third with the audio encoder."""
     mllm = tiny_mllm(layers=1)
     specs = {"vision": P(dp=3), "audio": P(dp=3), LANGUAGE_MODEL: P(dp=3)}
     return parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=20)
@@ -75,7 +75,7 @@ def test_items_are_decoded_once_and_by_their_reader(parallel) -> None:
 
 
 def _shards_of(data: Counted, loader: StreamLoader, rank: int) -> list[int]:
-    from interlace.data.stream import dealt
+    from interlace.data.streams.base import dealt
 
     return [unit[1] for unit in dealt(data.stream.shards, 0, 0, loader.ranks_that_read.index(rank), loader.readers)]
 
@@ -110,7 +110,7 @@ def test_the_bytes_that_move_are_those_of_the_plan(parallel, monkeypatch: pytest
         for step in range(4):
             batch = next(loader)
             samples = data.samples(names_of(batch))
-            # By hand: everybody who computes with a part and has not read it is sent all of it.
+            # By hand: each rank that computes with a part and has not read it receives all of it.
             table = parallel.table(samples)
             due: set[tuple[int, int, str]] = set()
             for chunk in table.chunks:
@@ -171,13 +171,13 @@ def test_a_run_goes_on_where_it_was_saved(parallel, readers: int, again: int) ->
         found = taken(other, 6)
     if again == readers:
         assert found == rest
-    # Whoever reads, an epoch has every sample once: 22, of which 15 were taken before.
+    # With any readers, an epoch has every sample once: 22, of which 15 were taken before.
     flat = list(itertools.chain.from_iterable([*begun, *found]))
     assert Counter(flat[:22]) == Counter(list(data.whole)) and Counter(flat[22:44]) == Counter(list(data.whole))
 
 
 def test_a_place_is_that_of_what_was_handed_out(parallel) -> None:
-    """At every step of two epochs, the uneven ends of shares included."""
+    """At every step of two epochs, including the uneven ends of shares."""
     data = Counted(parallel.mllm, (9, 2, 1, 4))
     with loader_of(data, parallel, 3, buffer=2) as loader:
         states, batches = [loader.state_dict()], []
@@ -210,11 +210,11 @@ def test_the_exchange_of_the_coming_batch_is_begun_by_dispatch(parallel) -> None
     with loader_of(data, parallel, 3) as loader:
         batch = next(loader)
         time.sleep(0.3)
-        assert all(ahead._ready.empty() for ahead in loader._ahead.values())  # nothing travels before it is begun
+        assert all(ahead._ready.empty() for ahead in loader._ahead.values())  # no transfer before it begins
         parallel.step(batch.given)
         actions = parallel._last[0].actions
         assert all(str(mine[0]).startswith("DISPATCH") for mine in actions)
-        ends = [ahead._ready.get(timeout=20) for ahead in loader._ahead.values()]  # without a further call
+        ends = [ahead._ready.get(timeout=20) for ahead in loader._ahead.values()]  # without another call
         assert len({tuple(s.name for s in each.moved.samples) for each in ends}) == 1
         timeline = parallel.timeline()
     for rank in range(3):
@@ -227,7 +227,7 @@ def test_nothing_moves_where_data_are_read_at_random(parallel) -> None:
     assert not any(str(action).startswith("DISPATCH") for mine in parallel._last[0].actions for action in mine)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------
 
 
 def text(name: str) -> Sample:
@@ -242,7 +242,7 @@ def test_a_reader_that_fails_is_named_everywhere(parallel) -> None:
     with StreamLoader(IterableStream([fails, fails, fails]), parallel, 6, timeout=20) as loader:
         with pytest.raises(StreamError, match=r"reader 0, on rank 0: OSError: the disk is gone"):
             next(loader)
-        with pytest.raises(StreamError, match="the disk is gone"):  # and again, not a hang
+        with pytest.raises(StreamError, match="the disk is gone"):  # the error again, not a hang
             next(loader)
 
 
@@ -258,7 +258,7 @@ def test_a_reader_that_is_late_is_named(parallel, monkeypatch: pytest.MonkeyPatc
         yield from (text(str(i)) for i in range(9))
 
     monkeypatch.setattr(parallel, "_timeout", 3.0)
-    order = [unit[1] for unit in __import__("interlace.data.stream", fromlist=["dealt"]).dealt(3, 0, 0, 1, 3)]
+    order = [unit[1] for unit in __import__("interlace.data.streams.base", fromlist=["dealt"]).dealt(3, 0, 0, 1, 3)]
     sources = [slow if shard in order else quick for shard in range(3)]
     with StreamLoader(IterableStream(sources), parallel, 3, timeout=3.0) as loader:
         with pytest.raises(Exception, match=r"lengths of a coming batch.*rank 1"):
@@ -324,7 +324,7 @@ def test_ids_beyond_32_bits_are_refused(parallel) -> None:
 
 @pytest.mark.parametrize("way", [pytest.param(True, marks=pytest.mark.slow), JOINED])
 def test_flops_are_counted_from_outlines(parallel, monkeypatch: pytest.MonkeyPatch, way: bool | str) -> None:
-    """Also where items see each other both ways, so that it matters where they stand in a text of another rank."""
+    """Also if items see each other bidirectionally, so that their positions in another rank's text matter."""
     monkeypatch.setattr(parallel.mllm.language_settings, "bidirectional", way)
     data = Counted(parallel.mllm, (6, 6, 6), kinds=KINDS)
     with loader_of(data, parallel, 9) as loader:

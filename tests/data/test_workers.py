@@ -1,4 +1,4 @@
-"""Worker processes prepare the same batches as the thread of the trainer, whatever happens to them."""
+"""Worker processes prepare the same batches as the trainer's thread, also after faults."""
 
 from __future__ import annotations
 
@@ -19,54 +19,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interlace.comm.transports.shm import born
-from interlace.data import Loader, Media, RowLoader, Sample, workers
-from interlace.data.decoded import PREFIX, Place
+from interlace.data import Loader, RowLoader, Sample
 from interlace.data.media import DecodeError
-from interlace.data.producing import Task, sample_key
-from interlace.data.workers import WorkerPool, WorkersError, sensible
+from interlace.data.workers import pool as workers
+from interlace.data.workers.decode_cache import PREFIX, Place
+from interlace.data.workers.pool import WorkerPool, WorkersError, sensible
+from interlace.data.workers.tasks import Task, sample_key
 from tests import forkserver
 from tests.data.pictures import Killer, Pictures
+from tests.data.workers import numbers, seen, take
 
 
 @pytest.fixture(autouse=True)
 def _server() -> None:
-    forkserver.context()  # whose server has imported torch: workers then begin in no time
+    forkserver.context()  # the server has imported torch: workers start fast
 
 
 def pooled(folder: Path, count: int = 2, limit: int = 1 << 24, **settings: Any) -> Any:
-    """What starts `count` workers that keep their items in `folder`; limit 0: nowhere."""
+    """Starts `count` workers that keep their items in `folder`; limit 0: they keep none."""
     where = Place(folder / f"{PREFIX}a", limit) if limit else None
     return lambda loader: WorkerPool(loader, count, where=where, **settings)
-
-
-def numbers(batch: list[Any]) -> list[Any]:
-    """All that is in a batch, comparable; rows stay rows. Media that nobody has loaded are their shapes."""
-    if batch and isinstance(batch[0], list):
-        return [numbers(row) for row in batch]
-    return [
-        (
-            sample.input_ids.tolist(),
-            sample.labels.tolist(),
-            sample.name,
-            {
-                name: [
-                    (item.shape, item.tokens, item.about, item.data.tolist() if item.loaded else None) for item in of
-                ]
-                for name, of in sample.media.items()
-            },
-        )
-        for sample in batch
-    ]
-
-
-def take(loader: Loader, count: int) -> list[Any]:
-    return [numbers(next(loader)) for _ in range(count)]
-
-
-def seen(batch: list[Any]) -> list[Media]:
-    """What a rank with the encoder of pictures computes with, of every other sample."""
-    samples: list[Sample] = [s for row in batch for s in row] if batch and isinstance(batch[0], list) else batch
-    return [item for sample in samples[::2] for item in sample.media["vision"]]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +85,7 @@ def test_a_run_goes_on_with_any_number_of_workers(tmp_path, stop, first, then, a
         assert begun + take(after, 4) == expected
 
 
-def test_a_loader_that_is_sent_elsewhere_drops_what_is_in_flight(tmp_path):
+def test_loading_a_state_drops_batches_in_flight(tmp_path):
     with Loader(Pictures(12, tmp_path), 3, prefetch=1) as loader:
         expected = take(loader, 6)
     with Loader(Pictures(12, tmp_path), 3, prefetch=3, producers=pooled(tmp_path)) as loader:
@@ -123,7 +95,7 @@ def test_a_loader_that_is_sent_elsewhere_drops_what_is_in_flight(tmp_path):
         assert take(loader, 6) == expected
 
 
-def test_only_what_is_wanted_is_decoded_each_item_once_and_others_when_asked_for(tmp_path):
+def test_workers_decode_only_wanted_items_and_each_once(tmp_path):
     dataset = Pictures(12, tmp_path)
     with Loader(dataset, 6, shuffle=False, prefetch=1, wanted=seen, producers=pooled(tmp_path, 3)) as loader:
         for _ in range(6):  # three epochs
@@ -142,7 +114,7 @@ def test_only_what_is_wanted_is_decoded_each_item_once_and_others_when_asked_for
 
 
 def test_two_ranks_of_a_node_decode_an_item_once(tmp_path):
-    """Two loaders with workers of their own, as two ranks have: their workers decode side by side, nothing twice."""
+    """Two loaders with workers of their own, as on two ranks: their workers decode in parallel, nothing twice."""
     sets = [Pictures(24, tmp_path, seconds=0.01) for _ in range(2)]
     loaders = [Loader(one, 6, seed=1, producers=pooled(tmp_path)) for one in sets]
     found: dict[int, list[Any]] = {}
@@ -186,7 +158,7 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path):
         killer.wait()
 
 
-def test_a_sample_that_kills_twice_is_read_and_one_that_always_does_is_broken(tmp_path, caplog):
+def test_sample_is_blanked_only_after_three_worker_deaths(tmp_path, caplog):
     with Loader(Pictures(9, tmp_path), 3, shuffle=False) as loader:
         expected = take(loader, 3)
     dataset = Pictures(9, tmp_path, deadly={4: 2, 7: 1000})
@@ -208,7 +180,7 @@ def test_a_sample_that_kills_twice_is_read_and_one_that_always_does_is_broken(tm
 
 
 def test_what_cannot_be_read_is_counted_by_the_trainer(tmp_path):
-    """As without workers: eight items of a few may be blank, one more ends the run."""
+    """As without workers: eight broken items of a few may be blank, one more ends the run."""
     dataset = Pictures(9, tmp_path, broken=(1, 2))
     with Loader(dataset, 9, shuffle=False, prefetch=1, producers=pooled(tmp_path)) as loader:
         batch = next(loader)
@@ -245,14 +217,14 @@ def test_a_worker_that_hangs_is_ended(tmp_path, caplog):
 
 
 class Unready(Pictures):
-    """Kills whoever unpickles it."""
+    """Kills the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (5,)
 
 
 def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path, monkeypatch):
-    """Who waits for a sample that somebody else decodes is not ended for it."""
+    """A worker that waits for a sample decoded by another process is not ended for it."""
     dataset, ahead = Pictures(4, tmp_path), [0.0]
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
     with Loader(dataset, 4, shuffle=False, prefetch=1, producers=pooled(tmp_path, patience=60.0)) as loader:
@@ -261,7 +233,7 @@ def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path, monkeypatch
         with kept.claimed(sample_key(dataset, Task("load", at=2))) as mine:
             assert mine
             asked = loader.producers.ask(Task("load", at=2, items=(("audio", 0),)))
-            # So many others that both workers answer some: a try at the sample that was begun before is then over.
+            # Many others, so that both workers answer some: the earlier attempt at the sample is then over.
             for ahead[0] in range(0, 101, 10):
                 others = [loader.producers.ask(Task("load", at=at, items=(("audio", 0),))) for at in (0, 1, 3) * 2]
                 assert all(other.result(60).items for other in others)
@@ -270,7 +242,7 @@ def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path, monkeypatch
 
 
 def test_items_that_never_are_kept_together_are_sent(tmp_path):
-    """A place that has room for one of two items: each one that is kept drives out the other."""
+    """The folder has room for one of two items: each kept item evicts the other."""
     big = Pictures(6, tmp_path, side=40)  # 2 pictures of 19,328 bytes and more
     with Loader(big, 3, shuffle=False) as loader:
         expected = take(loader, 2)
@@ -278,7 +250,7 @@ def test_items_that_never_are_kept_together_are_sent(tmp_path):
     with Loader(big, 3, shuffle=False, producers=pooled(tmp_path, limit=30_000)) as loader:
         assert take(loader, 2) == expected
     counts = Counter(line[:4] for line in big.decoded())
-    assert max(counts.values()) == 2, counts  # once for the place, and once more for the trainer
+    assert max(counts.values()) == 2, counts  # once for the folder, and once more for the trainer
 
 
 def test_workers_that_cannot_begin_are_told(tmp_path):
@@ -295,7 +267,7 @@ def test_a_dataset_that_cannot_be_sent_is_refused(tmp_path):
 
 
 def test_in_flight_is_bounded(tmp_path):
-    """Two batches ahead: what is decoded follows what is taken."""
+    """Two batches ahead: decoding follows consumption."""
     dataset = Pictures(60, tmp_path)
     with Loader(dataset, 3, shuffle=False, prefetch=2, producers=pooled(tmp_path)) as loader:
         next(loader)
@@ -310,7 +282,7 @@ def _train_and_hang(folder: Path) -> None:
     signal.pause()
 
 
-@pytest.mark.slow  # a fork server of its own
+@pytest.mark.slow  # starts its own fork server
 def test_workers_end_with_their_trainer(tmp_path):
     process = forkserver.context().Process(target=_train_and_hang, args=(tmp_path,))
     process.start()
@@ -324,7 +296,7 @@ def test_workers_end_with_their_trainer(tmp_path):
     while any(born(pid) is not None for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    while list(tmp_path.glob(f"{PREFIX}*")):  # the last of them takes the folder along
+    while list(tmp_path.glob(f"{PREFIX}*")):  # the last worker removes the folder
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -336,7 +308,7 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path, limit):
     with Loader(Pictures(90, tmp_path), 6, seed=5, wanted=seen) as loader:
         expected = take(loader, 60)
     dataset = Pictures(90, tmp_path, seconds=0.01)
-    # Which tasks the kills hit is chance: that many at one task make a sample broken is tested by itself.
+    # Kills hit random tasks; a separate test checks that several kills at one task make a sample broken.
     with Loader(dataset, 6, seed=5, wanted=seen, producers=pooled(tmp_path, 3, limit, deaths=100)) as loader:
         loader.begin()
         steps, found, killer = set(draw.sample(range(60), 20)), [], Killer(loader.producers, draw)
@@ -351,7 +323,7 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path, limit):
 
 
 def test_datasets_are_sent_without_the_model(tmp_path):
-    """What counts tokens are methods of encoders, with all of their weights."""
+    """Token counts are methods of encoders, which have all of their weights."""
     from interlace.data import DigitsDataset
 
     class Encoder:

@@ -1,11 +1,11 @@
-"""Faults in runs whose lanes have several ranks: one rank dies, stops or is late at any moment of a step.
+"""Fault injection in runs whose lanes have several ranks: one rank dies, stops or is late at any moment of a step.
 
     python -m tests.distributed.lane_faults --out tests/distributed/lane_faults.json
 
-A fault happens at an event of the second step of one rank: at the beginning of what its flight recorder notes, or at a
-step of a batch in one of its lanes. Which events there are is found in a run without a fault; the schedule is the same
-each time, so the n-th event is too. Then each other rank has to end in time, say who is lost, and leave nothing behind;
-with "late", which is less than the timeout, all of them have to come to the loss of the run without a fault.
+A fault happens at an event of the second step of one rank: at the start of an entry of its flight recorder, or at a
+step of a batch in one of its lanes. A run without a fault lists the events; the schedule is the same each time, so the
+n-th event is too. After the fault each other rank must end in time, name the lost rank, and leave nothing behind. With
+"late", a delay below the timeout, all ranks must reach the loss of the run without a fault.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.tiny import random_microbatches, tiny_mllm
 
 WORLD = 4
 TIMEOUT = 3.0  # seconds of each wait in the second step
-STARTING = 60.0  # the same before it: processes that start share their cores with many others
-SLACK = 60.0  # seconds that a busy machine may need beside the waits
+STARTING = 60.0  # timeout before it: starting processes share their cores with many others
+SLACK = 60.0  # extra seconds for a busy machine, besides the waits
 LAYOUTS = {
     "tp2 pp2": {"vision": ParallelSpec(tp=2, dp=2), "language_model": ParallelSpec(tp=2, pp=2)},
     "tp2 cp2": {"vision": ParallelSpec(dp=4), "language_model": ParallelSpec(tp=2, cp=2)},
@@ -52,8 +52,8 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a fault. event: what the victim was about to do. trouble: why it did not go as it should, "" if it
-    did. seconds: from the fault to the end of the last survivor."""
+    """Outcome of a fault. event: the victim's next action. trouble: the deviation from the expected outcome, or "".
+    seconds: from the fault to the end of the last survivor."""
 
     event: str
     trouble: str
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 
 def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str, Any]:
-    """Two steps on one rank; what it was told, when, and what of the run is left in its process."""
+    """Two steps on one rank: the reported error, its time, and leftovers of the run in its process."""
     before = used()
     mllm = tiny_mllm(layers=2, encoders=("vision",), kv_heads=2)
     made = Layout.from_specs(mllm, LAYOUTS[layout], placement="shared")
@@ -81,7 +81,7 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
             _break(fault.kind)
 
     begin, lanes = channel.recorder.begin, channel.connect(())
-    # Who is late is waited for; how long the others are patient is said by the other kinds.
+    # Others wait for the late rank; the other kinds test how long they wait.
     patience = STARTING if fault is not None and fault.kind == "late" else TIMEOUT
 
     def begun(kind: str, what: object, ranks: Any = ()) -> int:
@@ -117,7 +117,7 @@ def _break(kind: str) -> None:
 
 
 def undisturbed(layout: str) -> tuple[float, list[list[str]]]:
-    """The loss of a step, and the events of each rank in it."""
+    """Loss of a step without a fault, and the events of each rank in it."""
     results = run_ranks(WORLD, _steps, layout, None, "")
     assert [kind for kind, _ in results] == ["returned"] * WORLD, results
     assert len({value["loss"] for _, value in results}) == 1 and all(value["loss"] > 0 for _, value in results)
@@ -126,7 +126,7 @@ def undisturbed(layout: str) -> tuple[float, list[list[str]]]:
 
 
 def faults(layout: str, events: list[list[str]], count: int, seed: int = 0) -> list[Fault]:
-    """As many faults, each kind and each rank in turn, at events drawn at random; no event twice in a kind."""
+    """This many faults, each kind and each rank in turn, at random events; no event twice in a kind."""
     rng = random.Random(seed)
     found: dict[Fault, None] = {}
     while len(found) < count:
@@ -136,19 +136,19 @@ def faults(layout: str, events: list[list[str]], count: int, seed: int = 0) -> l
 
 
 def _named() -> set[str]:
-    """What has a name in shared memory and is of Interlace; other programs come and go."""
+    """Shared memory objects of Interlace, by name; other programs may create and delete theirs."""
     return {name for name in os.listdir("/dev/shm") if "interlace" in name}
 
 
 def lost_in(text: str) -> set[int]:
-    """The ranks that a message calls lost first: what follows is how it showed, or the words of another rank."""
+    """The ranks that a message names first as lost; the rest is the symptom or another rank's report."""
     head, _, rest = text.partition("lost rank")
     numbers = rest.removeprefix("s").partition("(")[0].replace(",", " ").split() if head != text else []
     return {int(number) for number in numbers if number.isdecimal()}
 
 
 def run(fault: Fault, loss: float) -> Outcome:
-    """One fault, in four processes of its own."""
+    """One fault, in four separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         named_before = _named()
         stopped = [fault.victim] if fault.kind == "stop" else []
@@ -201,7 +201,7 @@ def main() -> int:
             rows[-1]["trouble"] = outcome.trouble
             print(len(rows), *rows[-1].values(), flush=True)
             troubled += bool(outcome.trouble)
-            if options.out:  # after each one: a sweep takes long
+            if options.out:  # after each fault, since a sweep takes long
                 table = {"timeout": TIMEOUT, "faults": len(rows), "troubled": troubled}
                 lines = ",\n".join(json.dumps(row) for row in rows)
                 options.out.write_text(json.dumps(table)[:-1] + ', "rows": [\n' + lines + "\n]}\n")

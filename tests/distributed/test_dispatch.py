@@ -1,4 +1,5 @@
-"""`train.balance` between processes: each makes the dispatch of a step alone; the numbers are those of one process."""
+"""`train.balance` between processes: each computes the dispatch of a step alone; the numbers are those of one
+process."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import pytest
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import parallelize
 from tests.distributed.workers import run_ranks
-from tests.run.test_dispatch import NAMES, batch_of
-from tests.run.test_parity import assert_same_gradient, oracle
+from tests.run.dispatch import NAMES, batch_of
+from tests.run.parity import assert_same_gradient, oracle
 from tests.tiny import tiny_mllm
 
 
@@ -32,11 +33,11 @@ def balanced(rank: int) -> tuple[int, int, list[dict[str, int]]]:
 
 
 @pytest.mark.slow
-def test_two_processes_with_own_replicas_of_each_module_give_the_numbers_of_one() -> None:
+def test_per_module_balance_on_two_processes_equals_one_process() -> None:
     found = run_ranks(2, balanced)
     assert [kind for kind, _ in found] == ["returned"] * 2, found
     (_, first), (_, second) = found
     assert first == second
     _, moved, counts = first
-    assert moved > 0  # rows of features crossed, which "none" leaves where they are
+    assert moved > 0  # rows of features that moved; "none" leaves them in place
     assert all(count > 0 for own in counts for count in own.values())

@@ -1,4 +1,4 @@
-"""Faults in lanes of several ranks: the committed table of a sweep, and a sample of it played again."""
+"""Faults in lanes of several ranks: the committed table of a sweep, and a replayed sample of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLE = json.loads((Path(__file__).parent / "lane_faults.json").read_text())
 ROWS = TABLE["rows"]
 
 
-def test_the_table_has_every_kind_on_every_rank_of_every_layout_and_no_trouble() -> None:
+def test_table_covers_every_layout_fault_kind_and_rank() -> None:
     assert len(ROWS) == TABLE["faults"] >= 100 and TABLE["troubled"] == sum(bool(row["trouble"]) for row in ROWS) == 0
     found = {(row["layout"], row["kind"], row["victim"]) for row in ROWS}
     assert found == set(itertools.product(LAYOUTS, KINDS, range(WORLD)))
@@ -39,7 +39,7 @@ def test_whom_a_message_calls_lost(text: str, ranks: set[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sample_of_the_table_ends_as_it_says(layout: str) -> None:
-    """The schedule may have changed since: then a fault happens at another event, and still ends well."""
+    """After schedule changes a fault happens at another event, and must still end well."""
     loss, events = lane_faults.undisturbed(layout)
     rng = random.Random(7)
     for kind in (*KINDS, "kill"):

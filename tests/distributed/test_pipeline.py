@@ -13,51 +13,11 @@ import torch.distributed as dist
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import PipelineError, parallelize
 from interlace.train.commands import crash
+from tests.distributed.pipeline import REPRESENTATIVE, parity
 from tests.distributed.workers import run_ranks, shorten
-from tests.run.test_assign import batch_of, model_of
-from tests.run.test_parity import FREEZING, assert_same_gradient, make_layout, oracle
+from tests.run.assign import batch_of, model_of
+from tests.run.parity import FREEZING, assert_same_gradient, make_layout, oracle
 from tests.tiny import random_microbatches, tiny_mllm
-
-# placement, freezing, batch, checkpointing, tied
-REPRESENTATIVE = [
-    ("parallel", "nothing", "all", "none", True),
-    ("parallel", "encoders but projectors", "no_image", "full", False),
-    ("colocated", "nothing", "no_image", "full", True),
-    ("colocated", "encoders and language model", "all", "none", False),
-    ("replicated", "nothing", "all", "selective", True),
-    ("replicated", "all but one encoder", "no_image", "none", False),
-    ("parallel", "language model", "text", "none", False),
-    ("colocated", "encoders", "text", "none", True),
-]
-
-
-def parity(rank: int, world: int, cases: list[tuple]) -> int:
-    """Compare this rank's loss and gradients with one process for each case; returns the number compared."""
-    compared = 0
-    for placement, freezing, kind, checkpointing, tied in cases:
-        mllm = tiny_mllm(tied=tied, layers=3)
-        for path in FREEZING[freezing]:
-            mllm.freeze(path)
-        mllm.train()
-        microbatches = random_microbatches(mllm, kind)
-        loss, gradients = oracle(mllm, microbatches)
-        mllm.zero_grad()
-        layout = make_layout(mllm, placement, world)
-        parallel = parallelize(mllm, layout, transport="distributed", checkpointing=checkpointing, timeout=30)
-        result = parallel.step(microbatches)
-        where = (placement, freezing, kind, checkpointing, tied, rank)
-        assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
-        for name, parameter in parallel.named_parameters():
-            assert_same_gradient(f"{where} {name}", parameter.grad, gradients[name])
-            compared += 1
-        tied_names = {name for names in mllm.tied_parameters() for name in names[1:]}
-        total = sum(
-            float(g.double().pow(2).sum()) for n, g in gradients.items() if g is not None and n not in tied_names
-        )
-        assert parallel.clip_grad_norm_(1e9) == pytest.approx(total**0.5, rel=1e-5), where
-        assert parallel.channel is not None
-        assert parallel.channel.paths.get("pipeline edge", set()) <= {os.environ.get("INTERLACE_TRANSPORT", "gloo")}
-    return compared
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -107,7 +67,7 @@ def test_two_stages_over_shared_memory_in_any_order():
 
 
 def deferral(rank: int, world: int, methods: list[str]) -> int:
-    """Every way to assign samples, on ranks that each make the table alone; returns how many samples were deferred."""
+    """All assignments of samples, on ranks that each make the table alone; returns the number of deferred samples."""
     deferred = 0
     for method in methods:
         mllm = model_of("stages")
@@ -150,7 +110,7 @@ def replicas(rank: int) -> float:
     parallel.zero_grad()
     parallel.step(texts)
     assert all(p.grad is None for name, p in parallel.named_parameters() if name.startswith("encoders."))
-    # One sample, as the last batch of an epoch may have: a replica has none.
+    # One sample, as in the last batch of an epoch: a replica has none.
     mllm.zero_grad()
     parallel.zero_grad()
     loss, gradients = oracle(mllm, [images[0][:1]])
@@ -161,7 +121,7 @@ def replicas(rank: int) -> float:
     return result.loss
 
 
-def test_data_parallel_replicas_equal_one_process_also_when_one_has_no_sample():
+def test_replicas_equal_one_process_even_without_a_sample():
     results = run_ranks(2, replicas)
     assert [kind for kind, _ in results] == ["returned", "returned"], results
     assert results[0] == results[1]
@@ -186,14 +146,14 @@ def split_and_replicated(rank: int) -> int:
     return compared
 
 
-def test_a_split_language_model_with_replicas_equals_one_process():
+def test_split_language_model_with_replicas_equals_one_process():
     for kind, value in run_ranks(4, split_and_replicated):
         assert kind == "returned", value
         assert value > 0
 
 
 def unequal(rank: int, degrees: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """Five ranks, as many of the encoder and of the language model as `degrees` say; what a step exchanges."""
+    """Five ranks, split between encoder and language model by `degrees`; returns the exchanges of a step."""
     found = []
     for vision, language in degrees:
         for kind, freezing, chunks in (("all", "nothing", None), ("no_image", "encoders but projectors", 1)):
@@ -223,8 +183,8 @@ def unequal(rank: int, degrees: list[tuple[int, int]]) -> list[tuple[float, int]
 
 
 @pytest.mark.parametrize("degrees", [(3, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
-def test_replicas_of_encoder_and_language_model_may_differ_on_five_processes(degrees):
-    """And a step, clipping included, exchanges twice outside of its lists: what it was given, and loss with norm."""
+def test_unequal_degrees_on_five_processes_equal_one_process(degrees):
+    """A step, clipping included, exchanges twice outside of its lists: its inputs, and the loss with the norm."""
     results = run_ranks(5, unequal, [degrees])
     assert [kind for kind, _ in results] == ["returned"] * 5, results
     for _, value in results:
@@ -233,7 +193,7 @@ def test_replicas_of_encoder_and_language_model_may_differ_on_five_processes(deg
 
 
 def refuse(rank: int) -> str:
-    """Replica 1 has nothing to train on: both say so at once instead of one waiting for the other."""
+    """Replica 1 has nothing to train on: both ranks raise an error at once, without waiting for each other."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=2) for name in mllm.modules_order()}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), timeout=30)
@@ -253,7 +213,7 @@ def test_a_batch_that_one_replica_refuses_stops_both_at_once():
 
 
 def lose_peer(rank: int, world: int, how: str, crash_folder: str) -> tuple[str, float]:
-    """Rank 1 dies, or stops answering, after one good step; the others report their error and how long it took."""
+    """Rank 1 dies or stops responding after one good step; the others return their error and its delay."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
     layout = Layout.from_specs(mllm, specs, ranks=world)
@@ -275,14 +235,14 @@ def lose_peer(rank: int, world: int, how: str, crash_folder: str) -> tuple[str, 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "hangs"), (3, "dies")])
 def test_lost_peer_is_named_within_the_timeout(world, how, tmp_path):
-    """And what the others did last is left in a folder, from which `interlace doctor --crash` tells the same."""
+    """A folder keeps the last actions of the other ranks; `interlace doctor --crash` reports the same from it."""
     results = run_ranks(world, lose_peer, world, how, str(tmp_path), timeout=200, stopped=[1])
     for rank in range(0, world, 2):
         kind, value = results[rank]
         assert kind == "returned", value
         message, seconds = value
         assert "lost rank 1 " in message and "start of the step" in message, message
-        assert seconds < 50  # less than the wait had been before
+        assert seconds < 50  # less than the previous timeout
     found = crash.read(tmp_path)
     assert sorted(found.dumps) == list(range(0, world, 2)) and found.missing == found.culprits == [1]
     assert all(any(event.kind == "compute" for event in dump.events) for dump in found.dumps.values())
@@ -290,7 +250,8 @@ def test_lost_peer_is_named_within_the_timeout(world, how, tmp_path):
 
 
 def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
-    """Rank 1 hangs before the process groups are made, or after a step; what the others are told by the next call."""
+    """Rank 1 hangs before the process groups are made, or after a step; the others return the error of the next
+    call."""
     mllm = tiny_mllm(layers=2, tied=True, encoders=("vision",))
     layout = Layout.from_specs(mllm, {"vision": ParallelSpec(), "language_model": ParallelSpec(pp=2)})
 
@@ -332,6 +293,6 @@ def test_waits_outside_of_steps_are_bounded_too(where, says):
         kind, value = results[rank]
         assert kind == "returned", value
         message, seconds = value
-        # When a wait runs out gloo closes all connections of that rank: rank 2 may only learn that rank 0 left.
+        # After a timeout gloo closes all connections of that rank: rank 2 may only learn that rank 0 left.
         assert re.search(says if rank == 0 else rf"{says}|timeline: lost rank 0", message), message
         assert seconds < 50

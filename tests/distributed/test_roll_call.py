@@ -1,4 +1,4 @@
-"""Who is lost, asked by ranks that notice at different times: the rank that holds the store stays for the last one."""
+"""Roll call of ranks that detect a loss at different times: the rank that holds the store waits for the last one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 
 import torch.distributed as dist
 
-from interlace.comm.lost import RollCall
+from interlace.comm.process.lost import RollCall
 from tests.distributed.workers import run_ranks
 
 TIMEOUT = 3.0
 
 
 def _notice(rank: int) -> str:
-    """Rank 1 dies while the others wait for it. Rank 0 notices at once, the last one when its own wait has run out."""
+    """Rank 1 dies while the others wait for it. Rank 0 notices at once, the last rank after its own timeout."""
     assert dist.group.WORLD is not None
     roll = RollCall(dist.group.WORLD, "test")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Streams between processes: the numbers of one process, and a reader that dies is named."""
+"""Streams between processes: the numbers of one process, and an error that names a dead reader."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from interlace.model import Sample
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run import parallelize
 from tests.distributed.workers import run_ranks
+from tests.run.parity import assert_same_gradient, oracle
 from tests.run.streamed import Counted, names_of
-from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import tiny_mllm
 
 P = ParallelSpec

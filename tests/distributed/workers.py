@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a real process, and brings back what each returned or raised."""
+"""Runs a function on several gloo ranks, each a real process, and returns the result or exception of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.channel import Channel
-from interlace.comm.edges import TransportEdge
+from interlace.comm.channels.base import Channel
+from interlace.comm.channels.edges import TransportEdge
 from tests.forkserver import context
 from tests.trials import share_trials
 
@@ -25,9 +25,10 @@ from tests.trials import share_trials
 def _main(
     rank: int, world: int, listening: socket.socket, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """listening: what the store of rank 0 listens on. A port that is only named could be another's by then."""
+    """listening: the listening socket of rank 0's store. With a port number alone, another process could take the
+    port."""
     torch.set_num_threads(1)
-    gc.freeze()  # shared with the server: looking through it would copy it
+    gc.freeze()  # shared with the server: collecting would copy it
     share_trials()
     host, port = listening.getsockname()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
@@ -49,15 +50,15 @@ def _main(
 
 
 def shorten(channel: Channel, seconds: float) -> None:
-    """From now on every wait of this rank's channel between processes may last so long.
+    """Limits every later wait of this rank's channel between processes to this time.
 
-    For tests of ranks that are lost: what comes before, starting and a first step, takes a busy machine long.
+    For tests with lost ranks: starting and the first step take long on a busy machine.
     """
     channel.timeout = seconds
     for edge in getattr(channel, "_edges", {}).values():
         if isinstance(edge, TransportEdge):
             edge.transport.timeout = seconds
-    for group in list(dist.distributed_c10d._world.pg_map):  # gloo ends a group when its operations have run out
+    for group in list(dist.distributed_c10d._world.pg_map):  # gloo ends a group when its operations time out
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -72,7 +73,7 @@ def run_ranks(
     """``function(rank, *args)`` on gloo ranks -> for each ("returned", value), ("raised", text) or ("died", exit code).
 
     ``function`` must be importable. Ranks still running after ``timeout`` seconds, or ``grace`` seconds after the first
-    one ended, are killed and reported as hung. stopped: ranks that nobody waits for, as they stop themselves.
+    one ended, are killed and reported as hung. stopped: ranks that are not waited for, as they stop themselves.
     """
     with tempfile.TemporaryDirectory() as folder:
         with socket.create_server(("127.0.0.1", 0)) as listening:

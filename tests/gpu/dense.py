@@ -1,9 +1,9 @@
-"""What the GPU tests compare with: dense attention in fp64, and by torch's operators in the tested dtype.
+"""References of the GPU tests: dense attention in fp64, and by torch's operators in the tested dtype.
 
-Kernels in 16 bits are as wrong as their dtype makes them: tests/judge.py says how they are judged. In fp32 the error
-may be twice torch's, plus 1e-5.
+tests/judge.py defines the tolerance of 16-bit kernels, from the error of their dtype. In fp32 the error may be twice
+torch's, plus 1e-5.
 
-Neither hypothesis nor anything beyond torch and pytest is imported: these tests run on bare machines.
+Only torch and pytest are imported, not hypothesis: these tests run on bare machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHY_SKIPPED = "no CUDA device (INTERLACE_GPU_TESTS_ON=cpu rehearses these tests 
 
 
 def find_device() -> torch.device | None:
-    """The CUDA device, what INTERLACE_GPU_TESTS_ON names ("cpu", "rehearsal"), or None."""
+    """The CUDA device, the one named by INTERLACE_GPU_TESTS_ON ("cpu", "rehearsal"), or None."""
     named = os.environ.get("INTERLACE_GPU_TESTS_ON")
     if named == rehearsal.NAME:
         rehearsal.start()
@@ -35,8 +35,9 @@ def find_device() -> torch.device | None:
 
 DEVICE = find_device()
 ON_GPU = DEVICE is not None and DEVICE.type == "cuda"
-LENGTH = 1000 if ON_GPU else 150  # no multiple of a block; short where the tests are only rehearsed
-# Strides that are multiples of 128 look alike to the compiler: at this head dimension all shapes share a compilation.
+LENGTH = 1000 if ON_GPU else 150  # no multiple of a block; short in rehearsals
+# The compiler treats all strides that are multiples of 128 equally: at this head dimension all shapes share a
+# compilation.
 DIM = 128 if ON_GPU else 32
 
 
@@ -76,7 +77,7 @@ def inputs(
 
 
 def ours(x: Inputs, plan: AttentionPlan, *, with_lse: bool = False, **options) -> Results:
-    """The op, with the gradient of the output alone or of both results."""
+    """Runs the op, with the gradient of the output alone or of both results."""
     poison(x)
     out, lse = bitfield_attention(x.q, x.k, x.v, plan, return_lse=True, **options)
     if with_lse:
@@ -87,13 +88,13 @@ def ours(x: Inputs, plan: AttentionPlan, *, with_lse: bool = False, **options) -
 
 
 def poison(x: Inputs) -> None:
-    """Leave NaN in the memory that results are about to be allocated from: an element nobody writes then shows."""
+    """Fills memory with NaN before results are allocated from it, so that an unwritten element is detected."""
     junk = [torch.full_like(tensor, torch.nan) for tensor in (x.q, x.k, x.v, x.dout, x.dlse) for _ in range(2)]
     del junk
 
 
 def exact(x: Inputs, dense: Tensor, *, softcap: float | None = None, with_lse: bool = False) -> Results:
-    """Dense attention in fp64. Rows that see nothing: 0, LSE -inf."""
+    """Dense attention in fp64. Rows without visible keys: 0, LSE -inf."""
     q, k, v = (tensor.detach().double().requires_grad_() for tensor in (x.q, x.k, x.v))
     out, lse = cases.oracle(q, k, v, dense, x.q.shape[3] ** -0.5, softcap)
     loss = (out * x.dout.double()).sum()
@@ -104,9 +105,10 @@ def exact(x: Inputs, dense: Tensor, *, softcap: float | None = None, with_lse: b
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """||got - wanted|| / ||wanted|| over finite entries; infinities must be the same, and NaN gives NaN.
+    """||got - wanted|| / ||wanted|| over finite entries; infinities must be equal, and NaN gives NaN.
 
-    Where nothing but zero is wanted (dq of a query that sees one key), the mean square takes the quotient's place.
+    If all wanted values are zero (dq of a query that sees one key), the result is the mean square instead of the
+    quotient.
     """
     assert torch.equal(got.isinf(), wanted.isinf())
     got, wanted = (tensor.detach().double().masked_fill(tensor.isinf(), 0) for tensor in (got, wanted))
@@ -132,7 +134,7 @@ def check(
     deterministic: bool = True,
     backend: str | None = None,
 ) -> None:
-    """Output, LSE and gradients of one mask: shapes, dtypes, errors, and zeros where nothing is seen."""
+    """Checks output, LSE and gradients of one mask: shapes, dtypes, errors, and zeros in rows without visible keys."""
     mask, keys = mask.to(DEVICE), None if keys is None else keys.to(DEVICE)
     x = inputs(mask, keys, dtype, dim, heads, kv_heads, value_dim)
     dense = mask.to_dense(keys)

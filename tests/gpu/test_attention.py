@@ -1,7 +1,7 @@
-"""The attention op on a GPU against dense fp64, and what only a GPU shows: graphs, devices, atomics, wide offsets.
+"""The attention op on a GPU against dense fp64, and GPU-only behaviour: graphs, devices, atomics, wide offsets.
 
-Every kernel configuration compiles for seconds, so dtypes times head dimensions are swept on one mask, and all else
-uses head dimension DIM, where shapes share a compilation, mostly in bf16 at lengths that are no multiple of a block.
+Every kernel configuration compiles for seconds. So dtypes times head dimensions are swept on one mask. All other tests
+use head dimension DIM, where shapes share a compilation, mostly in bf16 at lengths that are no multiple of a block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def uneven_documents() -> BitfieldMask:
 
 
 def empty_rows(length: int = 300) -> BitfieldMask:
-    """Two rows: queries that attend a stream that nobody is, among causal ones; and padding for the last third."""
+    """Two rows: among causal queries, some that attend a stream without tokens; and padding for the last third."""
     bits = torch.full((2, length), word(0, [0], causal=True))
     bits[0, length // 4 : length // 2] = word(3, [5])
     doc = torch.zeros(2, length, dtype=torch.int32)
@@ -71,7 +71,7 @@ def test_masks(name):
 
 
 def check_backend(backend: str, mask: BitfieldMask, **options) -> None:
-    """check() in bf16 with a named backend, which runs both directions: the op chooses only one of them per card."""
+    """check() in bf16 with a named backend, in both directions: the op itself chooses one per card."""
     skip_without(backend, options.get("dim", DIM))
     check(mask, backend=backend, **options)
 
@@ -150,7 +150,7 @@ def test_head_groups(heads, kv_heads):
 @pytest.mark.parametrize("cap", [1, 2, 5])
 @pytest.mark.parametrize("name", ["causal", "prefix_lm", "cornstarch_ee"])
 def test_split_rows(name, cap):
-    """More pieces than one per row, in both directions; `cap=1` merges as many partial results as there are blocks."""
+    """Several pieces per row, in both directions; `cap=1` merges as many partial results as there are blocks."""
     mask = MASKS[name](LENGTH)
     if ON_GPU:
         assert AttentionPlan.build(mask.to(DEVICE), cap=cap).stats().split_rows > 0
@@ -181,7 +181,7 @@ def test_repeats_are_bitwise_equal(cap):
 
 
 def check_repeats(cap, dims, backend=None):
-    """200 times, beside copies that keep the device's memory busy."""
+    """200 repetitions, beside copies that keep the device's memory busy."""
     mask = MASKS["cornstarch_ee"](LENGTH).to(DEVICE)
     x = dense.inputs(mask, None, torch.bfloat16, dims[0], heads=8, kv_heads=2, value_dim=dims[1])
     plan = AttentionPlan.build(mask, cap=cap)
@@ -205,7 +205,7 @@ def test_what_nobody_looks_at_may_be_nan_by_backend(backend):
 
 
 def check_no_part(deterministic, dtype, backend=None):
-    """Padding, queries that see nothing and keys that nobody sees: the bits are those for zeros in their place."""
+    """Padding, queries without keys and keys without queries: results are bitwise equal to those with zeros there."""
     mask = empty_rows().to(DEVICE)
     pairs = mask.to_dense()
     blind, unseen = ~pairs.any(2)[:, None, :, None], ~pairs.any(1)[:, None, :, None]
@@ -229,7 +229,7 @@ def check_no_part(deterministic, dtype, backend=None):
 
 
 def test_strided_inputs_and_an_expanded_gradient():
-    """Heads as a transposed view, as models have them; `out.sum()` sends back a gradient without storage."""
+    """Heads as a transposed view, as in models; `out.sum()` returns a gradient without storage."""
     mask = BitfieldMask.causal(2, 300).to(DEVICE)
     made = [torch.randn(2, 300, 4, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     views = [x.transpose(1, 2).requires_grad_() for x in made]
@@ -258,7 +258,7 @@ def test_plans_made_on_the_device_equal_those_made_on_the_cpu():
 
 
 def test_long_sequences():
-    """Exact at sampled rows, with whatever splits are chosen by default."""
+    """Exact at sampled rows, with the default splits."""
     length = 16384 if ON_GPU else 700
     for name in ("cornstarch_ee", "gemma3_images"):
         problem = Problem.make(
@@ -311,7 +311,7 @@ def test_a_plan_on_another_device_is_refused():
 
 
 @needs_cuda
-def test_fp64_falls_back_to_the_reference_and_the_kernels_say_no():
+def test_fp64_uses_the_reference_and_triton_refuses_it():
     q = torch.randn(1, 1, 64, 64, device=DEVICE, dtype=torch.float64)
     mask = BitfieldMask.causal(1, 64).to(DEVICE)
     with pytest.raises(ValueError, match="float64"):
@@ -323,7 +323,7 @@ def test_fp64_falls_back_to_the_reference_and_the_kernels_say_no():
 @needs_cuda
 @pytest.mark.parametrize("cap", [None, 2])
 def test_a_cuda_graph_replays_forward_and_backward(cap):
-    """Captured once with a plan, then replayed on other values: the same bits as the eager op."""
+    """Captured once with a plan, then replayed on other values: bitwise equal to the eager op."""
     mask = uneven_documents().to(DEVICE)
     plan = AttentionPlan.build(mask, cap=cap)
     x = dense.inputs(mask, None, torch.bfloat16, DIM)

@@ -1,6 +1,6 @@
-"""Collectives and what overlaps with them on a GPU: several processes on one device, and several ranks in one process.
+"""Collectives and their overlap on a GPU: several processes on one device, and several ranks in one process.
 
-One device is enough for correctness; speed is `bench.copy_engines`'s business. INTERLACE_GPU_TESTS_ON=cpu runs the same
+One device is enough for correctness; `bench.copy_engines` measures speed. INTERLACE_GPU_TESTS_ON=cpu runs the same
 checks on a CPU, over shared memory.
 """
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
-from interlace.comm.copiers import engine_copies, engine_missing, plain_copies, sm_copies
 from interlace.comm.transports.choose import capabilities
+from interlace.comm.transports.copiers import engine_copies, engine_missing, plain_copies, sm_copies
 from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.distributed.workers import run_ranks
@@ -30,7 +30,7 @@ LENGTH = 700
 
 
 def tensors(world: int, device: str) -> dict[str, torch.Tensor]:
-    """The same on every rank: everybody's inputs, on whole numbers so that sums are exact in any order."""
+    """Inputs of all ranks, equal on every rank. They are integers, so that sums are exact in any order."""
     generator = torch.Generator().manual_seed(world)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def tensors(world: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def operations(group: comm.Transport, device: str) -> None:
-    """Every collective and both products against what one process makes of everybody's inputs."""
+    """Every collective and both products against one process with the inputs of all ranks."""
     rank, world = group.rank, group.world
     given = tensors(world, device)
     x, large = given["x"], given["large"]
@@ -87,7 +87,7 @@ def operations(group: comm.Transport, device: str) -> None:
 
 
 def agree(what: str, got: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor) -> None:
-    """got is exact, as nearly as torch's own result in its dtype."""
+    """got is exact within the error of torch's own result in its dtype."""
     if DTYPE == torch.bfloat16:
         judge(what, got, torchs, exact)
     else:

@@ -1,4 +1,4 @@
-"""The transport over NCCL between real GPUs: at least two are needed, since NCCL refuses two ranks on one."""
+"""The NCCL transport between real GPUs. It needs at least two, since NCCL refuses two ranks on one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def connected(rank: int) -> Transport:
 
 
 def moves(rank: int) -> int:
-    """Each collective against what every rank can work out alone; and copies that run beside a matrix product."""
+    """Each collective against values that every rank computes alone; and copies that overlap with a matrix product."""
     with connected(rank) as group:
         x = [torch.arange(1000.0, device="cuda") * (r + 1) for r in range(group.world)]
         gathered = torch.empty(group.world * 1000, device="cuda")

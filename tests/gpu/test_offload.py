@@ -27,7 +27,7 @@ def test_weights_on_a_gpu_are_those_of_adamw_on_the_cpu(bucket: int) -> None:
     given = [{"params": part, "lr": 1e-2, "weight_decay": 0.1} for part in (mine[:4], mine[4:])]
     ours = OffloadedAdamW(given, bucket_bytes=bucket, **options)
     adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True, **options)
-    for _ in range(5):  # no wait in between: the next step's gradients come while the last weights travel
+    for _ in range(5):  # no wait in between: the next step's gradients come while the last weights are in flight
         for a, b in zip(mine, theirs, strict=True):
             b.grad = torch.randn(b.shape, generator=generator)
             a.grad = b.grad.to(DEVICE)

@@ -1,4 +1,4 @@
-"""Rehearsal of bench/gpu.sh on a CPU, without packages that a bare machine lacks: it must work there the first time."""
+"""Rehearsal of bench/gpu.sh on a CPU, without packages that bare machines lack: it must work there the first time."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ MOST_FILES, MOST_BYTES = 8, 16 << 20  # of results
 
 
 def bare(folder: Path, absent: tuple[str, ...]) -> dict[str, str]:
-    """Environment of a process that cannot import what is absent."""
+    """Environment of a process that cannot import the absent packages."""
     (folder / "bare").mkdir()
     (folder / "bare" / "sitecustomize.py").write_text(HIDE.format(absent=absent))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return environment | {
         "DRY": "1",
-        "PATIENCE": "8",  # limits are for a machine that does nothing else
+        "PATIENCE": "8",  # limits are for an idle machine
         "PYTHON": sys.executable,
         "PYTHONPATH": str(folder / "bare"),
         "OUT": str(folder / "out"),
@@ -70,7 +70,7 @@ def rehearse(run: str, environment: dict[str, str]) -> tuple[int, dict[str, str]
         assert process.stdout is not None
         for line in process.stdout:
             if match := LINE.match(line):
-                assert process.poll() is None  # lines come while the others are computed
+                assert process.poll() is None  # lines are printed while others are computed
                 lines[match[2]] = line.rstrip()
             else:
                 table.append(line)

@@ -1,4 +1,4 @@
-"""Training on the rehearsal device: nothing fails that a CPU can show, and a step waits for the GPU where it must."""
+"""Training on the rehearsal device: no failures that a CPU can show; a step waits for the GPU only where required."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.train.whole_families import MODELS
 pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
 
 STEP = {
-    # Loss and gradient norm: whether the update is made depends on them.
-    "read copy to the host run/gradients.py:totals": 1,
-    # The seconds of a step whose line is written are the GPU's; other steps do without.
+    # Loss and gradient norm: they decide whether the update is made.
+    "read copy to the host run/execute/gradients.py:totals": 1,
+    # A logged step reads its seconds from the GPU; other steps do not.
     "wait synchronize train/device.py:finish": 1,
 }
-"""What waits for the GPU in a training step. Whatever comes to it is a wait in every step: find another way first."""
+"""All waits for the GPU in a training step. Avoid new entries: each is a wait in every step."""
 
-VALIDATION = {"read copy to the host run/gradients.py:totals": 1}  # the loss
+VALIDATION = {"read copy to the host run/execute/gradients.py:totals": 1}  # the loss
 FAST = ("modules", "internvl")
 TOLD_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Encoders whose own code reads the grids of pictures: docs/on-a-gpu.md."""
+"""Encoders with code of their own that reads the grids of pictures: docs/on-a-gpu.md."""
 ON_CUDA_ONLY = ("qwen3_vl_moe",)  # counts experts in int32, which torch's CPU kernels cannot
 
 

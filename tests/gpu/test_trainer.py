@@ -1,6 +1,7 @@
 """Steps and whole runs on a GPU against the CPU and one process. INTERLACE_GPU_TESTS_ON=cpu rehearses them on a CPU.
 
-Whole runs need what `interlace train` does (pydantic, scikit-learn), which bare machines lack; steps need transformers.
+Whole runs need the requirements of `interlace train` (pydantic, scikit-learn), which bare machines lack; steps need
+transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from interlace.comm.transports.choose import capabilities
 from tests.distributed.workers import run_ranks
 from tests.gpu import dense
 from tests.gpu.dense import DEVICE, ON_GPU
+from tests.gpu.trainer import STEPS, TABLE
 
 pytest.importorskip("transformers")
 
@@ -31,37 +33,11 @@ from tests.tiny import random_microbatches, tiny_mllm
 pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
 HERE = "cpu" if DEVICE is None or DEVICE.type == "cpu" else "cuda"  # run.device
 CLOSE = 1e-3  # fp32 on a GPU sums in another order than a CPU
-STEPS = 30
-
-TABLE: dict[str, Any] = {
-    "run": {"name": "tiny", "seed": 3},
-    "model": {
-        "vision": {
-            "architecture": "SiglipVisionModel",
-            "config": {
-                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 8, "patch_size": 4,
-            },
-        },
-        "language_model": {
-            "architecture": "LlamaForCausalLM",
-            "config": {
-                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 1, "max_position_embeddings": 128,
-            },
-        },
-    },
-    "data": {"dataset": "digits"},
-    "train": {"steps": STEPS, "batch_size": 8, "microbatches": 2, "lr": 5e-3, "warmup_steps": 5, "validate_every": 0},
-    "parallel": {"ranks": 1, "threads": 1},
-    "checkpoint": {"every": 0},
-    "log": {"every": 1, "trackers": [], "trace_step": 3, "samples": 2, "accuracy_samples": 8},
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """Convolutions without TF32; and torch's settings as they were, whatever a run makes of them."""
+    """Convolutions without TF32. Restores torch's settings, which runs may change."""
     allowed, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
     torch.backends.cudnn.allow_tf32 = False
@@ -165,7 +141,7 @@ def test_processes_with_a_gpu_each_equal_one_process() -> None:
 def on_one_device(rank: int, kind: str) -> set[str]:
     """One rank of a pipeline of two on one device; returns the paths of its edges."""
     if kind == "cpu":
-        os.environ["INTERLACE_TRANSPORT"] = "shm"  # a GPU that two ranks share chooses by itself
+        os.environ["INTERLACE_TRANSPORT"] = "shm"  # on a shared GPU the transport is chosen automatically
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
     torch.backends.cudnn.allow_tf32 = False
     taken: set[str] = set()
@@ -201,7 +177,8 @@ def run(folder: Path, device: str, *overrides: str, **how: Any) -> tuple[list[di
     """A run of the tiny config in this process; its metrics, and its folder."""
     for needed in ("pydantic", "sklearn", "rich", "matplotlib"):
         pytest.importorskip(needed)
-    from interlace.train import config, rank
+    from interlace.train import rank
+    from interlace.train.config import load as config
     from interlace.train.trainer import read_metrics
 
     table = copy.deepcopy(TABLE)
@@ -218,7 +195,7 @@ def test_one_gpu_alone_trains_as_a_cpu_does(tmp_path: Path) -> None:
     there, _ = run(tmp_path / "there", "cpu")
     losses, expected = ([line[name] for line in lines] for lines in (here, there))
     assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0], losses
-    # Steps build on each other, and so do their roundings: the first ones are compared as they are.
+    # Rounding errors accumulate over steps: only the first ones are compared directly.
     assert losses[:5] == pytest.approx(expected[:5], rel=CLOSE) and losses == pytest.approx(expected, rel=0.05)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == STEPS and (folder / "trace.json").exists() and (folder / "report.html").exists()

@@ -1,15 +1,16 @@
-"""Runs Gluon kernels for Hopper on the CPU, from their own source: there is no other interpreter of Gluon.
+"""Interpreter of Gluon kernels for Hopper on the CPU, from their own source: no other interpreter of Gluon exists.
 
-`run` executes the launch of a `Call` on CPU tensors, also that of a small Triton kernel beside them; under `launching`
-all launches are executed so. Functions of the kernel are plain Python once `gl`, `mbarrier` and the like mean what is
-below: tensors are torch's, layouts mean nothing, and shared memory is a tensor in the order of its swizzle atoms.
+`run` executes the launch of a `Call` on CPU tensors, also that of a small Triton kernel beside them. Under `launching`
+all launches are executed this way. Functions of the kernel become plain Python by replacing `gl`, `mbarrier` and others
+with the definitions below: tensors are torch's, layouts are ignored, and shared memory is a tensor in the order of its
+swizzle atoms.
 
-What Hopper does asynchronously happens at some later moment here: TMA loads in any order, products of a warpgroup in
-theirs, each reading shared memory as it then is. Partitions are threads, one of which runs at a time; a seed draws the
-one that goes on at a barrier. Errors: a deadlock, an accumulator used before its product was waited for, more arrivals
-than a phase takes, products or loads left over at the end.
+Asynchronous operations of Hopper happen at some later moment here: TMA loads in any order, products of a warpgroup in
+issue order, each reading shared memory as it is then. Partitions are threads, one of which runs at a time; a seed
+selects the one that continues at a barrier. Errors: a deadlock, an accumulator used before its product was waited for,
+more arrivals than a phase takes, products or loads left over at the end.
 
-It does not show what proxies and warps see of each other (fences, barriers of a partition), nor registers.
+Not modeled: visibility between proxies and warps (fences, barriers of a partition), and registers.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ PANEL = 64  # columns of 16 bits in a swizzle atom
 
 
 class Broken(AssertionError):
-    """A mistake in the kernel."""
+    """A bug in the kernel."""
 
 
 # ---------------------------------------------------------------------- memory
 
 
 class Pointer:
-    """Into a flat tensor; offset: a number or a tensor of them."""
+    """Pointer into a flat tensor; offset: a number or a tensor of them."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
         self.tensor, self.offset = tensor, offset
@@ -104,7 +105,7 @@ class Shared:
         return Shared(self.memory, self.shape, self.rows, not self.swapped)
 
     def _tile(self) -> Tensor:
-        """A view [panels, rows, columns of one]."""
+        """A view [panels, rows, columns of a panel]."""
         rows, columns = [1, *self.shape][-2:]
         return self.memory.view(-1, rows, min(columns, PANEL))[:, self.rows]
 
@@ -165,20 +166,20 @@ class Accumulator:
 
 
 class Machine:
-    """One program at a time: its partitions, and what is under way."""
+    """Runs one program at a time: its partitions, and operations in flight."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.slow = self.random.choice(["load", "product", 0, 1, 2])  # it hardly gets a turn
+        self.slow = self.random.choice(["load", "product", 0, 1, 2])  # it rarely gets scheduled
         self.loads: list[Callable[[], None]] = []
         self.products: dict[int, list[Callable[[], None]]] = {}  # by partition
         self.failure: BaseException | None = None
-        self.ready: dict[int, Callable[[], bool]] = {}  # partitions that wait, and for what
+        self.ready: dict[int, Callable[[], bool]] = {}  # waiting partitions and their conditions
         self.turns: dict[int, threading.Semaphore] = {}
         self.me = threading.local()
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Lets others go on; returns when `ready`, or raises where nobody is."""
+        """Lets others run; returns when `ready`, or raises if no partition is ready."""
         me = self.me.partition
         self.ready[me] = ready
         self._pass_on()
@@ -187,7 +188,7 @@ class Machine:
             raise SystemExit
 
     def _pass_on(self) -> None:
-        """Something under way happens, or a partition goes on."""
+        """Completes an operation in flight or resumes a partition."""
         try:
             while self.ready and not self.failure:
                 can = [("load", load) for load in self.loads]
@@ -317,7 +318,7 @@ def _reduce(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -
 
 
 def _assembly(text: str, constraints: str, arguments: Sequence[Tensor], **_: Any) -> Any:
-    """The instructions that kernels use: pairs of 16 bits, made and taken apart."""
+    """Inline assembly used by kernels: packing and unpacking pairs of 16 bits."""
     kind = _["dtype"][0] if isinstance(_["dtype"], tuple) else {"b": torch.bfloat16, "f": torch.float16}[text[7]]
     if text.startswith("cvt.rn.") and text.endswith("x2.f32 $0, $2, $1;"):
         low, high = (x.to(kind).view(torch.int16).int() for x in arguments)
@@ -328,7 +329,7 @@ def _assembly(text: str, constraints: str, arguments: Sequence[Tensor], **_: Any
 
 
 def language(machine: Machine, program: int) -> types.SimpleNamespace:
-    """Stand-in for `gl` and for `tl`."""
+    """Replacement of `gl` and `tl`."""
 
     def ignored(*_: Any, **__: Any) -> None:
         return None
@@ -352,7 +353,7 @@ def language(machine: Machine, program: int) -> types.SimpleNamespace:
 
 
 def interpret(kernel: JITFunction, machine: Machine, program: int, **others: str) -> Callable[..., None]:
-    """The kernel as a Python function. others: sources of other functions in place of those of the same name."""
+    """The kernel as a Python function. others: sources that replace functions of the same name."""
     gl = language(machine, program)
     names = dict(
         gl=gl, tl=gl, INTERPRETED=True, tma_load=machine.tma_load, fence_async_shared=lambda: None,
@@ -389,7 +390,7 @@ def interpret(kernel: JITFunction, machine: Machine, program: int, **others: str
 
 
 def run(call: Any, seed: int = 0, **others: str) -> None:
-    """All programs of a `Call`, one after the other."""
+    """Runs all programs of a `Call`, one after the other."""
     for program in range(call.programs):
         machine = Machine(seed + program)
         kernel = interpret(call.kernel, machine, program, **others)
@@ -398,7 +399,8 @@ def run(call: Any, seed: int = 0, **others: str) -> None:
 
 @contextmanager
 def launching(seed: int = 0, **others: str) -> Iterator[list[str]]:
-    """Launches run here, on memory that is NaN at first, and plans have bitmaps; gives the names of those that ran."""
+    """Context that interprets launches on memory filled with NaN, with bitmaps in plans; yields the names of
+    launches."""
     ran: list[str] = []
     empty = torch.empty
 
@@ -424,7 +426,7 @@ def with_bitmaps() -> Any:
 
 
 def edited(name: str, *changes: tuple[str, str]) -> dict[str, str]:
-    """A function of the kernels with some of its text replaced, for `run` and `launching`."""
+    """A function of the kernels with part of its text replaced, for `run` and `launching`."""
     source = inspect.getsource(next(vars(module)[name] for module in KERNELS if name in vars(module)).fn)
     for old, new in changes:
         assert source.count(old) == 1, old

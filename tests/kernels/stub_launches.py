@@ -1,8 +1,8 @@
-"""Launches without a GPU: what kernels would be called with, the first time and once they are prepared.
+"""Launches without a GPU: arguments of kernels at the first launch and after preparation.
 
     python -m tests.kernels.stub_launches
 
-runs every case twice with a driver that records (`bench.warm_cache.Driver`) and prints, as JSON, what differs.
+runs every case twice with a recording driver (`bench.warm_cache.Driver`) and prints the differences as JSON.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def plans() -> dict[str, AttentionPlan]:
 
 
 def _mapped(plan: AttentionPlan) -> AttentionPlan:
-    """With room for bitmaps, as on a GPU."""
+    """Adds memory for bitmaps, as on a GPU."""
     maps = {f"part_{side}_map": torch.zeros(getattr(plan, f"part_{side}_idx").numel(), 129, 4).int() for side in "qk"}
     return replace(plan, **maps)
 
 
 def record(run: Callable[[], Any], names: dict[int, str]) -> list[Any]:
-    """Launches of `run`: addresses by the names of tensors, all others numbered in the order of their use."""
+    """Launches of `run`: addresses replaced by tensor names, all others numbered in the order of their use."""
     RECORDED.clear()
     made: dict[int, str] = {}
 
@@ -85,7 +85,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], dict[int, str]]]:
             if module is triton_backend and (dim, dtype) == (
                 128,
                 torch.bfloat16,
-            ):  # one tensor as queries and keys, on the same plan before
+            ):  # one tensor as queries and keys, on the previous plan
                 alike = torch.zeros(1, 4, plan.q_len, dim, dtype=dtype)
                 once = Attention(alike, alike, alike, plan, 0.5, None)
                 found[f"{title}, one tensor"] = (

@@ -1,4 +1,4 @@
-"""The static gate: kernels compile for GPUs that are not here, and have no problems but the accepted ones."""
+"""Static gate: kernels compile for absent GPUs, and have no problems except accepted ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ USED = dict(registers=100, shared=1000, spills=0, wgmma=8, mma=0, tcgen=0, tma=0
 
 
 def check(version: str, configurations: list[Configuration]) -> None:
-    """Raises Unavailable when this Triton cannot be had."""
+    """Raises Unavailable if this Triton is not available."""
     report = kernel_report.compile_all(configurations, version)
     for configuration, kernels in report.items():
         expected = set(PARTS[configuration.part])
@@ -63,7 +63,7 @@ def check(version: str, configurations: list[Configuration]) -> None:
 
 @pytest.mark.parametrize("version", [VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:])])
 def test_hopper(version):
-    """The head size that most models have; the others are slow."""
+    """The head size of most models; the others are slow."""
     try:
         check(version, [Configuration(90, 128, "bfloat16")])
     except triton_versions.Unavailable as reason:
@@ -93,7 +93,7 @@ def test_each_triton_is_dealt_configurations_of_all_kinds():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_configuration():
-    with ThreadPoolExecutor() as pool:  # a process each
+    with ThreadPoolExecutor() as pool:  # one process each
         checks = []
         for version, dealt in DEALT.items():
             plans, others = ([c for c in dealt if (c.part == "plan") == plan] for plan in (True, False))
@@ -154,7 +154,7 @@ def test_the_gate_fails_on_every_change():
 
 
 def test_full_loops_issue_no_more_than_before():
-    """Of the main shapes; a forward of 4,000 instructions per iteration issues more than any had."""
+    """Instruction counts of the main shapes do not exceed the former ones; a forward of 4,000 per iteration does."""
     change = {"tile": used()["tile"], "loops": used(instructions=4000)["loops"]}
     found = kernel_exceptions.problems({WHERE: {"forward_kernel": {**USED, **change}}}, "3.9.0")
     assert [(problem.loop, problem.problem) for problem in found] == [("FULL", "instructions over before")]
@@ -206,7 +206,7 @@ def test_an_interpreting_process_refuses_to_compile():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a pip that installs a package of two files; the list of its runs."""
+    """An empty cache, and a pip that installs a package of two files; yields the list of pip's runs."""
     monkeypatch.setenv("INTERLACE_CACHE", str(tmp_path))
     runs = []
 

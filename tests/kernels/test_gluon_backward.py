@@ -1,4 +1,4 @@
-"""The Gluon backward, run from its own source by `gluon_interpreter`, against dense attention."""
+"""The Gluon backward against dense attention; `gluon_interpreter` runs it from its own source."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon")
 
 from interlace.attention import AttentionPlan, cpu, gluon, triton
-from interlace.masks import BitfieldMask
-from tests.attention import cases, test_backends, test_no_part
+from interlace.masks import BitfieldMask, word
+from tests.attention import backends, cases
+from tests.attention import no_part as no_part_cases
 from tests.kernels.gluon_interpreter import edited, launching
 from tests.mask_strategies import mask_pairs
 from tests.sampling import given_by_tier
@@ -28,7 +29,7 @@ def backend(monkeypatch):
 def check(mask, kv_mask=None, dtype=torch.bfloat16, *, seed=0, mistakes=None, **options):
     options = {"block": 128, "dim": 64, "heads": 2, "kv_heads": 1, "scale": 0.1, **options}
     with launching(seed, **mistakes or {}) as ran:
-        test_backends.compare("gluon", mask, kv_mask, dtype, **options)
+        backends.compare("gluon", mask, kv_mask, dtype, **options)
     split = ["sum_kernel"] * (len(ran) - len(KERNELS))
     assert ran == KERNELS + split
 
@@ -73,14 +74,14 @@ def test_rows_that_take_no_part_may_hold_anything(poison, cap):
 
 
 def no_part(poison, cap, mistakes=None):
-    """Two rows of the batch: queries that see nothing and that nobody sees; padding within a block and at the end."""
+    """Two rows of the batch: queries without keys, keys without queries; padding within a block and at the end."""
     bits = BitfieldMask.causal(2, 200).bits.clone()
-    bits[0, 5:40] = test_no_part.word(3, [5])
+    bits[0, 5:40] = word(3, [5])
     doc = torch.zeros(2, 200, dtype=torch.int32)
     doc[0, 190:] = doc[1, 60:170] = -1
     mask, shape = BitfieldMask(bits, doc=doc), dict(dims=(64, 64), heads=(2, 1))
     with launching(0, **mistakes or {}):
-        test_no_part.compare("gluon", mask, None, torch.bfloat16, poison, block=128, cap=cap, **shape)
+        no_part_cases.compare("gluon", mask, None, torch.bfloat16, poison, block=128, cap=cap, **shape)
 
 
 def test_wide_key_gradients():
@@ -150,7 +151,7 @@ UNCLEAN = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):
-    """By one of some seeds."""
+    """At least one of some seeds finds the mistake."""
     mask = BitfieldMask.causal(1, 640, window=300)
 
     def fails(seed: int) -> bool:

@@ -1,4 +1,4 @@
-"""The Gluon forward, run from its own source by `gluon_interpreter`, against dense attention."""
+"""The Gluon forward against dense attention; `gluon_interpreter` runs it from its own source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(mask, keys=None, dim=64, dtype=torch.bfloat16, softcap=None, cap=None,
     q, k, v = (x.detach() for x in cases.tensors(mask, keys, *heads, dim, dtype))
     wanted = reference.forward(Attention(q.float(), k.float(), v.float(), plan, 0.2, softcap))
     for x, docs in ((q, plan.q_doc), (k, plan.k_doc), (v, plan.k_doc)):
-        x.masked_fill_((docs < 0)[:, None, :, None], torch.nan)  # who takes no part may hold anything
+        x.masked_fill_((docs < 0)[:, None, :, None], torch.nan)  # unused rows may hold anything
     got = forward(Attention(q, k, v, plan, 0.2, softcap), seed)
     torch.testing.assert_close(got[0].float(), wanted[0], rtol=0.02, atol=0.02)
     torch.testing.assert_close(got[1], wanted[1], rtol=1e-3, atol=1e-3)
@@ -79,7 +79,7 @@ def test_variants(options):
 @pytest.mark.parametrize("length", [1, 63, 64, 127, 128, 129, 256, 300, 385])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_lengths(length, dim):
-    """Of keys; every query sees the first ones, so that rows begin with FULL blocks."""
+    """Lengths of keys; every query sees the first keys, so that rows begin with FULL blocks."""
     mask = BitfieldMask.causal(1, 400)
     check(mask.select(slice(400 - length, 400)), mask, dim=dim, seed=length)
 
@@ -141,7 +141,7 @@ def test_results_do_not_depend_on_the_order_of_events():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):
-    """By one of many seeds."""
+    """At least one of many seeds finds the mistake."""
     right, _ = forward(crowded())
 
     def fails(seed: int) -> bool:

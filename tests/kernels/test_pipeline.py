@@ -1,8 +1,8 @@
 """The pipeline of the Gluon forward on a model of its barriers, with the stages and phases that the kernel computes.
 
-Producer, consumers, and the copies and products under way take steps in random order. The model fails if a buffer is
-overwritten while a product may still read it, if a product reads anything but its tile, or if nobody can go on. The
-kernel itself runs in test_gluon_forward.py, in fewer orders.
+Producer, consumers, and the copies and products in flight take steps in random order. The model fails if a buffer is
+overwritten while a product may still read it, if a product reads anything but its tile, or on a deadlock. The kernel
+itself runs in test_gluon_forward.py, in fewer orders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONSUMERS = 2
 
 
 class Broken(AssertionError):
-    """What the model found."""
+    """Error found by the model."""
 
 
 @dataclass
 class Barrier:
-    """An mbarrier: a phase is complete when `count` arrivals and all expected copies have come."""
+    """An mbarrier: a phase is complete after `count` arrivals and all expected copies."""
 
     count: int
     phase: int = 0
@@ -56,7 +56,7 @@ class Barrier:
             self.phase, self.arrived = self.phase + 1, 0
 
 
-Step = Callable[[], bool]  # whether the actor can go on
+Step = Callable[[], bool]  # True if the actor can continue
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Pipeline:
     empty_count: int = CONSUMERS
     empty_phase: Callable[[int, int], int] = empty_phase
     turn_phase: Callable[[int, int], int] = turn_phase
-    early: str = ""  # "k" or "v": consumers hand it back before their product is complete
-    dirty: bool = False  # V is handed over before it is clean
+    early: str = ""  # "k" or "v": consumers release it before their product is complete
+    dirty: bool = False  # V is released before it is clean
     barriers: dict[str, list[Barrier]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,11 +80,11 @@ class Pipeline:
         self.turn = [Barrier(1) for _ in range(CONSUMERS)]
         self.buffers: dict[str, list[object]] = {x: [None] * self.stages for x in "kv"}
         self.reading: dict[str, list[int]] = {x: [0] * self.stages for x in "kv"}
-        self.absent = [random.random() < 0.3 for _ in range(self.tiles)]  # tiles with keys that take no part
+        self.absent = [random.random() < 0.3 for _ in range(self.tiles)]  # tiles with unused keys
         self.done = 0
 
     def copy(self, x: str, n: int, to: Barrier) -> Iterator[Step]:
-        """The bytes of a tile on their way; they may arrive at any time."""
+        """Copy of a tile in flight; its bytes may arrive at any time."""
         yield lambda: True
         self.write(x, n, clean=x == "k" or not self.absent[n])
         to.copied()
@@ -125,7 +125,7 @@ class Pipeline:
         self.q_full.copied()
 
     def product(self, x: str, n: int, done: dict[str, list[int]], k: int, v: int) -> Iterator[Step]:
-        """It begins when k products with K and v with V of the same consumer are complete: they are in order."""
+        """Begins when k products with K and v with V of the same consumer are complete: they run in order."""
         stage = stage_of(n, self.stages)
         yield lambda: (len(done["k"]), len(done["v"])) == (k, v)
         self.reading[x][stage] += 1
@@ -170,7 +170,7 @@ class Pipeline:
         random.shuffle(actors)
         for actor in actors:
             start(actor)
-        slow = random.choice([None, *actors])  # one that hardly gets a turn
+        slow = random.choice([None, *actors])  # this actor rarely gets a turn
         while waiting:
             ready = [entry for entry in waiting if entry[1]()]
             if not ready:

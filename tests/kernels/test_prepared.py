@@ -1,4 +1,4 @@
-"""Prepared launches: the same grids and arguments as those that Triton binds, without a GPU."""
+"""Prepared launches: grids and arguments equal those that Triton binds, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout against its definitions, rank by rank and layer by layer, on random layouts; and what it refuses."""
+"""Layout against its definitions, rank by rank and layer by layer, on random layouts; and refused inputs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ def one_module(*pipelines, world, **spec):
 
 @st.composite
 def layouts(draw):
-    """Up to three modules on ranks of their own or of another module, cut differently in every replica; neighbouring
-    stages may share a lane."""
+    """Up to three modules on separate or shared ranks, cut differently in every replica.
+
+    Neighbouring stages may share a lane.
+    """
     modules, first, blocks = {}, 0, []
     for name in ("vision", "audio", "language_model")[: draw(st.integers(1, 3))]:
         tp, cp, dp, layers = (draw(st.integers(1, most)) for most in (2, 2, 3, 5))
         inner = st.sets(st.integers(1, layers - 1), max_size=2) if layers > 1 else st.just(set())
         cuts = [[0, *sorted(draw(inner)), layers] for _ in range(dp)]
         copies = draw(st.integers(0, 2)) if all(len(cut) == 2 for cut in cuts) else 0
-        # Which of the module's lanes each stage and copy takes.
+        # Lane of each stage and copy, as an index into the module's lanes.
         number, taken = -1, []
         for cut in cuts:
             taken.append([])
@@ -44,7 +46,7 @@ def layouts(draw):
                 taken[-1].append([number, *range(number + 1, number + 1 + copies)])
                 number += copies
         size = tp * cp
-        # On the ranks of an earlier module where they are as many: "shared".
+        # "shared": on the ranks of an earlier module with the same number of ranks.
         start = next((at for at, ranks in blocks if ranks == (number + 1) * size and draw(st.booleans())), first)
         blocks.append((start, (number + 1) * size))
         first = max(first, start + (number + 1) * size)
@@ -106,7 +108,7 @@ def test_what_is_where(layout):
 
 @settings(max_examples=150)
 @given(layouts())
-def test_two_ranks_sum_a_layer_together_where_both_hold_the_same_part_of_it(layout):
+def test_ranks_with_the_same_part_of_a_layer_reduce_together(layout):
     parts = {}
     for name, layer, _, place, rank in held(layout):
         parts.setdefault((name, layer, place % layout.spec(name).tp), set()).add(rank)
@@ -165,7 +167,7 @@ def test_replicas_that_are_cut_differently_sum_piece_by_piece():
     assert layout.describe() == "rank 0: m[0:2]\nrank 1: m[2:4]\nrank 2: m[0:3]\nrank 3: m[3:4]"
 
 
-def test_tensor_parallel_ranks_sum_apart_and_context_parallel_ones_together():
+def test_tp_ranks_reduce_apart_and_cp_ranks_together():
     layout = one_module(
         pipeline("m", 0, (0, 2, (0, 1, 2, 3))), pipeline("m", 1, (0, 2, (4, 5, 6, 7))), world=8, tp=2, cp=2
     )
@@ -176,7 +178,7 @@ def test_tensor_parallel_ranks_sum_apart_and_context_parallel_ones_together():
         layout.group(0, "m", "pp")
 
 
-def test_what_a_lane_uses_in_part_is_summed_over_whole_lanes_wherever_replicas_are_cut():
+def test_in_part_weights_reduce_over_whole_lanes_for_any_cut():
     layout = one_module(
         pipeline("m", 0, (0, 2, (0, 1)), (2, 3, (2, 3))), pipeline("m", 1, (0, 1, (4, 5)), (1, 3, (4, 5))),
         world=6, tp=2, pp=2,
@@ -190,7 +192,7 @@ def test_what_a_lane_uses_in_part_is_summed_over_whole_lanes_wherever_replicas_a
 
 
 def test_who_shares_slices():
-    """By default all that hold the same weights; else sets, of which those of a lane are neighbours."""
+    """By default all ranks with the same weights; otherwise sets, in which those of a lane are neighbours."""
     pipelines = [
         pipeline("m", 0, (0, 2, (0, 1, 2, 3))),
         pipeline("m", 1, (0, 2, (8, 9, 10, 11))),
@@ -208,7 +210,7 @@ def test_who_shares_slices():
     assert (first.owners, second.owners, first.full) == ((0, 2, 8, 10), (4, 6, 12, 14), True)
     assert first.sets == second.sets and first.replicas(8) == (8, 12)
     assert sets.group(12, "m", "shard") == (4, 6, 12, 14)
-    # A stage of a replica has the place of the replica in every set: what is tied across stages lies alike.
+    # A stage of a replica has the replica's place in every set, so tied weights of different stages are placed equally.
     crossed = one_module(
         pipeline("m", 0, (0, 1, (0,)), (1, 2, (3,))), pipeline("m", 1, (0, 1, (2,)), (1, 2, (1,))), world=4, pp=2,
         shard="full",

@@ -1,4 +1,4 @@
-"""Folders as transformers 4.57.1 wrote them: config.json and shapes of tiny models, with random weights."""
+"""Folders in the format of transformers 4.57.1: config.json and shapes of tiny models, with random weights."""
 
 from __future__ import annotations
 

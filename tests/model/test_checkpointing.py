@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients, less memory, and nothing costly twice where that was asked for."""
+"""Activation checkpointing: the same gradients, less memory, and no costly operation repeated if that was requested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MODES = ("none", "full", "selective")
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and knows how many bytes of what they made are still there."""
+    """Counts operations, and the live bytes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
         return sum(size for reference, size in self._made.values() if not reference.expired())
 
     def costly(self) -> int:
-        """Operations of which "selective" keeps the results."""
+        """Operations whose results "selective" keeps."""
         return sum(number for name, number in self.count.items() if name in KEPT)
 
 
@@ -117,7 +117,7 @@ def test_selective_keeps_more_than_full_and_less_than_none(make: Callable[..., n
         again[mode] = watch.costly()
     assert kept["full"] < 0.3 * kept["selective"] < 0.3 * 0.8 * kept["none"]
     assert again["selective"] == again["none"] < again["full"]
-    if (make, attention) == (llama, "interlace"):  # as the documentation says, but for what is outside of the layers
+    if (make, attention) == (llama, "interlace"):  # as documented, except for tensors outside the layers
         row = TOKENS * HIDDEN * 4 * len(layers_of(model))
         found = {mode: kept[mode] / row for mode in MODES}
         assert found == pytest.approx({"none": 11 + 4 * 4, "full": 1, "selective": 7 + 2 * 4}, abs=2)
@@ -126,7 +126,7 @@ def test_selective_keeps_more_than_full_and_less_than_none(make: Callable[..., n
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.data())
 def test_gradients_are_the_same_bits(data: st.DataObject) -> None:
-    """Dropout of every kind, frozen parts, autocast, attention by torch and by us."""
+    """Dropout of every kind, frozen parts, autocast, attention of torch and of Interlace."""
     kind = data.draw(st.sampled_from(["llama", "siglip", "gpt2"]))
     drop = data.draw(st.sampled_from([0.0, 0.3]))
     attention = data.draw(st.sampled_from(["sdpa", "eager"] + ["interlace"] * (drop == 0.0)))
@@ -144,7 +144,7 @@ def test_gradients_are_the_same_bits(data: st.DataObject) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         next(model.parameters() if kind != "llama" else model.layers.parameters()).requires_grad_()
     dtype = data.draw(st.sampled_from([None, torch.bfloat16]))
-    if not forward(model, dtype).requires_grad:  # an embedding that nothing uses
+    if not forward(model, dtype).requires_grad:  # an unused embedding
         return
     wanted = gradients(model, dtype)
     for mode in ("full", "selective"):
@@ -159,7 +159,7 @@ def test_gradients_are_the_same_bits(data: st.DataObject) -> None:
 
 
 def granite() -> MultimodalModel:
-    """A language model with experts whose forward names no use_cache: its decoder's does."""
+    """A language model with experts. Its forward has no use_cache argument, but its decoder's has."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
     config = GraniteMoeConfig(**zoo.COMMON, **experts, hidden_size=24, vocab_size=zoo.VOCAB)
     return zoo.build(None, None, language=lambda: GraniteMoeForCausalLM(config))
@@ -172,7 +172,7 @@ def text_alone(mllm: MultimodalModel) -> tuple[MultimodalModel, Callable[[], tor
 
 
 def listener() -> tuple[ModalityModule, Callable[[], torch.Tensor]]:
-    """An encoder that reads clips as they come."""
+    """An audio encoder that takes clips unpadded."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = VoxtralRealtimeEncoderConfig(**sizes, num_key_value_heads=2, head_dim=8, num_mel_bins=8)
     encoder = ModalityModule(VoxtralRealtimeEncoder(config), projector=nn.Identity())
@@ -186,7 +186,7 @@ def listener() -> tuple[ModalityModule, Callable[[], torch.Tensor]]:
     "make", [lambda: text_alone(granite()), lambda: text_alone(MultimodalModel.of_whole(wholes.qwen3_5())), listener]
 )
 def test_no_cache_is_kept(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]) -> None:
-    """A layer that is computed again would find its keys in a cache a second time."""
+    """A recomputed layer would find its keys in a cache a second time."""
     torch.manual_seed(0)
     model, loss = make()
     found = {}
@@ -213,7 +213,7 @@ class Counting(Forwarding):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_meet_no_more_often_than_without(sequence_parallel: bool) -> None:
-    """And a part of a sum is not kept beside the sum."""
+    """And the parts of a sum are not kept beside the sum."""
     found: dict[str, list[Any]] = {}
     whole, x = llama(attn_implementation="interlace"), torch.randn(1, TOKENS, HIDDEN)
     for mode in MODES:
@@ -247,7 +247,7 @@ def test_ranks_meet_no_more_often_than_without(sequence_parallel: bool) -> None:
 
 
 def test_an_attention_that_drops_out_runs_again() -> None:
-    """It draws random numbers: left out, all dropout after it would draw others in the recomputation."""
+    """It draws random numbers: if it were skipped, all later dropout would differ in the recomputation."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     q = torch.zeros(1, 1, 1, 8)
@@ -262,7 +262,7 @@ def test_an_attention_that_drops_out_runs_again() -> None:
 
 
 def test_what_is_kept_has_the_names_of_operations() -> None:
-    """A misspelt one would be computed again, and nobody would notice."""
+    """A misspelled name would be recomputed silently."""
     for name in KEPT:
         space, operation = name.split("::")
         assert hasattr(getattr(torch.ops, space), operation), name
@@ -280,8 +280,8 @@ def test_other_modes_are_refused(mode: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 4), (3, 2, 4)])
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_result_that_is_changed_in_place_is_an_error_not_silence(shape: tuple[int, ...], trained: bool) -> None:
-    """Also of torch.matmul, which gives products of more than two dimensions another version counter (Gemma 3n)."""
+def test_in_place_change_of_a_kept_result_is_an_error(shape: tuple[int, ...], trained: bool) -> None:
+    """Also for torch.matmul, which gives products of more than two dimensions another version counter (Gemma 3n)."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Encoders of sound that take clips as they are, against each clip alone by HuggingFace's own eager attention."""
+"""Audio encoders that take clips unpadded, against each clip alone with HuggingFace's own eager attention."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_refused():
         mllm.slice("vision", 1, 3)
     for degrees in ({"tp": 2}, {"cp": 2}):
         layout = Layout.from_specs(mllm, {"vision": ParallelSpec(**degrees), "language_model": ParallelSpec()})
-        with pytest.raises(ValueError, match=r"vision cannot be (cut|dealt) among"):  # its attention is its own
+        with pytest.raises(ValueError, match=r"vision cannot be (cut|dealt) among"):  # it has its own attention
             parallelize(mllm, layout, transport="local")
     masking = build(lambda: wav2vec2(mask_time_prob=0.05), audio=None).train()
     layout = Layout.from_specs(masking, {"vision": ParallelSpec(tp=2), "language_model": ParallelSpec()})

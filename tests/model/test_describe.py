@@ -1,5 +1,6 @@
-"""FLOPs that layouts are planned by: those that MFU counts, and those that torch counts in HuggingFace's own eager
-modules, for the architectures of the sweep (bench/architectures.py)."""
+"""FLOPs used to plan layouts, against the FLOPs that MFU counts and those that torch counts. Torch counts HuggingFace's
+own eager modules, for the architectures of the sweep (bench/architectures.py).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from bench.architectures import ENCODER, LANGUAGE, build, variants
 from bench.architectures_check import eager_features, eager_logits, prompts
 from interlace import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel
-from interlace.model.describe import counted
-from interlace.model.flops import Encoder, Uncountable, count_language
+from interlace.model.counting.flops import Encoder, Uncountable, count_language
+from interlace.model.counting.layers import counted
 from interlace.model.lora import add_lora
 from tests.bench.sweep import ROWS, cases
 from tests.model import wholes
@@ -29,7 +30,7 @@ from tests.tiny import tiny_mllm
 LLM = "language_model"
 RIGHT = cases("right")
 NOT_COUNTED = {
-    "jetmoe": "DataDependentOutputException",  # these choose experts by values, which shapes do not have
+    "jetmoe": "DataDependentOutputException",  # these select experts by values; the meta device has no values
     "longcat_flash": "DynamicOutputShapeException",
     "step3p7": "DynamicOutputShapeException",
     "molmo2": "is required as a model input when training",
@@ -46,7 +47,7 @@ KNOWN = [
 
 
 def of_torch(run: Callable[[], Any]) -> int:
-    # Of attention of its own torch counts on a CPU what is made of products.
+    # For its own fused attention on a CPU, torch counts only matrix products.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run()
     return int(counter.get_total_flops())
@@ -70,14 +71,14 @@ def check_language(model: nn.Module, kind: str) -> None:
         return
     assert not found.why
     ids = prompts(eager)[0].repeat(1 + found.length)[: found.length]
-    square = per_pair * found.length**2  # which eager attention computes whole
+    square = per_pair * found.length**2  # eager attention computes the whole square
     assert of_torch(lambda: eager_logits(eager, ids)) == pytest.approx(per_token * found.length + square, rel=1e-9)
     try:
         mfu = count_language(mllm, {})
     except Uncountable as error:
         assert "is used beside them" in str(error) or "not linear" in str(error)
         return
-    # Of convolutions at the ends of a sample MFU has whole operations per token.
+    # MFU counts convolutions at the ends of a sample as whole operations per token.
     assert per_token == pytest.approx(mfu.token.forward + mfu.target.forward, rel=1e-5)
     assert per_pair == pytest.approx(sum(kind.forward(1) for kind in mfu.attention), rel=1e-9)
 
@@ -97,7 +98,7 @@ def check_encoder(model: nn.Module) -> None:
     else:
         assert per_token * tokens == pytest.approx(mfu.products.forward, rel=1e-9)
         assert per_pair == pytest.approx(sum(kind.forward(1) for kind, _ in mfu.attention), rel=1e-9)
-        # Windows, frames and tiles: planned as if every token saw its whole item.
+        # Windows, frames and tiles: planned as if every token sees its whole item.
         pairs = sum(kind.forward(sum(length**2 for length in lengths)) for kind, lengths in mfu.attention)
     [projector] = [part for part in mllm.layers("seen")[-1].parts if part.name == "encoders.seen.projector"]
     alone = ModalityModule(copy.deepcopy(eager), projector=nn.Identity())
@@ -146,7 +147,7 @@ def test_planned_flops_of_whole_checkpoints(name: str) -> None:
     assert per_token == mfu.token.forward + mfu.target.forward
     assert per_pair == sum(kind.forward(1) for kind in mfu.attention)
     assert not counted(mllm, tower).why
-    if name == "qwen3_vl":  # whose mergers are its layers here, and used beside them: its backward cannot be counted
+    if name == "qwen3_vl":  # its mergers count as layers and are also used beside them: no count of the backward
         return
     item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
     found, (per_token, per_pair) = Encoder(mllm, tower).of(item), planned(mllm, tower)
@@ -188,7 +189,7 @@ def test_cuts_of_large_models(make: Callable[[], nn.Module], cuts: list[int]) ->
 
 
 def test_experts_cost_what_a_token_computes_with_them() -> None:
-    """Layer by layer, by hand: 2 of 4 experts, a router, and attention that is wider than the hidden state."""
+    """Layer by layer, by hand: 2 of 4 experts, a router, and attention wider than the hidden state."""
     config = Qwen3MoeConfig(
         vocab_size=48, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=10, num_experts=4, num_experts_per_tok=2,
@@ -222,7 +223,7 @@ def test_settings_of_the_caller_do_not_count() -> None:
     assert not any(found.why for found in inside.values())
 
 
-def test_a_module_that_cannot_be_counted_is_estimated_and_says_why() -> None:
+def test_module_that_cannot_be_counted_is_estimated_with_reason() -> None:
     known, unknown = tiny_mllm(encoders=()), tiny_mllm(encoders=())
 
     def refuses(*_: Any) -> None:

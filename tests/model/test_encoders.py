@@ -1,4 +1,4 @@
-"""Image encoders that are given their images in ways of their own, against each image alone by eager attention."""
+"""Image encoders with special input formats, against each image alone with eager attention."""
 
 from __future__ import annotations
 
@@ -8,59 +8,16 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import (
-    InternVLVisionConfig,
-    InternVLVisionModel,
-    PixtralVisionConfig,
-    PixtralVisionModel,
     SamVisionConfig,
     SamVisionModel,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    YolosConfig,
-    YolosModel,
 )
 
 from interlace.model import Media, ModalityModule
 from tests.attention.hf_models import FIVE
+from tests.model.encoders import internvit, pixtral, plain_siglip2, siglip2, yolos
 from tests.model.zoo import COMMON, PATCH, assert_same_gradients, build, gradients
 
 SIZES = [(8, 12), (16, 16), (20, 8), (8, 12), (24, 4)]  # pixels; the encoders are configured for 16 x 16
-
-
-def siglip2(**changes):
-    sizes = {**COMMON, "hidden_size": 16, "num_patches": 16, "patch_size": PATCH, "vision_use_head": False, **changes}
-    return Siglip2VisionModel(Siglip2VisionConfig(**sizes))
-
-
-def internvit(**changes):
-    sizes = {**COMMON, "hidden_size": 16, "image_size": [16, 16], "patch_size": [PATCH, PATCH], **changes}
-    return InternVLVisionModel(InternVLVisionConfig(**sizes))
-
-
-def pixtral(**changes):
-    return PixtralVisionModel(
-        PixtralVisionConfig(**{**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, **changes})
-    )
-
-
-def yolos():
-    """Each of its layers adds positions of the image's own size."""
-    sizes = {**COMMON, "hidden_size": 16, "image_size": [16, 16], "patch_size": PATCH, "num_detection_tokens": 2}
-    return YolosModel(YolosConfig(**sizes), add_pooling_layer=False)
-
-
-def plain_siglip2(module, image):
-    rows, columns = image.shape[1] // PATCH, image.shape[2] // PATCH
-    patches = []
-    for row in range(rows):
-        for column in range(columns):
-            pixels = image[:, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
-            patches.append(pixels.movedim(0, -1).flatten())
-    return module(
-        pixel_values=torch.stack(patches)[None],
-        pixel_attention_mask=torch.ones(1, rows * columns, dtype=torch.int64),
-        spatial_shapes=torch.tensor([[rows, columns]]),
-    ).last_hidden_state[0]
 
 
 ENCODERS = {
@@ -96,7 +53,7 @@ def images(patch):
     ],
 )
 def test_features_and_gradients(name, cuts):
-    """Of several sizes in one batch, whole and cut into stages. Pixtral of transformers 4.57 is refused."""
+    """Several sizes in one batch, whole and cut into stages. Pixtral of transformers 4.57 is refused."""
     make, alone = ENCODERS[name]
     mllm = build(make, audio=None)
     encoder = mllm.encoders["vision"]
@@ -114,7 +71,7 @@ def test_features_and_gradients(name, cuts):
         for start, stop in pairwise(bounds):
             stage = mllm.slice("vision", start, stop)
             found = stage(encoder.collate(items), found)
-            items = [Media(item.shape, item.tokens, None) for item in items]  # later stages are given no pixels
+            items = [Media(item.shape, item.tokens, None) for item in items]  # later stages get no pixels
     else:
         found = encoder(**encoder.collate(items))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -125,7 +82,7 @@ def test_features_and_gradients(name, cuts):
 
 
 def test_patches_as_the_image_processor_makes_them():
-    """NaFlex takes images, or their patches and how many rows and columns of them there are."""
+    """NaFlex takes images, or their patches with the number of rows and columns."""
     mllm = build(siglip2, audio=None)
     encoder = mllm.encoders["vision"]
     given = images(encoder.images.patch)
@@ -148,7 +105,7 @@ def test_layers_that_take_no_rows_of_tokens():
 
 
 def test_stages_that_lack_weights_of_the_first_layers():
-    """Positions that some layers add belong to what stands before or after all of them."""
+    """Position embeddings that some layers add belong before or after all layers."""
     mllm = build(yolos, audio=None)
     encoder = mllm.encoders["vision"]
     image = images(encoder.images.patch)[0]

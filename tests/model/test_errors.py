@@ -1,4 +1,4 @@
-"""Bad input: each message names what is wrong, where, and what to do."""
+"""Bad input: each message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -295,8 +295,8 @@ def mllama_text():
     ],
     ids=["cross-attention", "tower", "tower of patches"],
 )
-def test_parts_of_a_language_model_that_no_encoder_feeds_are_refused(make, message):
-    """They would be trained by name, and never have a gradient; by themselves such models read text."""
+def test_language_models_with_unfed_vision_parts_are_refused(make, message):
+    """These weights would be trainable but never get a gradient; alone, such models read text."""
     MultimodalModel({}, make())
     with pytest.raises(ValueError, match=message):
         MultimodalModel({"vision": ModalityModule(siglip())}, make(), placeholders={"vision": 46})

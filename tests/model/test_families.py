@@ -1,4 +1,4 @@
-"""Families that nothing here was written for are cut too, and dtypes other than fp32 pass through."""
+"""Unknown families are also split into layers, and dtypes other than fp32 are preserved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_model_that_cannot_start_in_the_middle_says_so():
     mllm = build(None, None, language=lambda: OPTForCausalLM(opt))
     inputs = mllm.collate_module("language_model", [sample(mllm, torch.Generator().manual_seed(0), 5)])
     assert mllm.slice("language_model", 0, 3)(inputs).isfinite()
-    for start, stop in ((0, 1), (1, 3)):  # of both stages: the ranks of one would wait for the other's
+    for start, stop in ((0, 1), (1, 3)):  # for both stages: otherwise their ranks would wait for each other
         with pytest.raises(ValueError, match=r"cannot start after its first layers.*one stage"):
             mllm.slice("language_model", start, stop)
 
@@ -95,7 +95,7 @@ def test_bf16_autocast_and_bf16_weights():
     torch.testing.assert_close(half.loss, exact, rtol=5e-2, atol=0)
 
 
-def test_the_implementation_is_switched_on_when_the_config_does_not_say():
+def test_attn_implementation_defaults_to_interlace():
     mllm = build(siglip, language=llama)
     modules = [mllm.encoders["vision"].module, mllm.encoders["audio"].module, mllm.language_model]
     assert [module.config._attn_implementation for module in modules] == ["interlace"] * 3

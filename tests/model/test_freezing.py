@@ -69,7 +69,7 @@ def test_what_trains_inside_something_frozen_is_in_training():
     mllm.freeze("language_model.model.layers.1.mlp")
     inside = mllm.language_model.model.layers[1]
     assert inside.self_attn.training and not inside.mlp.training
-    mllm.freeze("language_model")  # what was said about its inside is void
+    mllm.freeze("language_model")  # previous settings of its parts are void
     mllm.train()
     assert not any(module.training for module in mllm.language_model.modules())
     mllm.unfreeze("language_model")
@@ -148,7 +148,7 @@ def test_checkpointing_changes_no_number(vision):
         assert_same_gradients(gradients(mllm), expected, 1e-7)
 
 
-def test_checkpointing_recomputes_each_layer_and_survives_copies():
+def test_checkpointing_recomputes_each_layer_also_in_copies():
     mllm = build(None, None).train()
     batch = mllm.collate_module("language_model", [s for s in samples(build()) if not s.media])
     for model in (mllm, copy.deepcopy(mllm)):
@@ -162,7 +162,7 @@ def test_checkpointing_recomputes_each_layer_and_survives_copies():
             assert len(calls) == count
             assert all(p.grad is None for p in model.parameters())
         mllm.set_checkpointing("full")
-    assert model.slice("language_model", 0, 1)  # as the model: made while checkpointing is on
+    assert model.slice("language_model", 0, 1)  # like the model: made while checkpointing is on
 
 
 def test_checkpointing_with_dropout_repeats_the_same_mask():

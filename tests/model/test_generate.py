@@ -1,4 +1,4 @@
-"""Generation with a cache equals reading the whole sequence again for each token."""
+"""Generation with a cache equals recomputing the whole sequence for each token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from interlace.model import MultimodalModel, Sample, generate
-from interlace.train.answers import answer, prompt_of, truth_of
+from interlace.train.report.answers import answer, prompt_of, truth_of
 from tests.model.zoo import LANGUAGE, build, logits_plain, plain, qwen2, sample, samples
 
 
@@ -23,7 +23,7 @@ def test_greedy_equals_recomputation(language):
 
 
 def recomputed(mllm, one, count):
-    """Greedy answer by reading prompt and answer again for each token with plain HuggingFace modules."""
+    """Greedy answer: plain HuggingFace modules recompute prompt and answer for each token."""
     oracle, ids = plain(mllm), one.input_ids
     with torch.no_grad():
         for _ in range(count):
@@ -42,7 +42,7 @@ def test_a_batch_equals_its_prompts_one_by_one(backend):
     mllm.encoders["vision"].register_forward_hook(lambda *_: calls.append(1))
     assert generate(mllm, batch, max_new_tokens=6) == expected
     assert calls == [1]  # one call for the whole batch
-    end = expected[1][2]  # answers of several lengths: prompts leave the row
+    end = expected[1][2]  # answers of several lengths: finished prompts leave the batch
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in expected]
     assert len(set(map(len, cut))) > 1
     assert generate(mllm, batch, max_new_tokens=6, stop=(end,)) == cut
@@ -70,7 +70,7 @@ def test_prompts_and_truths_of_training_samples():
     assert prompt_of(one, {}).input_ids.tolist() == [1, 5]
     assert prompt_of(one, {}).labels.tolist() == [-100, -100]
     assert truth_of(one, 2) == [6, 7] and truth_of(one, 3) == [6, 7, 2]
-    assert truth_of(one, 7) == [6]  # what a template writes behind the end is not asked for
+    assert truth_of(one, 7) == [6]  # text that a template writes after the end is not requested
 
 
 def test_sampling():
@@ -102,7 +102,7 @@ def test_options_and_room():
 
 
 def phi3_of_two_rotations():
-    """Positions are rotated otherwise from 24 tokens on, those of earlier tokens too."""
+    """A different rotation applies from 24 tokens on, also to earlier tokens."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64}  # fmt: skip
     rotation = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
@@ -115,7 +115,7 @@ def phi3_of_two_rotations():
 
 
 def test_frequencies_that_change_at_a_length():
-    """As the model itself reads everything anew for each token, whoever else is asked beside it."""
+    """Equal to recomputation of the whole text for each token, for any other prompts in the batch."""
     model = phi3_of_two_rotations()
     mllm = MultimodalModel({}, model)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Encoders that are told the grid of each item, against each item alone by HuggingFace's own eager attention."""
+"""Encoders with the grid of each item as input, against each item alone with HuggingFace's own eager attention."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3VisionModel
 
 from interlace import Layout, ParallelSpec, parallelize
+from interlace.estimate.traced import activations_of
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
-from interlace.run.traced import activations_of
 from tests.model.zoo import PLACEHOLDERS, assert_same_gradients, build, gradients, llama
 
 SIZES = {"depth": 3, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "intermediate_size": 24}
@@ -33,7 +33,7 @@ def qwen2(**changes):
 
 
 def qwen2_5(**changes):
-    """Windows of 2 x 2 features but in its second layer, so that images of GRIDS have several."""
+    """Windows of 2 x 2 features except in its second layer, so that images of GRIDS have several."""
     windows = {"window_size": 8, "fullatt_block_indexes": [1]}
     sizes = {**SIZES, "hidden_size": 16, "out_hidden_size": 24, **windows, **changes}
     return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLConfig(vision_config=sizes).vision_config)
@@ -50,7 +50,7 @@ def video_llama_3(**changes):
 
 
 class Shell(nn.Module):
-    """A tower whose own forward hides behind another one, as in a whole model without its language model."""
+    """A tower whose forward is wrapped by another one, as in a whole model without its language model."""
 
     def __init__(self, tower):
         super().__init__()
@@ -87,7 +87,7 @@ def items(encoder, grids=GRIDS, seed=0):
 
 
 def alone(module, item):
-    """[n, D] by HuggingFace's class."""
+    """[n, D] from HuggingFace's class."""
     told = {key: torch.tensor([numbers]) for key, numbers in item.about.items()}
     if "merge_sizes" in told:
         told["merge_sizes"] = told["merge_sizes"][0]
@@ -120,7 +120,7 @@ def test_features_and_gradients(name, cuts):
     for start, stop in pairwise([0, *cuts, 3]):
         stage = mllm.slice("vision", start, stop)
         found = stage(encoder.collate(media), found)
-        media = [item.without_data() for item in media]  # later stages are given no pixels
+        media = [item.without_data() for item in media]  # later stages get no pixels
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
     for output in (found, wanted):
@@ -175,7 +175,7 @@ def test_cut_over_ranks(name, spec):
 
 
 def test_one_projector_less():
-    """Features that come in the language model's width need no projector; those that do not are told so."""
+    """Features in the language model's width need no projector; others get an error."""
     encoder = ModalityModule(qwen2_5(), projector=None)
     media = items(encoder)
     encoder.connect(24)
@@ -185,12 +185,12 @@ def test_one_projector_less():
 
 
 def test_what_ranks_would_hold():
-    """Without weights and data, as `interlace plan` asks."""
+    """Without weights and data, as in `interlace plan`."""
     with torch.device("meta"):
         encoder = ModalityModule(qwen2_5(), projector="mlp")
         mllm = MultimodalModel({"vision": encoder}, llama(), placeholders={"vision": PLACEHOLDERS["vision"]})
     layout = Layout.from_specs(mllm, {"vision": ParallelSpec(pp=2), "language_model": ParallelSpec()})
-    assert activations_of(mllm, layout)["vision"].edges == (64.0, 64.0, 64.0, 24.0)  # bytes per patch; merged at last
+    assert activations_of(mllm, layout)["vision"].edges == (64.0, 64.0, 64.0, 24.0)  # bytes per patch; last: merged
 
 
 def test_wrong_items():
@@ -215,7 +215,7 @@ def test_rows_that_cannot_be_dealt():
 
 
 def test_features_of_inner_layers_cannot_be_cut_away():
-    """Qwen3-VL's deepstack reads layers in the middle, whose mergers belong to its last stage."""
+    """Qwen3-VL's deepstack reads intermediate layers; its mergers belong to the last stage."""
     mllm = build(lambda: qwen3(deepstack_visual_indexes=[0]), audio=None)
     encoder = mllm.encoders["vision"]
     media = items(encoder)

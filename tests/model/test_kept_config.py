@@ -1,4 +1,4 @@
-"""What transformers 4.57.1 wrote comes back in its words: config.json, names and layout of weights."""
+"""Exports of transformers 4.57.1 models keep its format: config.json, names and layout of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, SiglipVisionModel
 
 from interlace.model import MultimodalModel
-from interlace.model.kept_config import for_transformers_5, keep_config
+from interlace.model.checkpoints.config_file import for_transformers_5, keep_config
 from tests.model import zoo
 from tests.model.older import FAMILIES, folder_of
 

@@ -1,4 +1,4 @@
-"""The loss without whole logits: that of whole ones, never larger, and only where that is right."""
+"""The loss without whole logits: equal to that of whole logits, never larger, and used only where it is valid."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -23,23 +21,11 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel, loss
 from interlace.model.loss import head_cross_entropy, head_of
 from interlace.run import parallelize
+from tests.model.loss import Largest
 from tests.model.zoo import COMMON, VOCAB, llama, qwen2
 from tests.tiny import random_sample, tiny_mllm
 
 SIZES = {**COMMON, "hidden_size": 24, "vocab_size": VOCAB, "num_key_value_heads": 1, "head_dim": 12}
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest floating-point tensor that any operation gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.elements = max(self.elements, x.numel())
-        return out
 
 
 def one_rank(mllm):
@@ -49,7 +35,7 @@ def one_rank(mllm):
 
 
 def gradients(call, tensors, scale):
-    """The loss, and the gradients of `tensors` from `scale` times it."""
+    """The loss, and the gradients of `tensors` of `scale` times the loss."""
     for x in tensors:
         x.grad = None
     total = call()
@@ -78,7 +64,7 @@ def test_any_chunks_give_the_loss_and_gradients_of_whole_logits(rows, width, wor
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_the_sum_over_chunks_is_as_exact_as_that_of_whole_logits(monkeypatch, autocast):
+def test_bf16_chunked_loss_is_as_exact_as_whole_logits(monkeypatch, autocast):
     torch.manual_seed(0)
     rows, words = 512, 64
     exact = nn.Linear(32, words).double()

@@ -1,4 +1,4 @@
-"""Media that are loaded on first use: once, by whoever asks first, and only where somebody asks."""
+"""Media that are loaded on first use: once, by the first reader, and only if needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import MELS, PATCH, PLACEHOLDERS, tiny_mllm
 
 
 class Spy:
-    """Returns `data` and counts who asked."""
+    """Returns `data` and counts requests."""
 
     def __init__(self, data, seconds=0.0, failures=0):
         self.data, self.seconds, self.failures, self.calls = data, seconds, failures, 0
@@ -84,7 +84,7 @@ def lazy_sample(mllm, spies):
     return Sample(ids, torch.where(ids >= 46, -100, (ids + 9) % 40), media)
 
 
-def test_collation_loads_the_media_of_its_module_and_with_decode_false_none():
+def test_collation_loads_only_media_of_its_decoded_module():
     mllm, spies = tiny_mllm(), {}
     sample = lazy_sample(mllm, spies)
 
@@ -104,7 +104,7 @@ def test_collation_loads_the_media_of_its_module_and_with_decode_false_none():
     assert calls() == {"vision": [1, 1], "audio": [1]}
 
 
-def test_a_module_with_a_collation_of_its_own_is_given_items_without_data():
+def test_custom_collation_gets_items_without_data():
     mllm, spies = tiny_mllm(encoders=("vision",)), {}
     encoder, seen = mllm.encoders["vision"], []
     encoder._collate = lambda items: seen.extend(items) or {"pixel_values": []}
@@ -115,7 +115,7 @@ def test_a_module_with_a_collation_of_its_own_is_given_items_without_data():
     assert [each.data for each in seen] == [None] and spies["vision"][0].calls == 0
 
 
-def test_what_an_encoder_is_told_of_an_item_stays_with_its_copies():
+def test_item_metadata_is_kept_by_copies():
     told = {"grid_thw": (1, 16, 24)}
     item = Media((384, 1176), 96, torch.zeros(384, 1176), about=told)
     assert item.about == item.without_data().about == pickle.loads(pickle.dumps(item)).about == told

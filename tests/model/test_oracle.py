@@ -55,7 +55,7 @@ def test_sliding_window_layers_keep_their_window():
     window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
     mllm = build(audio=None, language=lambda: qwen2(**window))
     g = torch.Generator().manual_seed(0)
-    # Images shorter than the window: a span does not reach past the window either.
+    # Images shorter than the window: a span must not extend past the window.
     batch = [sample(mllm, g, 6, ("vision", 4, 8), 9), sample(mllm, g, 8)]
     compare(mllm, batch, window=5)
 
@@ -158,7 +158,7 @@ def test_callbacks_run_in_order_and_may_change_what_passes():
 
 @pytest.mark.parametrize("given", [("mask", "plan"), ("mask",), ("plan",)])
 def test_a_merge_callback_may_put_another_mask_or_plan(given):
-    """And return nothing else but what it changed."""
+    """It returns only the changed entries."""
     plain_model = build(None, audio=None)
     mllm = MultimodalModel(
         {}, plain_model.language_model, preprocess=lambda features, inputs: changed, backend="reference"

@@ -1,7 +1,7 @@
-"""How samples share a batch is found out by trying: nothing that mixes tokens outside attention leaks in silence.
+"""Packing is enabled only for models that pass a separation test: nothing leaks between samples.
 
-The layers below are unknown to everybody but this file. Each changes a Llama in one way in which an architecture of
-tomorrow could mix tokens.
+The layers below exist only in this file. Each changes a Llama in one way in which a future architecture could mix
+tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaForCausalLM,
-    Qwen2AudioEncoder,
-    Qwen2AudioEncoderConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     SiglipVisionModel,
@@ -27,8 +23,8 @@ from interlace.masks import BitfieldMask, word
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.rows import documents
 from interlace.run import parallelize
+from tests.model.packing import SIZES, lfm2, qwen2_audio
 from tests.model.zoo import (
-    COMMON,
     MELS,
     VOCAB,
     assert_same_gradients,
@@ -43,11 +39,9 @@ from tests.model.zoo import (
     siglip,
 )
 
-SIZES = {**COMMON, "hidden_size": 24, "vocab_size": VOCAB, "num_key_value_heads": 1}
-
 
 class Shift(nn.Module):
-    """Half of each token comes from the one before it, whosever it is."""
+    """Half of each token comes from the previous token, also across samples."""
 
     def forward(self, x):
         before = F.pad(x, (0, 0, 1, 0))[:, :-1]
@@ -62,14 +56,14 @@ class RunningMean(nn.Module):
 
 
 class BatchMean(nn.Module):
-    """Statistics of everything there is: all rows, all tokens."""
+    """Statistics over all rows and all tokens."""
 
     def forward(self, x):
         return x - x.mean((0, 1), keepdim=True) / 2
 
 
 class Capacity(nn.Module):
-    """An expert takes its first tokens of the batch and drops the others."""
+    """An expert takes the first tokens of the batch and drops the others."""
 
     def forward(self, x):
         flat = x.reshape(-1, x.shape[-1])
@@ -85,21 +79,21 @@ class InTraining(nn.Module):
 
 
 class Far(nn.Module):
-    """A dilated convolution: only the token 20 places before is seen."""
+    """A dilated convolution: only the token 20 positions earlier is seen."""
 
     def forward(self, x):
         return x + F.pad(x, (0, 0, 20, 0))[:, :-20]
 
 
 class Backwards(nn.Module):
-    """Sees the token after it: not causal, whatever attention does."""
+    """Sees the next token: not causal, independent of attention."""
 
     def forward(self, x):
         return x + F.pad(x, (0, 0, 0, 1))[:, 1:]
 
 
 class Mixed(nn.Module):
-    """A layer's own module, then what mixes tokens."""
+    """A layer's own module, then a token mixer."""
 
     def __init__(self, module, mixing):
         super().__init__()
@@ -115,7 +109,7 @@ def mixing_llama(mixing, layer=1):
     model.model.layers[layer].mlp = Mixed(model.model.layers[layer].mlp, mixing())
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)  # small weights would hide what is mixed
+            parameter.add_(torch.randn_like(parameter) * 0.2)  # small weights would hide the mixing
     return model
 
 
@@ -130,7 +124,7 @@ FOUND = {
 }
 
 
-# The other kinds are tried in the slow tests.
+# The slow tests probe the other kinds.
 EVERY = [pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] * (m in (RunningMean, Far, Backwards))) for m in FOUND]
 
 
@@ -158,7 +152,7 @@ def test_what_mixes_tokens_is_found_and_kept_inside_its_sample(mixing):
 
 @pytest.mark.parametrize("mixing", EVERY)
 def test_packed_as_before_it_would_leak(mixing):
-    """What the tests above are worth: in one row, as plain Llamas lie, each of these gives other numbers."""
+    """Check of the tests above: packed in one row as for plain Llamas, each of these gives different numbers."""
     mllm = MultimodalModel({}, mixing_llama(mixing)).train()
     batch = text(mllm)
     oracle = plain(mllm)
@@ -174,7 +168,7 @@ def test_nan_of_one_sample_stays_there():
         batch = text(mllm, (5, 7, 6))
         with torch.no_grad():
             clean = by_sample(mllm, batch)
-            mllm.language_model.get_input_embeddings().weight[45] = torch.nan  # an id that nobody else has
+            mllm.language_model.get_input_embeddings().weight[45] = torch.nan  # an id used nowhere else
             batch[1].input_ids[3] = 45
             found = by_sample(mllm, batch)
         assert found[1].isnan().any()
@@ -194,7 +188,8 @@ def test_attention_alone_is_packed_in_one_row():
 
 
 def test_one_layer_of_many_is_found_and_weights_need_no_memory():
-    """Of layers alike one is tried; the one that differs is among them, at any place and without weights."""
+    """One of each group of identical layers is probed. A different layer is found at any place, also without
+    weights."""
     with torch.device("meta"):
         model = llama(num_hidden_layers=24, hidden_size=2048, intermediate_size=5632, num_attention_heads=32)
         assert MultimodalModel({}, model).packing == {"language_model": "packed"}
@@ -209,7 +204,7 @@ def test_a_hook_that_mixes_is_found():
     assert MultimodalModel({}, model).packing == {"language_model": "rows"}
 
 
-def test_rows_of_several_samples_are_refused_where_they_would_leak():
+def test_packed_rows_are_refused_if_samples_would_leak():
     mllm = MultimodalModel({}, mixing_llama(Shift))
     ids = torch.ones(1, 8, dtype=torch.int64)
     mask = BitfieldMask.pack([BitfieldMask.causal(1, 5), BitfieldMask.causal(1, 3)])
@@ -229,12 +224,7 @@ def test_documents_in_pieces_are_refused():
         documents(AttentionPlan.build(BitfieldMask(torch.full((1, 5), word(0)), doc=doc)))
 
 
-# ---------------------------------------------------------------------- through everything
-
-
-def lfm2(**changes):
-    kinds = ["conv", "full_attention", "conv"]
-    return Lfm2ForCausalLM(Lfm2Config(**{**SIZES, "layer_types": kinds, "conv_L_cache": 3, **changes}))
+# ---------------------------------------------------------------------- end to end
 
 
 def qwen3_next(**changes):
@@ -247,7 +237,7 @@ def qwen3_next(**changes):
 
 @pytest.mark.parametrize("language", [lfm2, pytest.param(qwen3_next, marks=pytest.mark.slow)])
 def test_media_loss_gradients_stages_and_generation(language):
-    """The model as a whole, cut into stages, and its answers: as the oracle's, sample by sample."""
+    """The whole model, the model cut into stages, and its answers: equal to the oracle, sample by sample."""
     mllm = build(language=language)
     assert mllm.packing == {"vision": "packed", "audio": "packed", "language_model": "rows"}
     batch = samples(mllm)
@@ -273,7 +263,7 @@ def test_media_loss_gradients_stages_and_generation(language):
 
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full", "selective"])
 def test_a_pipeline_of_rows(checkpointing):
-    """Every layer on a stage of its own; microbatches of several widths, one without media."""
+    """Every layer on its own stage; microbatches of several widths, one without media."""
     mllm = build(language=lfm2, backend="cpu")
     mllm.freeze("audio")
     mllm.train()
@@ -290,19 +280,6 @@ def test_a_pipeline_of_rows(checkpointing):
 
 
 # ---------------------------------------------------------------------- encoders
-
-
-def qwen2_audio():
-    """Pools pairs of tokens after its layers."""
-    config = Qwen2AudioEncoderConfig(
-        d_model=16,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        num_mel_bins=MELS,
-        max_source_positions=16,
-    )
-    return Qwen2AudioEncoder(config)
 
 
 def test_pooling_after_the_layers_stays_inside_an_item():

@@ -1,4 +1,4 @@
-"""Pairs counted from lengths, against dense masks and the plans that kernels walk."""
+"""Pairs counted from lengths, against dense masks and the plans that kernels run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan
-from interlace.attention._hf_limits import Limits
-from interlace.attention._hf_plans import narrowed
+from interlace.attention.hf.limits import Limits
+from interlace.attention.hf.plans import narrowed
 from interlace.masks import BitfieldMask, word
-from interlace.model.pairs import Document, visible, visited
+from interlace.model.counting.pairs import Document, visible, visited
 
 LIMITS = [Limits(), Limits(back=5), Limits(back=40), Limits(chunk=7), Limits(back=3, chunk=16)]
 

@@ -1,6 +1,6 @@
-"""M-RoPE positions against stored numbers: every oracle that asks the installed transformers shares its faults.
+"""M-RoPE positions against stored numbers: an oracle from the installed transformers would share its bugs.
 
-positions.json has one case a line: token ids, the grids of the media in order (in patches, of which 2 x 2 are merged)
+positions.json has one case per line: token ids, the grids of the media in order (in patches, of which 2 x 2 are merged)
 and positions. transformers 4.57.1 computed them, with the code of the families' authors; two cases say otherwise.
 """
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from interlace.model import Media, Sample
-from interlace.model.whole_positions import RopeIndex
+from interlace.model.whole.positions import RopeIndex
 from tests.model import wholes
 
 CASES = json.loads((Path(__file__).parent / "positions.json").read_text())
@@ -34,7 +34,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def indexes() -> dict[str, RopeIndex]:
-    """Of models without memory: positions follow from the config alone."""
+    """Positions of models without weights: they follow from the config alone."""
     found = {}
     for family, name in NAMES.items():
         config = getattr(transformers, f"{name}Config")(image_token_id=wholes.TOKEN, video_token_id=wholes.VIDEO)

@@ -1,4 +1,4 @@
-"""Projectors that look at items as a whole, against loops over patches, and each item alone; and in layouts."""
+"""Projectors over whole items, against loops over patches and against each item alone; also in layouts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from interlace.model import ItemProjector, Media, ModalityModule, MultimodalMode
 from interlace.model.projector import make_projector, unit_of
 from interlace.run import parallelize
 from tests.model.zoo import PATCH, llama, siglip, whisper
-from tests.run.test_parity import oracle
+from tests.run.parity import oracle
 
 SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4)
 
 
 class Middle(ItemProjector):
-    """A projector of a user's own: the first and the last feature of an item."""
+    """A custom projector: the first and the last feature of an item."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_layouts_give_the_loss_and_gradients_of_one_process(name: str, layout: s
     for key, expected in gradients.items():
         if expected is None:
             assert found.get(key) is None, key
-        else:  # a bias of keys changes no softmax: its gradient is rounding alone
+        else:  # a key bias does not change a softmax: its gradient is rounding noise
             assert (found[key] - expected).norm() <= 1e-5 * expected.norm() + 1e-8 * largest, key
 
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
         make_projector(Middle, 4, 4, {"width": 3})
 
 
-def test_a_callback_that_drops_features_has_a_projector_that_does_not_count_them() -> None:
+def test_callback_that_drops_features_needs_another_projector() -> None:
     encoder = copy.copy(ModalityModule(siglip(), projector="pixel_shuffle", postprocess=lambda _, x: x[::2]))
     encoder.connect(24)
     image = Media((3, 16, 16), 4, torch.randn(3, 16, 16))

@@ -1,4 +1,6 @@
-"""Answers of trials are found once in a process, and once on a machine: by what they follow from, or not at all."""
+"""Probe results are computed once per process and once per machine. Their cache key has all inputs, or they are not
+cached.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ import pytest
 import torch
 from torch import nn
 
-from interlace.model import MultimodalModel, remembered, trial_language, whole_trial
+from interlace.model import MultimodalModel
 from interlace.model.collate import JOINED
-from interlace.model.describe import counted
-from interlace.model.remembered import decoded, encoded, keep_in, spelled
-from interlace.model.trial_encoder import encoder_cuts, encoder_packing, encoder_takes_any_order
+from interlace.model.counting.layers import counted
+from interlace.model.probe import cache as remembered
+from interlace.model.probe import language as trial_language
+from interlace.model.probe import whole as whole_trial
+from interlace.model.probe.cache import decoded, encoded, keep_in, spelled
+from interlace.model.probe.encoder import encoder_cuts, encoder_packing, encoder_takes_any_order
 from tests.model import wholes
 from tests.tiny import tiny_mllm
 
 
 @pytest.fixture(autouse=True)
 def shared_trials() -> None:
-    """Not here."""
+    """Disables the shared cache of probe results here."""
     keep_in(None)
 
 
@@ -38,7 +43,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """As a new process would."""
+    """Clears the cache, as in a new process."""
     remembered._answers.clear()
 
 
@@ -136,7 +141,7 @@ def test_what_is_not_kept(folder: Path) -> None:
         remembered.remembered("a", module, repr(answer), lambda answer=answer: answer)
     with pytest.raises(ValueError, match="no"):
         remembered.remembered("a", module, "refused", lambda: (_ for _ in ()).throw(ValueError("no")))
-    module.lm_head = Own(24, 48)  # whose code is somebody's own
+    module.lm_head = Own(24, 48)  # its code is not part of the library
     remembered.remembered("a", module, "own", lambda: True)
     assert not folder.exists()
 
@@ -242,8 +247,8 @@ def test_answers_come_back_as_they_were() -> None:
         assert decoded(json.loads(json.dumps(encoded(value)))) == value
 
 
-def test_what_an_answer_follows_from_is_spelled_alike_in_every_process() -> None:
-    """The order of a set goes by how it was made, of words by the process."""
+def test_cache_keys_are_the_same_in_every_process() -> None:
+    """The order of a set depends on its construction, that of strings on the process."""
     one, other = frozenset([0, 8]), frozenset([8, 0])
     assert one == other and repr(one) != repr(other) and spelled(one) == spelled(other)
     feed = tiny_mllm(encoders=("vision",)).encoders["vision"].feed
@@ -254,6 +259,6 @@ def test_counts_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {name: counted(tiny_mllm(), name) for name in tiny_mllm().modules_order()}
     forget()
     for where in ("_language", "_encoder"):
-        monkeypatch.setattr(f"interlace.model.describe.{where}", never)
+        monkeypatch.setattr(f"interlace.model.counting.layers.{where}", never)
     assert {name: counted(tiny_mllm(), name) for name in tiny_mllm().modules_order()} == first
     assert not any(found.why for found in first.values())

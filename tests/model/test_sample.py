@@ -1,4 +1,4 @@
-"""Labels that repeat their own ids are refused; right ones never are."""
+"""Labels that repeat their own ids are refused; valid labels never are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def masked(ids, hidden):
 @settings(deadline=None)
 def test_shifted_labels_pass_without_a_word(text, data):
     ids = torch.tensor(text)
-    last = data.draw(st.sampled_from([IGNORE, 0, 1, 2, 3]))  # what follows the text, if it is known
+    last = data.draw(st.sampled_from([IGNORE, 0, 1, 2, 3]))  # target after the text, if known
     labels = torch.cat([ids[1:], torch.tensor([last])])
     labels = masked(labels, data.draw(st.lists(st.booleans(), min_size=len(text), max_size=len(text))))
     with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def test_labels_that_are_no_next_tokens_pass():
     Sample(ids, (3 * ids + 1) % 10)
     Sample(ids, torch.full_like(ids, IGNORE))
     clean = torch.tensor([4, 7, 7, 2, 9, 9])
-    Sample(torch.tensor([4, 7, 0, 2, 9]), clean[1:])  # an id of the text is hidden from the model, not from the labels
+    Sample(torch.tensor([4, 7, 0, 2, 9]), clean[1:])  # an id hidden from the model, but not from the labels
 
 
 def test_answers_of_one_token_are_told_from_a_batch():

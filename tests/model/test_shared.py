@@ -1,4 +1,4 @@
-"""Language models whose layers share more than the hidden state: right as a whole, cut only where they may be."""
+"""Language models whose layers share more than the hidden state: exact as a whole, split only where that is allowed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def texts(seed=0):
 @pytest.mark.parametrize("checkpointing", ("none", "full", "selective"))
 @pytest.mark.parametrize("family", MODELS)
 def test_packed_texts_are_what_they_are_alone(family, checkpointing):
-    """Windows shorter than the texts, and ids that the model looks up once more for every layer."""
+    """Windows shorter than the texts, and ids that the model looks up again for every layer."""
     mllm = build(None, None, language=MODELS[family])
     mllm.set_checkpointing(checkpointing)
     batch, oracle = texts(), plain(mllm)
@@ -105,7 +105,7 @@ def test_generation_goes_on_with_shared_keys():
     assert mllm.generate(Sample.from_unshifted(prompt), max_new_tokens=5) == wanted.tolist()
 
 
-def test_cuts_that_part_shared_keys_are_refused_and_the_others_are_right():
+def test_cuts_between_layers_that_share_keys_are_refused():
     """Layers 4 to 8 use the keys of 3 (sliding) and 2 (full): 9 layers may be cut before 1 and before 2."""
     mllm = build(None, None, language=lambda: gemma4(0))
     batch = mllm.collate_module("language_model", texts())

@@ -1,4 +1,4 @@
-"""Slices run one after the other equal the whole module: outputs to 1e-6 and every gradient by name."""
+"""Slices run one after the other equal the whole module: outputs to 1e-6, and every gradient by name."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_absent_parts_cost_nothing_and_are_not_listed():
 
 
 def test_slices_of_a_model_without_memory():
-    """A model built on the meta device knows its lengths and slices, and collates."""
+    """A model on the meta device has lengths and slices, and collates."""
     with torch.device("meta"):
         mllm = build()
     real = build()
@@ -142,18 +142,18 @@ def test_layer_drop_at_the_entry_is_an_error_not_silence():
     with pytest.raises(ValueError, match=r"layer drop 0.5"):
         build(None, lambda: whisper(encoder_layerdrop=0.5))
     mllm = build(None).train()
-    mllm.encoders["audio"].module.layerdrop = 1.0  # set behind our back
+    mllm.encoders["audio"].module.layerdrop = 1.0  # changed directly on the module
     inputs = mllm.collate_module("audio", [sample(mllm, torch.Generator().manual_seed(0), ("audio", 8))])
     with pytest.raises(RuntimeError, match=r"layerdrop"):
         mllm.slice("audio", 0, 3)(inputs)
 
 
 def test_tuple_returning_layers_are_cut_too():
-    """Some families' layers return tuples, which their model takes apart."""
+    """Layers of some families return tuples, which their model unpacks."""
     from torch import nn
 
-    from interlace.model.slice import carve, find_layers
-    from interlace.model.slice import run as run_between
+    from interlace.model.stages.slice import carve, find_layers
+    from interlace.model.stages.slice import run as run_between
 
     class Layer(nn.Module):
         def __init__(self):

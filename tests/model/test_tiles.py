@@ -1,4 +1,4 @@
-"""A vision side that is given tiles and told image sizes, against HuggingFace's own features of each image alone."""
+"""Vision models with tiles and image sizes as input, against HuggingFace's own features of each image alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def next_one():
 
 
 class Side(nn.Module):
-    """The whole model without its language model, whose forward is its get_image_features."""
+    """The whole model without its language model; its forward is get_image_features."""
 
     def __init__(self, whole):
         super().__init__()

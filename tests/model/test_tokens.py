@@ -1,4 +1,4 @@
-"""Counting, stacking and packing of tokens against oracles written out in loops."""
+"""Counting, stacking and packing of tokens, against oracles written as loops."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_flops_are_those_of_the_matrix_products():
     assert first.forward_flops == layer + 2 * width * 3 * 4 * 4
     assert last.forward_flops == layer + 2 * (2 * width * 24 + 24 * 24) / 2
     audio = mllm.layers("audio", context=keys)
-    # The first convolution makes two outputs for each token, the second one.
+    # The first convolution makes two outputs for each token, the second makes one.
     assert audio[0].forward_flops - audio[1].forward_flops == 2 * (2 * MELS * width * 3) + 2 * width * width * 3
     language = mllm.layers("language_model")
     assert language[-1].forward_flops - language[1].forward_flops == 2 * 24 * 48
-    assert language[0].forward_flops == language[1].forward_flops  # a lookup multiplies nothing
+    assert language[0].forward_flops == language[1].forward_flops  # a lookup has no multiplications
     assert language[0].parameters - language[1].parameters == 24 * 48
 
 

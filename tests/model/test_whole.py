@@ -1,4 +1,4 @@
-"""Whole checkpoints: cut into modules they compute what HuggingFace's own class does; saved again key for key."""
+"""Whole checkpoints: split into modules they equal HuggingFace's own class; saved again they have the same keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.model.collate import JOINED
-from interlace.model.whole import copy_companions, dtype_of, read_whole
+from interlace.model.whole.model import copy_companions, dtype_of, read_whole
 from interlace.run import parallelize
 from tests.model import wholes, zoo
 
-FAST = ("gemma3", "qwen3_vl")  # both ways, and causal
+FAST = ("gemma3", "qwen3_vl")  # bidirectional, and causal
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in wholes.CASES]
 
 
@@ -35,7 +35,7 @@ class Family(NamedTuple):
     loss: float
 
     def mllm(self) -> MultimodalModel:
-        """As `from_pretrained` gave it, for the test's own use."""
+        """A copy of the result of `from_pretrained`, for the test's own use."""
         return copy.deepcopy(self.model)
 
 
@@ -136,7 +136,7 @@ def test_frozen_parts(family: Family) -> None:
 
 
 def test_answers_are_huggingfaces(family: Family) -> None:
-    """Token by token, packed and with a cache, against the whole text read anew for each token."""
+    """Token by token, packed and with a cache, against recomputation of the whole text for each token."""
     mllm, whole = family.mllm(), family.whole
     found = [mllm.generate(sample, max_new_tokens=4) for sample in family.batch[1:]]
     never = [wholes.TOKEN, *([wholes.VIDEO] if len(mllm.placeholders) and "qwen" in family.name else [])]
@@ -184,7 +184,7 @@ def test_what_qwen_does_not_take_is_refused(qwen: Family) -> None:
         mllm(**batch)
 
 
-def test_videos_of_models_that_make_other_features_of_them_are_refused(tmp_path: Path) -> None:
+def test_unsupported_video_features_are_refused(tmp_path: Path) -> None:
     wholes.written("llava_onevision", tmp_path / "onevision")
     mllm = MultimodalModel.from_pretrained(tmp_path / "onevision", backend="reference")
     assert mllm.placeholders == {"vision": wholes.TOKEN}
@@ -199,7 +199,7 @@ def test_videos_of_models_that_make_other_features_of_them_are_refused(tmp_path:
 
 
 def test_seconds_of_videos_place_them(tmp_path: Path) -> None:
-    """tokens_per_second is 4: at 0.5 s from frame to frame the second one is 2 positions later, and text behind it."""
+    """tokens_per_second is 4: at 0.5 s per frame the second frame is 2 positions later, and so is the text after it."""
     wholes.written("qwen2_5_vl", tmp_path)
     mllm = MultimodalModel.from_pretrained(tmp_path, backend="reference").eval()
     positions = mllm.language_settings.positions
@@ -303,7 +303,7 @@ def test_modules_without_a_projector_are_folders(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
-    """Functions, and settings that are in no weights."""
+    """Functions, and settings that are not in the weights."""
     mllm = zoo.build(audio=None)
     encoder, settings = mllm.encoders["vision"], mllm.language_settings
     for owner, key, value, message in (
@@ -324,7 +324,7 @@ def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [None, "20KB"])
-def test_the_dtype_is_that_of_the_weights_where_the_config_names_none(tmp_path: Path, shards: str | None) -> None:
+def test_dtype_falls_back_to_that_of_the_weights(tmp_path: Path, shards: str | None) -> None:
     wholes.llava().to(torch.bfloat16).save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
     assert (tmp_path / "model.safetensors").exists() == (shards is None)
     config = json.loads((tmp_path / "config.json").read_text())

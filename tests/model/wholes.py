@@ -1,4 +1,4 @@
-"""Tiny whole checkpoints of HuggingFace's own classes, and their own forward with eager attention as the oracle."""
+"""Tiny whole checkpoints of HuggingFace's own classes. Oracle: their own forward with eager attention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from transformers import (
 )
 
 from interlace.model import Media, MultimodalModel, Sample
-from interlace.model.placeholders import token_ids
+from interlace.model.inputs.placeholders import token_ids
 
 VOCAB, TOKEN, VIDEO = 48, 46, 45
 LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
@@ -74,7 +74,7 @@ def llava() -> nn.Module:
 
 
 def llava_full() -> nn.Module:
-    """All tokens of two layers, the class token among them."""
+    """All tokens of two layers, including the class token."""
     vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
     options = {"vision_feature_select_strategy": "full", "vision_feature_layer": [-2, -1], "image_token_id": TOKEN}
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **options))
@@ -151,7 +151,7 @@ def qwen3_vl_moe() -> nn.Module:
 
 
 def qwen3_5() -> nn.Module:
-    """Layers with a state beside those with attention."""
+    """Linear-attention layers with a state, beside attention layers."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
     sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 12}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
@@ -207,14 +207,14 @@ def llava_onevision() -> nn.Module:
 
 
 def video_llava() -> nn.Module:
-    """With a tower for images and another for videos."""
+    """With one tower for images and another for videos."""
     vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
     tokens = {"image_token_index": TOKEN, "video_token_index": VIDEO}
     return VideoLlavaForConditionalGeneration(VideoLlavaConfig(vision_config=vision, text_config=text, **tokens))
 
 
 def granite4_vision() -> nn.Module:
-    """With features for several layers of the language model, and none in the place of the placeholders."""
+    """With features for several layers of the language model; placeholders get no features."""
     vision = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False, "hidden_size": 64}
     sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": 8, "max_position_embeddings": 8}
     config = Granite4VisionConfig(
@@ -232,7 +232,7 @@ def granite4_vision() -> nn.Module:
 
 
 def deepseek_ocr2() -> nn.Module:
-    """With a tower of two, one behind the other."""
+    """With two towers in sequence."""
     first = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 64, "window_size": 4}
     first |= {"output_channels": 8, "downsample_channels": [8, 16], "global_attn_indexes": [1], "mlp_dim": 24}
     second = {**LAYERS, "hidden_size": 16, "num_key_value_heads": 1, "vocab_size": 8}
@@ -255,7 +255,7 @@ class Shown(NamedTuple):
 
 
 def patches(*grid: int, video: bool = False, seconds: float = 0.0) -> Shown:
-    """Of a grid of patches; 24 numbers each. seconds: from one frame to the next."""
+    """An item of a grid of patches, 24 numbers each. seconds: time between frames."""
     about: dict[str, tuple[float, ...]] = {"second_per_grid_ts": (seconds,)} if seconds else {}
     return Shown((math.prod(grid), 24), {"grid_thw": grid} | about, video)
 
@@ -266,7 +266,9 @@ def tiles(count: int, height: int, width: int) -> Shown:
 
 @dataclass
 class Case:
-    """A family: how it is made, the items of three samples, and whether HuggingFace wants those of a sample apart."""
+    """A family: its builder, the items of three samples, and whether HuggingFace needs the items of a sample
+    separately.
+    """
 
     make: Any
     items: list[list[Shown]] = field(
@@ -276,7 +278,7 @@ class Case:
 
 
 GRIDS = [[patches(1, 4, 6)], [], [patches(1, 8, 4), patches(2, 4, 4, video=True), patches(1, 4, 4)]]
-# two videos of unlike speed
+# two videos of different frame rates
 SECONDS = [
     [patches(1, 4, 6)],
     [],
@@ -308,7 +310,7 @@ CASES = {
 
 
 def written(name: str, folder: Any, seed: int = 0) -> Any:
-    """The family's model with random weights, saved to `folder`; biases and norms are random, too."""
+    """The family's model with random weights, saved to `folder`; biases and norms are also random."""
     torch.manual_seed(seed)
     whole = CASES[name].make()
     with torch.no_grad():
@@ -338,10 +340,10 @@ def samples(name: str, mllm: MultimodalModel, seed: int = 0) -> list[Sample]:
 
 
 def positions(sample: Sample, tokens_per_second: int = 4) -> torch.Tensor:
-    """M-RoPE positions [3, L], as Qwen counts them: whatever comes next begins behind all that was before.
+    """M-RoPE positions [3, L], counted as in Qwen: each part starts after the largest position of all previous parts.
 
-    Written out for media in grids of patches, of which 2 x 2 are merged; the frames of a grid are a position apart, or
-    as their seconds say.
+    Written out for media in grids of patches, of which 2 x 2 are merged. The frames of a grid are one position apart,
+    or as far as their seconds give.
     """
     made: list[list[int]] = []
     items = iter(next(iter(sample.media.values()), []))
@@ -363,7 +365,7 @@ def positions(sample: Sample, tokens_per_second: int = 4) -> torch.Tensor:
 
 
 def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
-    """What HuggingFace's class is called with for sample `number`."""
+    """Inputs of HuggingFace's class for sample `number`."""
     ids = sample.input_ids[None]
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if name == "gemma3":
@@ -384,9 +386,9 @@ def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
                 given[grids] = torch.tensor([item.about["grid_thw"] for item in some])
             if seconds := [item.about["second_per_grid_ts"][0] for item in some if "second_per_grid_ts" in item.about]:
                 given["second_per_grid_ts"] = torch.tensor(seconds)
-        if name in ("qwen2_vl", "qwen2_5_vl"):  # behind a video the library's own are wrong: see test_positions.py
+        if name in ("qwen2_vl", "qwen2_5_vl"):  # the library's own are wrong after a video: see test_positions.py
             given["position_ids"] = positions(sample)[:, None]
-        if name.startswith("qwen3_vl") and "video_grid_thw" in given:  # of which the processor writes each frame apart
+        if name.startswith("qwen3_vl") and "video_grid_thw" in given:  # the processor writes each frame separately
             given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     elif items and shown[0].about:
         most = max(item.shape[0] for item in items)
@@ -406,7 +408,7 @@ def own_logits(name: str, whole: Any, number: int, sample: Sample) -> torch.Tens
 
 
 def own_loss(name: str, whole: Any, batch: list[Sample]) -> torch.Tensor:
-    """Mean cross entropy over the valid targets of all samples, each read alone by HuggingFace's class."""
+    """Mean cross entropy over the valid targets of all samples, each computed alone by HuggingFace's class."""
     total, count = torch.zeros(()), 0
     for number, sample in enumerate(batch):
         logits = own_logits(name, whole, number, sample)

@@ -1,8 +1,8 @@
 """Tiny models of every family, and an oracle made of plain HuggingFace modules with eager attention.
 
-The oracle runs each sample alone: each image through the encoder's own forward, each clip through the encoder's own
-submodules cut to its valid part, the text with a dense additive mask. It shares no code with interlace.model but the
-projectors' weights.
+The oracle runs each sample alone. Each image goes through the encoder's own forward; each clip goes through the
+encoder's own submodules, cut to its valid part; the text uses a dense additive mask. The oracle shares no code with
+interlace.model except the projectors' weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LANGUAGE = {"llama": llama, "qwen2": qwen2}
 
 
 def build(vision=siglip, audio=whisper, language=llama, *, seed=0, backend="reference", downsample=(1, 2), **changes):
-    """A model with random weights; biases and norms too, so that every parameter matters."""
+    """A model with random weights, biases and norms, so that every parameter affects the output."""
     torch.manual_seed(seed)
     encoders = {}
     if vision is not None:
@@ -111,7 +111,7 @@ def sample(mllm, generator, *parts, name="sample"):
 
 
 def samples(mllm, seed=0):
-    """Three samples: images of several sizes and clips of several lengths mixed with text, one of text alone."""
+    """Three samples: two mix images of several sizes and clips of several lengths with text; one is text only."""
     g = torch.Generator().manual_seed(seed)
     return [
         sample(mllm, g, 3, ("vision", 8, 12), 2, ("audio", 7), 4, name="a"),
@@ -140,7 +140,7 @@ def encode_plain(encoder: ModalityModule, item: Media, downsample: int) -> torch
         hidden = nn.functional.gelu(module.conv2(nn.functional.gelu(module.conv1(padded)))).permute(0, 2, 1)
         hidden = (hidden + module.embed_positions.weight)[:, :valid]
         for layer in module.layers:
-            # transformers 4.57 also wants head masks and returns a tuple
+            # transformers 4.57 also requires head masks and returns a tuple
             heads = {"layer_head_mask": None} if "layer_head_mask" in signature(layer.forward).parameters else {}
             out = layer(hidden, None, **heads)
             hidden = out[0] if isinstance(out, tuple) else out
@@ -157,7 +157,7 @@ def encode_plain(encoder: ModalityModule, item: Media, downsample: int) -> torch
 
 
 def dense_mask(one: Sample) -> torch.Tensor:
-    """bool [T, T]: causal, and both ways within each media item."""
+    """bool [T, T]: causal, and bidirectional within each media item."""
     length = len(one.input_ids)
     seen = torch.ones(length, length).tril().bool()
     for name, items in one.media.items():
@@ -199,7 +199,7 @@ def loss_plain(oracle, batch, window: int | None = None) -> torch.Tensor:
 
 
 def gradients(module):
-    """FQN -> gradient (None where there is none)."""
+    """FQN -> gradient, or None."""
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
@@ -213,7 +213,7 @@ def assert_same_gradients(found, expected, tolerance=1e-5, ignore=()):
         assert (got is None) == (want is None), f"{name}: gradient {got is not None}, expected {want is not None}"
         if want is None:
             continue
-        if name.endswith("k_proj.bias"):  # without RoPE it shifts all scores of a row alike: 0 but for noise
+        if name.endswith("k_proj.bias"):  # without RoPE it shifts all scores of a row equally: 0 except for noise
             noise = 1e-6 * expected[name.removesuffix("bias") + "weight"].norm()
             if got.norm() <= noise and want.norm() <= noise:
                 continue

@@ -1,4 +1,4 @@
-"""Tiny blocks and models of the families that have ready plans, with what their forward takes besides hidden states."""
+"""Tiny blocks and models of the families with ready plans, and the other inputs of their forward."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ HIDDEN, MELS, VOCAB = 32, 6, 40
 
 @dataclass
 class Family:
-    """model: two blocks and what is around them. inputs(length): of its forward. output: of what that returns.
+    """model: two blocks and the modules around them. inputs(length): of its forward. output: of its result.
 
-    block: its first block. surroundings(model, hidden): what a block's forward takes besides hidden states.
+    block: its first block. surroundings(model, hidden): inputs of a block's forward besides hidden states.
     """
 
     model: Callable[..., nn.Module]
@@ -107,7 +107,7 @@ FAMILIES = {
 
 
 def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter random, of the size that keeps activations near 1: biases and norms would start at 0 and 1."""
+    """Randomizes every parameter, scaled to keep activations near 1: biases and norms would start at 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3

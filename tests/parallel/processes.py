@@ -1,4 +1,4 @@
-"""What tests of `interlace.parallel` run in processes of their own (`tests.distributed.workers`), on plain torch."""
+"""Worker functions of the tests of `interlace.parallel` (`tests.distributed.workers`), on plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def example() -> Tensor:
 
 
 def checkpoint(rank: int, folder: str) -> str:
-    """Cuts a module along one dimension of a mesh, saves it as DTensors, loads these in place into another."""
+    """Shards a module along one dimension of a mesh, saves it as DTensors, and loads these in place into another."""
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     mesh = both["tensor"]
     whole = Gated().state_dict()
@@ -58,7 +58,7 @@ def checkpoint(rank: int, folder: str) -> str:
 
 
 def step(rank: int) -> Any:
-    """(output rows, gradients by name) of a module cut along a mesh, over whatever transport connects the processes."""
+    """(output rows, gradients by name) of a module sharded along a mesh, over any transport between the processes."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     module = tensor_parallel(Gated(), PLAN, mesh, num_chunks=2)
     out = module(example()[:, 6 * rank : 6 * rank + 6])
@@ -69,8 +69,10 @@ def step(rank: int) -> Any:
 
 
 def sharded(rank: int) -> Any:
-    """(tensor rank, gradients by name) of a module cut along one dimension of a mesh, its pieces sharded along another
-    by FSDP, each half of the batch on a data rank: two steps, the second on gradients that were cleared."""
+    """(tensor rank, gradients by name) of a module sharded along one mesh dimension and by FSDP along another.
+
+    Each data rank has half of the batch. Two steps run, the second on cleared gradients.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, place = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
     module = tensor_parallel(Gated(), PLAN, mesh["tensor"])

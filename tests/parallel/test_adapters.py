@@ -1,4 +1,4 @@
-"""LoRA in models that are cut among two ranks: outputs, gradients and state are those of peft's own layers, whole."""
+"""LoRA in models sharded over two ranks: outputs, gradients and state equal those of peft's own unsharded layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from interlace.comm import run_local
 from interlace.parallel import ColumnParallelLinear, RowParallelLinear, plan_for, tensor_parallel
 from tests.attention.hf_models import random
 from tests.parallel.families import HIDDEN, randomize
-from tests.parallel.test_families import EVEN, LANGUAGE, VISION, assert_same, ids, language
-from tests.parallel.test_tensor import SEQUENCE, assert_close, family
+from tests.parallel.families_cases import EVEN, LANGUAGE, VISION, assert_same, ids, language
+from tests.parallel.tensor import SEQUENCE, assert_close, family
 
 peft = pytest.importorskip("peft")
 
@@ -22,14 +22,14 @@ FAST = ("glm4", "qwen2_5_vl")  # gate and up-projection in one layer, queries, k
 
 @pytest.fixture
 def double():
-    """Softmax over scores of random weights is steep: in fp32 gradients of some queries are mostly rounding."""
+    """Softmax over scores of random weights is steep: in fp32 gradients of some queries are mostly rounding errors."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def adapted(model, targets, **options):
-    """The model with adapters of rank 3 that do something, in evaluation or training as it was."""
+    """The model with nonzero adapters of rank 3, in unchanged evaluation or training mode."""
     training = model.training
     peft.inject_adapter_in_model(peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options), model)
     for name, parameter in model.named_parameters():
@@ -40,7 +40,7 @@ def adapted(model, targets, **options):
 
 
 def linear_layers(model):
-    """All of its nn.Linear but the head."""
+    """All of its nn.Linear except the head."""
     found = [name for name, part in model.named_modules() if type(part) is nn.Linear]
     return [name for name in found if name != "lm_head"]
 
@@ -70,7 +70,7 @@ def test_encoders(name, sequence_parallel, double):
 
 @SEQUENCE
 def test_a_column_and_a_row_layer_without_anything_around(sequence_parallel):
-    """By a plan of the user's own; the bias of a row layer counts once, and the adapter's scale too."""
+    """By a user-defined plan; the bias of a row layer counts once, and the adapter's scale too."""
     torch.manual_seed(0)
     whole = adapted(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), ["0", "2"])
     x, upstream = random(2, 6, 6), random(2, 6, 6, seed=1)
@@ -119,4 +119,4 @@ def test_what_cannot_be_cut_is_refused():
     plan = plan_for(model) | {"model.layers.*.self_attn": "gather_narrow"}
     with pytest.raises(ValueError, match=r"q_proj has an adapter and is given a part of the features only"):
         run_local(2, lambda group: tensor_parallel(model, plan, group))
-    assert HIDDEN % 2 == 0 and not any("lora_A" in name for name in plan)  # plans speak of layers as without
+    assert HIDDEN % 2 == 0 and not any("lora_A" in name for name in plan)  # plans use the layer names without adapters

@@ -1,4 +1,4 @@
-"""How a chunk is dealt among context-parallel ranks, and a layer's attention of the shares of ranks."""
+"""Chunks distributed among context-parallel ranks, and attention of a layer on their shares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_token_is_one_rank_s_whatever_the_length(lengths: list[int], ranks
     shards = deal(mask, ranks, order)
     found = sorted(token for rank in range(ranks) for token in shards.tokens(rank)[0].tolist())
     assert found == list(range(shards.padded_length)) and shards.padded_length >= mask.length
-    again = deal(mask, ranks, order, AttentionPlan.build(mask))  # a plan of other blocks changes nothing
+    again = deal(mask, ranks, order, AttentionPlan.build(mask))  # a plan with other block sizes changes nothing
     assert (shards.order == again.order).all()
     assert shards.tokens_per_rank == rows_per_rank(mask.length, ranks)
     assert shards.block <= BLOCK and (shards.block == 1 or shards.block * ranks * PER_RANK <= mask.length)

@@ -1,4 +1,4 @@
-"""ColumnParallelLinear and RowParallelLinear against the nn.Linear they are pieces of."""
+"""ColumnParallelLinear and RowParallelLinear against the unsharded nn.Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole multimodal model, its encoders and its language model cut by their ready plans, on a packed batch."""
+"""A whole multimodal model on a packed batch, its encoders and language model sharded by their ready plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from interlace.comm import run_local
 from interlace.parallel import plan_for, tensor_parallel
 from tests.model.zoo import build, gradients, qwen2, sample, samples
-from tests.parallel.test_tensor import assert_close, assert_same_gradients
+from tests.parallel.tensor import assert_close, assert_same_gradients
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence of the language model", "whole rows"])

@@ -1,4 +1,4 @@
-"""Products whose sums over ranks run under them: exact against whole tensors, and what is issued before what."""
+"""Products that overlap with their sums over ranks: exact against whole tensors, and the issue order."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from interlace.comm import CommError, overlap, run_local, traced
-from interlace.comm.collectives import ONE_ROUND
+from interlace.comm import CommError, run_local, traced
+from interlace.comm.collectives.rows import ONE_ROUND
+from interlace.comm.overlap import tiles as overlap
 from interlace.parallel import Ranks, products
 from interlace.parallel.products import copied_products, sum_of_products
 
-HELD = 10.0  # seconds until something held back in vain is an error
+HELD = 10.0  # seconds that a transfer is held before the test fails
 
 
 def small(generator, *shape):
-    """Small integers, with which every product and sum is exact."""
+    """Small integers, for which every product and sum is exact."""
     return torch.randint(-1, 2, shape, generator=generator).double()
 
 
 def columns(world, leading, width, outs, chunks, trained, uses_rows, seed=0, before=None):
-    """Compare `copied_products` with one process; returns each rank's trace of its backward pass."""
+    """Compares `copied_products` with one process; returns each rank's trace of its backward pass."""
     generator = torch.Generator().manual_seed(seed)
     x = small(generator, *leading, width).requires_grad_(trained[0])
     weights = [[small(generator, n, width).requires_grad_(trained[1]) for n in outs] for _ in range(world)]
@@ -60,7 +61,7 @@ def columns(world, leading, width, outs, chunks, trained, uses_rows, seed=0, bef
 
 
 def rows_of(world, leading, width, outs, chunks, trained, seed=0, before=None):
-    """Compare `sum_of_products` with one process; returns each rank's trace of its forward pass."""
+    """Compares `sum_of_products` with one process; returns each rank's trace of its forward pass."""
     generator = torch.Generator().manual_seed(seed)
     x = [small(generator, *leading, width).requires_grad_(trained[0]) for _ in range(world)]
     weights = [small(generator, outs, width).requires_grad_(trained[1]) for _ in range(world)]
@@ -132,7 +133,7 @@ def test_sums_are_under_way_while_products_are_made(operation):
 
 @pytest.mark.parametrize("operation", ["columns", "rows"])
 def test_no_product_waits_for_a_sum(operation, monkeypatch):
-    """No transfer moves before the last product has begun, on every rank: nothing but that may wait for one."""
+    """Transfers are held until the last product has begun on every rank: earlier products must not wait for one."""
     last = {"columns": "weight gradient", "rows": "chunk 3 of 4"}[operation]
     begun = {rank: threading.Event() for rank in range(3)}
     held = []

@@ -1,4 +1,4 @@
-"""Regions: pieces and what was taken out of them come back where they were, in any number of parts and ranks."""
+"""Regions: pieces and extracted parts return to their places, in any number of parts and ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cut(column: bool, parts: int, world: int, size: int, other: int, rank: int) 
     column=st.booleans(), parts=st.integers(1, 3), world=st.integers(1, 4), size=st.integers(1, 3),
     other=st.integers(1, 4), bias=st.booleans(), data=st.data(),
 )  # fmt: skip
-def test_the_pieces_of_all_ranks_and_their_rows_make_up_the_whole(
+def test_shards_and_rows_of_all_ranks_make_up_the_whole(
     column: bool, parts: int, world: int, size: int, other: int, bias: bool, data: st.DataObject
 ) -> None:
     layers = [cut(column, parts, world, size, other, rank) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""How a message travels between lanes: every row once, to the place that is due, whatever the sizes."""
+"""Messages between lanes: every row arrives once, at its place, for all sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers:
 
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_work_is_shared_out(rows: int, senders: int, receivers: int) -> None:
-    """All places take part, no two meet twice, and parts differ by at most one row."""
+    """All places get a part, no two are assigned the same rows, and parts differ by at most one row."""
     found = parts_of_regions((rows,), senders, receivers, receives=True)
     assert len(found) == max(senders, receivers) == len(set(pairs(senders, receivers)))
     assert {part.sender for part in found} == set(range(senders))
@@ -61,7 +61,7 @@ def test_regions_travel_to_the_ranks_that_have_them_and_back(regions: list[int],
 
 @st.composite
 def dealt(draw: st.DrawFn) -> tuple[StepTable, int, np.ndarray]:
-    """A chunk that reads runs of rows of two others, in any order; ranks, and which has each of its placeholders."""
+    """A chunk that reads runs of rows of two others, in any order; ranks, and the owner of each of its placeholders."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     sources = [draw(st.integers(0, 1)) for _ in lengths]
     ends = np.cumsum(lengths)
@@ -78,7 +78,7 @@ def dealt(draw: st.DrawFn) -> tuple[StepTable, int, np.ndarray]:
 
 
 @given(dealt())
-def test_each_rank_reads_its_own_placeholders_rows_in_their_order(given: tuple[StepTable, int, np.ndarray]) -> None:
+def test_ranks_read_the_rows_of_their_own_placeholders_in_order(given: tuple[StepTable, int, np.ndarray]) -> None:
     table, ranks, owner = given
     plain, routes = Routes(table), Routes(table, ranks=ranks, owners=lambda chunk, encoder: owner)
     rows = {source: 100.0 * source + torch.arange(40.0)[:, None] for source in routes.sources[2]}

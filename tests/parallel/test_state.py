@@ -1,4 +1,4 @@
-"""Checkpoints of cut modules: as the ordinary module's, and as DTensors in real processes."""
+"""Checkpoints of sharded modules: in the ordinary module's format, and as DTensors in real processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_ordinary_checkpoint_goes_in_and_comes_out(name, tmp_path):
 
 
 class Scaled(torch.nn.Module):
-    """A layer beside something that its state dict holds and that is no tensor."""
+    """A layer, and an entry of its state dict that is no tensor."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_module_cut_along_a_mesh_of_processes():
 
 
 @pytest.mark.slow
-def test_fsdp_shards_the_pieces_along_another_dimension_of_the_mesh():
+def test_fsdp_shards_along_another_mesh_dimension():
     module = processes.Gated()
     (module(processes.example()) ** 3).sum().backward()
     for place, grads in returned(run_ranks(4, processes.sharded)):

@@ -1,4 +1,4 @@
-"""Blocks and models of every family, cut by their ready plans, against the same modules left whole."""
+"""Blocks and models of every family, sharded by their ready plans, against the unsharded modules."""
 
 from __future__ import annotations
 
@@ -13,35 +13,14 @@ from interlace.model.checkpointing import set_checkpointing
 from interlace.parallel import check_plan, full_state_dict, plan_for, tensor_parallel
 from interlace.parallel.tensor import SharedInput
 from tests.parallel.families import FAMILIES, HIDDEN, first_tensor, randomize
+from tests.parallel.tensor import SEQUENCE, assert_close, assert_same_gradients, family
 
 RANKS = pytest.mark.parametrize("world", [2, 4])
-SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole rows"])
 FAMILY = pytest.mark.parametrize("name", FAMILIES)
-
-
-def assert_close(have, want, what=""):
-    """To 1e-5 of the largest element, or of 1: the gradient of a bias may be 0 but for rounding."""
-    assert have.shape == want.shape and have.dtype == want.dtype, what
-    error = (have - want).abs().max() / want.abs().max().clamp(min=1)
-    assert error <= 1e-5, f"{what}: {error:.1e}"
 
 
 def gradients(module):
     return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
-def assert_same_gradients(whole, per_rank):
-    """What is cut is joined along the dimension in which it is smaller; what is whole must be equal on all ranks."""
-    for name, want in whole.items():
-        pieces = [grads[name] for grads in per_rank]
-        if want is None:
-            assert all(piece is None for piece in pieces), name
-            continue
-        smaller = [d for d in range(want.dim()) if pieces[0].shape[d] != want.shape[d]]
-        for piece in [torch.cat(pieces, smaller[0])] if smaller else pieces:
-            assert_close(piece, want, name)
-        if not smaller:
-            assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs from rank to rank"
 
 
 @FAMILY
@@ -110,7 +89,7 @@ def test_a_model_is_what_it_was(name, sequence_parallel, world):
 
 
 def compare(world, model, inputs, prepare=lambda whole: whole, plan=None, **options):
-    """One step of `model` and of what `prepare` makes of its cut copies; the latter's traces of the forward."""
+    """Compares one step of `model` and of its sharded copies made by `prepare`; returns their traces of the forward."""
     out = first_tensor(model(**inputs))
     upstream = torch.randn(out.shape)
     (out * upstream).sum().backward()
@@ -129,11 +108,6 @@ def compare(world, model, inputs, prepare=lambda whole: whole, plan=None, **opti
         assert_close(y, out.detach())
     assert_same_gradients(want, [grads for _, grads, _ in results])
     return [trace for _, _, trace in results]
-
-
-def family(name, **changes):
-    torch.manual_seed(0)
-    return randomize(FAMILIES[name].model(**changes)), FAMILIES[name].inputs(12)
 
 
 def checkpointed(model):
@@ -168,7 +142,7 @@ def test_recomputed_and_copied_models(way, sequence_parallel):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_sequences_of_any_length(name):
-    """Rows that do not divide, and fewer of them than ranks."""
+    """Numbers of rows that are no multiple of the ranks, or smaller than the number of ranks."""
     torch.manual_seed(0)
     model = randomize(FAMILIES[name].model())
     for world, length in ((4, 5), (2, 1), (4, 2), (2, 7)):
@@ -181,7 +155,7 @@ def test_sequences_of_any_length(name):
 
 @pytest.mark.parametrize("way", PREPARATIONS)
 def test_any_length_recomputed_and_copied(way):
-    """A layer that is recomputed asks for the length again."""
+    """A recomputed layer asks for the length again."""
     model, _ = family("llama")
     compare(4, model, FAMILIES["llama"].inputs(6), PREPARATIONS[way], length=lambda: 6)
 
@@ -211,8 +185,10 @@ def test_a_tied_head_stays_whole_with_its_embeddings():
 
 @SEQUENCE
 def test_one_gather_serves_all_layers_of_an_attention(sequence_parallel):
-    """Per block two transfers in, two out; without sequence parallelism nothing in, and a sum out. Before all of them
-    the ranks compare what they cut, once."""
+    """Per block two transfers in, two out; without sequence parallelism none in, and a sum out.
+
+    Before the first transfer the ranks compare their sharding once.
+    """
     model, inputs = family("llama")
     for trace in compare(2, model, inputs, sequence_parallel=sequence_parallel, num_chunks=1):
         labels = [event.label.split(",")[0] for event in trace.of("issue")]
@@ -280,7 +256,7 @@ def test_autocast():
 
 
 class Cross(nn.Module):
-    """A cross attention's shape: keys come from another sequence, which is whole on every rank."""
+    """Cross attention: keys come from another sequence, which is whole on every rank."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +291,7 @@ def test_a_column_layer_applied_to_another_sequence(sequence_parallel):
 
 
 class Moved(nn.Module):
-    """An attention of DETR's shape: queries and keys are made of the input and a position, values of the input."""
+    """DETR's attention: queries and keys are made of the input and a position, values of the input."""
 
     def __init__(self):
         super().__init__()
@@ -335,7 +311,7 @@ class Around(nn.Module):
 
 
 def test_a_column_layer_applied_to_something_made_of_the_rows():
-    """Gradients of what lies before: what each rank made of the whole rows must count once."""
+    """Gradients of earlier layers: the part that each rank computes from the whole rows must count once."""
     torch.manual_seed(0)
     module, x, position = randomize(Around()), torch.randn(8, 6), torch.randn(8, 6)
     upstream = torch.randn(8, 6)

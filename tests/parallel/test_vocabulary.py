@@ -1,4 +1,4 @@
-"""Embedding, head and loss cut by words, on threads, against torch's own of the whole."""
+"""Embedding, head and loss sharded by vocabulary, on threads, against torch's own unsharded ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import BartConfig, BartForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import BartConfig, BartForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from interlace.comm import run_local, traced
@@ -18,13 +18,14 @@ from interlace.model import loss
 from interlace.model.loss import head_cross_entropy, head_of
 from interlace.parallel import Ranks, check_plan, dtensor_state_dict, full_state_dict, plan_for, tensor_parallel
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_plan
-from tests.model.test_loss import Largest
+from tests.model.loss import Largest
 from tests.model.zoo import llama
+from tests.parallel.vocabulary import gemma3
 from tests.sampling import given_by_tier
 
 
 def both(piece, whole):
-    """A cut layer beside its whole: the gradients that this rank must have of each of its parameters."""
+    """A sharded layer beside its whole: the expected gradients of each parameter on this rank."""
     return [
         (p.grad, None if whole[name] is None else piece.piece(name, whole[name]))
         for name, p in piece.named_parameters()
@@ -73,9 +74,7 @@ def test_an_embedding_of_any_words_is_that_of_the_whole(world, more, width, kind
     st.integers(2, 4), st.integers(0, 30), st.integers(1, 9), st.integers(0, 29), st.booleans(), st.integers(1, 12),
     st.tuples(st.booleans(), st.booleans()), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 999),
 )  # fmt: skip
-def test_any_words_and_chunks_give_the_loss_and_gradients_of_the_whole(
-    world, rows, width, more, bias, at_once, trained, dtype, seed
-):
+def test_sharded_loss_and_gradients_equal_the_whole_head(world, rows, width, more, bias, at_once, trained, dtype, seed):
     torch.manual_seed(seed)
     words = world + more
     whole = nn.Linear(width, words, bias=bias, dtype=dtype).requires_grad_(trained[0])
@@ -108,7 +107,7 @@ def test_any_words_and_chunks_give_the_loss_and_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_the_loss_is_as_exact_as_that_of_whole_logits(monkeypatch, autocast):
+def test_bf16_loss_is_as_exact_as_with_whole_logits(monkeypatch, autocast):
     torch.manual_seed(0)
     rows, words = 512, 67
     head = nn.Linear(32, words)
@@ -134,11 +133,11 @@ def test_in_bfloat16_the_loss_is_as_exact_as_that_of_whole_logits(monkeypatch, a
     best = [p.grad for p in exact.parameters()] + [right.grad]
     for found in run_local(3, rank):
         for a, b, c in zip(whole, found, best, strict=True):
-            # Of hidden states three sums are rounded, where the whole rounds one.
+            # Hidden states are three rounded sums here, and one in the unsharded layer.
             assert (b.double() - c).norm() <= 1.5 * (a.double() - c).norm() + 1e-3 * c.norm()
 
 
-def test_no_rank_ever_makes_the_logits_of_all_words_or_of_all_its_rows(monkeypatch):
+def test_no_rank_materializes_whole_logits(monkeypatch):
     whole, hidden, targets = nn.Linear(3, 70), torch.randn(50, 3), torch.randint(70, (50,))
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 35 * 8)
 
@@ -152,7 +151,7 @@ def test_no_rank_ever_makes_the_logits_of_all_words_or_of_all_its_rows(monkeypat
 
 
 def test_gradients_of_hidden_states_are_summed_part_by_part(monkeypatch):
-    """So that a sum runs under the gradient of the head. Ranks of unequally many words have the same parts."""
+    """A sum overlaps with the gradient of the head. Ranks with unequal numbers of words have the same parts."""
     torch.manual_seed(0)
     whole, targets = nn.Linear(4, 7), torch.randint(7, (12,))
     hidden = torch.randn(12, 4, requires_grad=True)
@@ -171,7 +170,7 @@ def test_gradients_of_hidden_states_are_summed_part_by_part(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_whole_logits_are_on_every_rank_where_somebody_wants_them(bias):
+def test_forward_of_the_head_gives_whole_logits_on_every_rank(bias):
     torch.manual_seed(0)
     whole, x = nn.Linear(4, 11, bias=bias), torch.randn(2, 5, 4, requires_grad=True)
     upstream = torch.randn(2, 5, 11)
@@ -199,12 +198,6 @@ def step(model, ids):
     return out.detach()
 
 
-def gemma3(**changes):
-    sizes = {"hidden_size": 24, "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {"intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 41, "pad_token_id": 0, **sizes, **changes}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**config))
-
-
 def bart(**changes):
     sizes = {"d_model": 24, "decoder_layers": 2, "decoder_ffn_dim": 24, "decoder_attention_heads": 4}
     return BartForCausalLM(BartConfig(vocab_size=41, scale_embedding=True, dropout=0.0, **sizes, **changes))
@@ -220,7 +213,7 @@ FAMILIES = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("name", "sequence_parallel"), [*((name, False) for name in FAMILIES), ("llama", True)])
 def test_models_with_their_vocabulary_cut_by_plan(name, sequence_parallel, tied):
-    """Odd words among two ranks; a checkpoint of the whole goes in and comes out."""
+    """Odd vocabulary over two ranks; loads and saves an unsharded checkpoint."""
     torch.manual_seed(0)
     whole = FAMILIES[name](tied)
     ids = torch.randint(41, (2, 6))
@@ -252,7 +245,7 @@ def getattr_of(model, is_table):
 
 
 class Mesh:
-    """What `dtensor_state_dict` looks at before it refuses."""
+    """Attributes that `dtensor_state_dict` reads before it refuses."""
 
     ndim = 1
 

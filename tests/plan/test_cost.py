@@ -1,4 +1,4 @@
-"""The rule of frozen costs against a written-out definition and against what autograd really computes."""
+"""Costs of frozen layers against a written-out definition and against the work of autograd."""
 
 import math
 

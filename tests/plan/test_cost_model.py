@@ -1,4 +1,4 @@
-"""Fits recover what made the data; algorithm 2 with the dissertation's figures."""
+"""Fits recover the parameters of generated data; algorithm 2 with the dissertation's figures."""
 
 import math
 
@@ -36,14 +36,14 @@ def test_fit_stays_positive_and_near_on_noisy_data():
 
 @st.composite
 def measurements(draw):
-    """Sizes and the seconds of a few layers that no quadratic need fit."""
+    """Sizes and the seconds of a few layers, not necessarily quadratic."""
     sizes = draw(st.lists(st.integers(1, 10**5), min_size=1, max_size=6, unique=True))
     each = st.lists(st.floats(1e-6, 10), min_size=len(sizes), max_size=len(sizes))
     return np.array(sizes, float), np.array(draw(st.lists(each, min_size=1, max_size=2))).T
 
 
 def check_fit(case):
-    """No coefficients >= 0 have a smaller sum of squared relative errors, says Lawson and Hanson's method."""
+    """No coefficients >= 0 have a smaller sum of squared relative errors, by Lawson and Hanson's method."""
     nnls = pytest.importorskip("scipy.optimize").nnls
     x, seconds = case
     model = plan.fit_cost_model(x, {(1, 1): seconds})
@@ -106,7 +106,7 @@ def test_stable_batch_size_grows_with_spread_and_repeats():
     found = plan.stable_batch_size(spread, 8, seed=1)
     again = plan.stable_batch_size(spread, 8, seed=1)
     assert found.size == again.size > 1 and found.trials == 59
-    # what it promises: fresh batches of that size disagree in 5 % of cases at most (here with a margin for chance)
+    # guarantee: fresh batches of that size disagree in 5 % of cases at most (here with a margin for chance)
     fresh = np.random.default_rng(9)
     other = sum(
         (plan.proportional_allocation(8, spread[fresh.integers(0, 5000, found.size)].sum(0)) != found.allocation).any()

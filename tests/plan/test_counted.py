@@ -1,16 +1,16 @@
-"""Counted costs of chunks of any size: those of `analytic_costs`, and what the ranks of a lane tell each other."""
+"""Counted costs of chunks of any size: equal to `analytic_costs`, and exchanged between the ranks of a lane."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from interlace.costs.counted import counted_costs
+from interlace.costs.links import Link
+from interlace.costs.step import PARTS, Size
+from interlace.estimate.sample_sizes import key_bytes_of
 from interlace.plan import LinkModel, analytic_costs
-from interlace.plan.counted import counted_costs
-from interlace.plan.links import Link
-from interlace.plan.step_costs import PARTS, Size
-from interlace.run.sample_sizes import key_bytes_of
-from tests.train.test_build import _build
+from tests.train.build import _build
 
 NAMES = ("vision", "audio", "language_model")
 
@@ -57,14 +57,14 @@ def test_every_tp_that_is_asked_for_is_counted() -> None:
 
 
 def test_context_parallel_ranks_tell_each_other_keys_and_values() -> None:
-    """Each sends its 5 rows to 3 others; backward it does so again, and sends back what it found of their gradients."""
+    """Forward: each rank sends its 5 rows to 3 others. Backward: it sends them again, and returns partial gradients."""
     model = _build()
     counted = counted_costs(model, 1e9, tp={"language_model": (1, 2)}, key_bytes={"language_model": 32.0})
     link, size = Link(LinkModel(1.0, 0.5)), Size(20.0, 40.0)
     for tp in (1, 2):
         alone, joined = (counted.of("language_model", size, tp, 4, each).times for each in (Link(), link))
         told = 3 * (1.0 + 5 * 32 / tp * 0.5)
-        lane = 4 * (tp - 1) * 1.0  # of tp alone; its rows have no bytes here
+        lane = 4 * (tp - 1) * 1.0  # only tp; its rows have no bytes here
         assert np.allclose(joined.forward - alone.forward, told + lane)
         assert np.allclose(joined.input_grad - alone.input_grad, 2 * told + 1.25 * lane)
         assert np.allclose(joined.weight_only - alone.weight_only, 2 * told + 1.25 * lane)

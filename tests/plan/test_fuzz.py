@@ -1,4 +1,4 @@
-"""Whatever the planners are given, they answer or raise ValueError."""
+"""Planners return a result or raise ValueError for any input."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Links and collectives against figures worked out by hand."""
+"""Links and collectives against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.costs.links import Link, Links
 from interlace.plan import LinkModel
-from interlace.plan.links import Link, Links
 
 FAST, SLOW = Link(LinkModel(1.0, 0.5), LinkModel(2.0, 0.25)), Link(LinkModel(10.0, 1.0), LinkModel(20.0, 4.0))
 CLUSTER = Links(host=FAST, network=SLOW, ranks_per_host=4)
@@ -65,7 +65,7 @@ links_ = st.builds(
 
 
 @given(links_, st.sets(st.integers(0, 20), min_size=1).map(sorted), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_an_all_reduce_is_its_two_halves_and_more_bytes_take_no_less(
+def test_all_reduce_cost_is_two_halves_and_grows_with_bytes(
     links: Links, ranks: list[int], size: float, more: float
 ) -> None:
     assert links.all_reduce(size, ranks) == links.reduce_scatter(size, ranks) + links.all_gather(size, ranks)

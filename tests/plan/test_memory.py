@@ -1,4 +1,4 @@
-"""The memory of a rank, against what ranks really hold: their tensors, counted in processes that train."""
+"""Memory of a rank, against the tensors counted in training processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from interlace.estimate.traced import activations_of, weights_of
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import IGNORE, Checkpointing, Media, MultimodalModel, Sample, loss
 from interlace.plan.memory import Activations, Load, RankMemory, WeightSize, activation_bytes, rank_memory
 from interlace.run import parallelize
-from interlace.run.executor import Executor
-from interlace.run.gradients import BUCKET_BYTES, buckets
-from interlace.run.layers import LayerByLayer, Unit
-from interlace.run.traced import activations_of, weights_of
+from interlace.run.execute.executor import Executor
+from interlace.run.execute.gradients import BUCKET_BYTES, buckets
+from interlace.run.execute.layers import LayerByLayer, Unit
 from interlace.schedule import Action, Chunk, Op, StepTable
 from interlace.schedule.memory import held_after, peak
 from tests.comm.pool import Pool
@@ -105,16 +105,16 @@ CASES = {
 }
 
 
-# ---------------------------------------------------------------------- what ranks hold
+# ---------------------------------------------------------------------- memory of ranks
 
 
 class Alive(TorchDispatchMode):
-    """The storages that were made inside, as far as they are still there."""
+    """Storages created inside the context that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.weights: set[int] = set()  # of which views are made
+        self.weights: set[int] = set()  # views of them are made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -139,12 +139,12 @@ class Held:
     optimizer: int = 0
     activations: int = 0
     in_flight: int = 0
-    parameters: int = 0  # that an optimizer trains, and frozen ones
-    after: int = 0  # of weights, when no step runs
+    parameters: int = 0  # trained by an optimizer, and frozen ones
+    after: int = 0  # of weights, between steps
 
 
 def weight_bytes(stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> int:
-    """Of what stages compute with and of what is trained: mostly the same."""
+    """Bytes of the weights of stages and of the trained parameters: mostly the same."""
     tensors = [*(parameter for stage in stages for parameter in stage.parameters()), *parameters]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -152,13 +152,13 @@ def weight_bytes(stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 
 @contextmanager
 def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Notes the most that was alive after a forward of those that wait for their backward, and state in the step.
+    """Records the peak activations that wait for their backward, measured after forwards, and state in the step.
 
     parameters: of the rank.
     """
     alive, forward, backward = Alive(), Executor._forward, Executor._backward
     wait, begin, give = LayerByLayer._await, LayerByLayer._sum, LayerByLayer.sums
-    layered: dict[LayerByLayer, int] = {}  # the most that gradients which were not summed took, in a backward
+    layered: dict[LayerByLayer, int] = {}  # peak of unreduced gradients in a backward
 
     def whole(units: Iterable[Unit], trained: bool = False) -> int:
         wholes = [weight.whole for unit in units for weight in unit.weights]
@@ -187,7 +187,7 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
         return give(self)
 
     def noted(self: Executor, *action: Any) -> None:
-        with Alive():  # a recomputation is to be as the forward, where a mode is active: not what it makes is counted
+        with Alive():  # a recomputation must match the forward, where a mode is active; its tensors are not counted
             backward(self, *action)
         computed = {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}
         held.gradients = max(held.gradients, gradient_bytes(computed.values()))
@@ -195,7 +195,7 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
     def counted(self: Executor, module: str, stage: int, chunk: int, *rest: int) -> None:
         with alive:
             forward(self, module, stage, chunk, *rest)
-        part = self.stages[module, stage].module  # whose weights may have been made whole just now
+        part = self.stages[module, stage].module  # its weights may have been gathered just now
         alive.weights.update(x.untyped_storage()._cdata for x in (*part.parameters(), *part.buffers()))
         alive.weights.update(x.untyped_storage()._cdata for x in parameters)
         held.weights = max(held.weights, weight_bytes([s.module for s in self.stages.values()], parameters))
@@ -259,7 +259,7 @@ def loads_of(mllm: MultimodalModel, table: StepTable, samples: list[Any]) -> dic
 
 
 def estimated(name: str) -> tuple[RankMemory, ...]:
-    """The estimate, from a model without memory and the lengths of the batch."""
+    """The estimate, from a model on the meta device and the lengths of the batch."""
     case = CASES[name]
     mllm = case.model("meta")
     layout, samples = case.layout(mllm), case.batch(mllm)
@@ -321,8 +321,8 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
     "name",
     ["checkpointing", *(pytest.param(n, marks=pytest.mark.slow) for n in ("autocast", "selective", "tokens dealt"))],
 )
-def test_what_waits_for_the_second_half_of_a_backward_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every chunk what the executor keeps: to the byte, but for rows that fill up blocks and lanes."""
+def test_memory_kept_for_weight_gradients_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the executor keeps for every chunk: to the byte, except rows that pad blocks and lanes."""
     case, found = CASES[name], {}
     mllm = case.model("cpu")
     layout, samples = case.layout(mllm), case.batch(mllm)[:2]
@@ -345,11 +345,11 @@ def test_what_waits_for_the_second_half_of_a_backward_is_counted(name: str, monk
         found, rel=0.03 if name in ("selective", "tokens dealt") else 1e-6
     )
     before = activation_bytes(layout, activations, table.chunks, loads)
-    if case.checkpointing == "full":  # a layer keeps its input, which its weights are given besides
+    if case.checkpointing == "full":  # a layer keeps its input; the weights are counted separately
         assert all(sizes[value] > 3 * before[value] for value in found if value[:2] == (LLM, 0))
 
 
-def test_a_chunk_holds_other_bytes_between_the_halves_of_its_backward() -> None:
+def test_held_memory_changes_between_halves_of_a_backward() -> None:
     order = [(Op.FORWARD, 0), (Op.FORWARD, 1), (Op.BACKWARD_INPUT, 0), (Op.BACKWARD, 1), (Op.BACKWARD_WEIGHT, 0)]
     actions = [Action(op, LLM, 0, chunk) for op, chunk in order]
     before, between = {(LLM, 0): 10.0}, {(LLM, 0): 25.0}
@@ -398,7 +398,7 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
     sharing = 1 if shard == "none" else group or dp
     stages = tuple(Pipeline("only", i, (Stage("only", 0, 0, len(layers), Lane((i,))),)) for i in range(dp))
     layout = Layout({"only": (ParallelSpec(dp=dp, shard=shard, shard_ranks=group), stages)}, dp)
-    beside = data.draw(st.integers(0, len(layers)))  # one of the weights lies beside its layer, or none
+    beside = data.draw(st.integers(0, len(layers)))  # one of the weights is stored beside its layer, or none
     weights = [
         WeightSize(str(i), "only", (i,), (n,), 2, 2, trained, beside=i == beside)
         for i, (n, trained) in enumerate(layers)
@@ -440,17 +440,19 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
 
 
 def largest_bucket(sizes: list[int], sent: list[int], most: int) -> int:
-    """Of those that `interlace.run.gradients` makes. sent: bytes that travel of each."""
+    """Largest bucket that `interlace.run.execute.gradients` makes. sent: bytes transferred for each parameter."""
     parameters = [nn.Parameter(torch.empty(size // 4)) for size in sizes]
     travels = {id(parameter): each for parameter, each in zip(parameters, sent, strict=True)}
-    with mock.patch("interlace.run.gradients.BUCKET_BYTES", most):
+    with mock.patch("interlace.run.execute.gradients.BUCKET_BYTES", most):
         return max((sum(travels[id(p)] for p in bucket) for bucket in buckets(parameters)), default=0)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_pieces_of_words_and_weights_used_in_part(sequence_parallel: bool) -> None:
-    """Against the ranks of one process: an odd number of words, and norms that are not shared where they are trained
-    and each rank uses them in part."""
+    """Compares with the ranks of one process: an odd vocabulary, and norms of which each rank uses a part.
+
+    These norms are not sharded while they are trained.
+    """
     config = LlamaConfig(vocab_size=49, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     found: dict[str, Any] = {}
     for device in ("cpu", "meta"):

@@ -32,7 +32,7 @@ def every_orchestration(works, backbone, gpus, batch, tp, vpp, memory, stage_lin
 
 def iteration(works, choice, tp, dp, microbatches, vpp, memory, stage_link, data_link):
     """Seconds of one iteration with these (index of tp, dp, pp); infinite if the memory does not suffice."""
-    samples = [max(len(range(replica, dp, d)) for replica in range(d)) for _, d, _ in choice]  # dealt in turn
+    samples = [max(len(range(replica, dp, d)) for replica in range(d)) for _, d, _ in choice]  # assigned round-robin
     down = 0
     for work, (t, d, p), most in reversed(list(zip(works, choice, samples, strict=True))):
         down += p
@@ -112,7 +112,7 @@ def test_orchestration_is_the_best_of_all_in_many_cases(case):
 
 
 def test_communication_changes_the_answer():
-    """Many replicas are best as long as their gradient sums are free, then a pipeline, then one GPU."""
+    """Many replicas are best while their gradient sums are free, then a pipeline, then one GPU."""
     work = plan.ModuleWork([1.0], layers=8, gradient_bytes=8e9, output_bytes=1e6)
     modules = {"language_model": work}
     link = plan.LinkModel(1e-5, 1e-9)

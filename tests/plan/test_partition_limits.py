@@ -50,7 +50,7 @@ def check(case):
 
 @settings(max_examples=200)
 @given(rows())
-@example(([1, 9, 1, 1], [1, 9, 1, 1], [10, 1, 1], [1, 1, 1]))  # where stage 0 may end is not one interval for stage 1
+@example(([1, 9, 1, 1], [1, 9, 1, 1], [10, 1, 1], [1, 1, 1]))  # ends of stage 0 are not one interval for stage 1
 def test_bottleneck_is_exactly_the_optimum(case):
     check(case)
 

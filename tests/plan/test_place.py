@@ -1,10 +1,9 @@
-"""Layout.from_specs and Layout.balanced: cuts against every cut, ranks against what each placement promises."""
+"""Layout.from_specs and Layout.balanced: cuts against every cut, ranks against the guarantees of each placement."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,45 +12,8 @@ from hypothesis import strategies as st
 
 from interlace import plan
 from interlace.layout import Layout, ParallelSpec
+from tests.plan.place import LLM, Model, model
 from tests.sampling import given_by_tier
-
-LLM = "language_model"
-
-
-class Model:
-    """As much of a model as placing asks for: `layers` says of each module's layers (forward cost, trainable)."""
-
-    def __init__(self, layers):
-        self.given = layers
-
-    def modules_order(self):
-        return list(self.given)
-
-    def nominal_length(self, name):
-        return 1
-
-    def layers(self, name, context=None):
-        return [
-            SimpleNamespace(index=i, parts=[SimpleNamespace(forward_flops=cost, trainable=trained)])
-            for i, (cost, trained) in enumerate(self.given[name])
-        ]
-
-    def seconds(self, name, frozen_aware=True, recompute=False):
-        """1F + 1B of every layer: input and weight gradient cost a forward each, recomputation one more."""
-        found = []
-        before = name == LLM and any(
-            trained for other in self.given if other != name for _, trained in self.given[other]
-        )
-        for forward, trained in self.given[name]:
-            passes = 1 + trained + before if frozen_aware else 3
-            found.append(forward * (passes + (recompute and passes > 1)))
-            before = before or trained
-        return found
-
-
-def model(**layers):
-    """Modules of so many equal layers, all trained."""
-    return Model({name: [(1.0, True)] * count for name, count in layers.items()})
 
 
 def bottleneck(costs, cuts):
@@ -64,7 +26,7 @@ def best_bottleneck(costs, parts):
 
 
 def ranks_of(layout, name, replica):
-    """Per stage the ranks of its lane, then of its copies."""
+    """Ranks of the lane of each stage, then of its copies."""
     return [[lane.ranks for lane in stage.lanes] for stage in layout.pipelines(name)[replica].stages]
 
 
@@ -80,7 +42,7 @@ options = st.fixed_dictionaries({"frozen_aware": st.booleans(), "recompute": st.
 
 @st.composite
 def requests(draw):
-    """(model, specs, placement) that go together."""
+    """Matching (model, specs, placement)."""
     asked = draw(models())
     *encoders, _ = order = asked.modules_order()
     placement = draw(st.sampled_from(["parallel", "colocated", "shared", "replicated"]))
@@ -149,7 +111,7 @@ def test_every_placement_keeps_its_promise(request, options):
 
 @settings(max_examples=100)
 @given(models(), st.data(), options)
-def test_fewer_ranks_than_stages_fold_neighbours_where_the_busiest_is_least_busy(asked, data, options):
+def test_fewer_ranks_than_stages_minimize_the_busiest_rank(asked, data, options):
     *encoders, _ = order = asked.modules_order()
     placement = data.draw(st.sampled_from(["parallel", "colocated", "replicated"]))
     dp = data.draw(st.integers(1, 2))
@@ -237,7 +199,7 @@ def test_ranks_by_hand():
     assert ranks_of(layout, "vision", 1) == ranks_of(layout, "audio", 1) == [[(3,), (4,), (5,)]]
     assert ranks_of(layout, LLM, 1) == [[(3,)], [(4,)], [(5,)]]
 
-    # One dp, lanes of several ranks: what works together is close together.
+    # One dp, lanes of several ranks: ranks that work together are close together.
     specs = {"vision": ParallelSpec(dp=2), "audio": ParallelSpec(dp=2), LLM: ParallelSpec(tp=2, dp=2)}
     layout = Layout.from_specs(three, specs)
     assert [layout.pipelines(n)[1].stages[0].lane.ranks for n in three.modules_order()] == [(4,), (5,), (6, 7)]
@@ -332,7 +294,7 @@ def test_a_chain_has_a_layer_for_every_rank(ranks):
 
 
 def test_virtual_stages_take_their_lanes_in_turn():
-    """Ranks of each stage, by hand; units that share ranks are cut by what they cost together."""
+    """Ranks of each stage, by hand; units that share ranks are cut by their combined cost."""
 
     def ranks(placement, *, dp=1, **options):
         given = {"vision": ParallelSpec(pp=2, virtual=2, dp=dp), LLM: ParallelSpec(pp=2, virtual=2, order="v", dp=dp)}

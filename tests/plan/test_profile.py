@@ -1,4 +1,4 @@
-"""profile_layers: what is recorded, what is restored, and what follows from the clock, which counts in these tests."""
+"""profile_layers: what it records and restores, and results derived from a clock that counts in these tests."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from interlace import plan
-from interlace.plan import profile
+from interlace.costs import profile
 
 
 def pairs(*modules):
@@ -81,7 +81,7 @@ def test_medians_of_what_the_clock_says(monkeypatch):
     assert times.weight_grad.tolist() == [4.0] and times.weight_only.tolist() == [4.0]
 
 
-def test_costs_take_the_measured_backward_of_the_first_trainable_layer():
+def test_costs_use_measured_backward_of_first_trainable_layer():
     forward, d, w, alone = np.array([1.0, 1, 1]), np.array([2.0, 2, 2]), np.array([4.0, 4, 4]), np.array([5.0, 5, 5])
     times = plan.LayerTimes(forward, d, w, alone)
     assert times.costs([True, False, False]).tolist() == [1, 6, 7]
@@ -92,11 +92,11 @@ def test_costs_take_the_measured_backward_of_the_first_trainable_layer():
 
 
 def test_a_wider_layer_takes_longer(monkeypatch):
-    """On a clock that counts FLOPs: seconds on the wall depend on what else the machine does."""
+    """Uses a clock that counts FLOPs, since wall time depends on the load of the machine."""
     torch.manual_seed(0)
     rows, widths = 512, [(32, 512), (512, 512), (512, 32)]
     modules = [nn.Linear(*each) for each in widths]
-    # Not the modules themselves: the counter hooks into them, in a way that torch.autograd.grad refuses.
+    # Not the modules themselves: the counter's hooks into them make torch.autograd.grad refuse.
     layers = [(partial(apply, module), list(module.parameters())) for module in modules]
     with FlopCounterMode(display=False) as counter:
         monkeypatch.setattr(profile, "_now", lambda tensor: float(counter.get_total_flops()))

@@ -1,4 +1,4 @@
-"""plan.reconfigure: the paper's three cases, and that no sequence of failures above the threshold breaks it."""
+"""plan.reconfigure: the paper's three cases; it works for every sequence of failures above the threshold."""
 
 import pytest
 from hypothesis import given, settings
@@ -105,7 +105,7 @@ def test_joined_nodes_make_pipelines_or_grow_the_smallest():
         ((0, 1, 4), (0,), "kept"),
         ((2, 3, 7), (1,), "grown"),
     ]
-    # No batch for a third pipeline, and no template of five nodes: one node is in none.
+    # No batch for a third pipeline, and no template of five nodes: one node is unused.
     assert summary(plan.admit([[0, 1], [2, 3]], [5, 6, 7, 8, 9], [2, 3, 4], most=2)) == [
         ((0, 1, 5, 7), (0,), "grown"),
         ((2, 3, 6, 8), (1,), "grown"),
@@ -114,12 +114,12 @@ def test_joined_nodes_make_pipelines_or_grow_the_smallest():
         plan.admit([[0, 1]], [0], [2])
 
 
-def test_who_waits_comes_in_after_a_repair_and_before_it_where_survivors_are_too_few():
+def test_spare_nodes_join_after_repair_or_earlier_if_needed():
     nodes = [0, 1, 2, 3, 4, 7, 8]
     assert plan.regroup([[0, 1, 4], [2, 3]], {3}, nodes, [2, 3], faults=1) == [(0, 1), (2, 4), (7, 8)]
     assert plan.regroup([[0, 1], [2, 3]], {0, 3}, nodes[:3] + [7, 8], [2, 3], faults=1) == [(7, 1), (2, 8)]
     assert plan.regroup([[0, 1], [2, 3]], {0, 3}, [1, 2, 7], [2, 3], faults=1) is None
-    # A merger of five nodes, of which no template has more than three: the others wait.
+    # A merger of five nodes; templates have three at most: the others wait.
     assert plan.regroup([[0, 1, 2], [3, 4, 5]], {5}, nodes[:5], [3], faults=0) == [(0, 1, 2)]
 
 

@@ -1,5 +1,7 @@
-"""plan.search_configuration against every configuration, priced by a cost written apart from it; its in-flight counts
-against 1F1B as a table of times."""
+"""plan.search_configuration against every configuration, priced by an independent cost function.
+
+Its in-flight counts are compared with 1F1B as a table of times.
+"""
 
 import itertools
 import math
@@ -17,7 +19,7 @@ BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"
 
 
 class Problem:
-    """A problem and what a configuration of it costs, in plain loops over layers, stages and modules.
+    """A problem and the cost of its configurations, in plain loops over layers, stages and modules.
 
     A configuration is dp, placement and per module (tp, cp, pp, recompute).
     """
@@ -103,7 +105,7 @@ class Problem:
         return {name: max(map(sum, stages)) for name, stages in held.items()}
 
     def time(self, chosen, placement, dp):
-        """Eq. 4.2 with all terms; infinite where memory is not kept."""
+        """Eq. 4.2 with all terms; infinite if the memory limit is exceeded."""
         if max(self.peaks(chosen, placement, dp).values()) > self.memory:
             return math.inf
         count = self.batch // (dp * self.microbatch)
@@ -194,7 +196,7 @@ def check(problem):
     found = problem.search()
     assert found.iteration_time == pytest.approx(best, rel=1e-12)
     assert found.throughput == (pytest.approx(problem.batch / best) if best else math.inf)
-    # What it says is what it costs.
+    # The reported cost is the actual cost.
     dp = found.layout.data_parallel[LLM]
     chosen = {name: (s.tp, s.cp, s.pp, found.recompute[name]) for name, s in found.specs.items()}
     assert problem.time(chosen, found.layout.placement, dp) == pytest.approx(best, rel=1e-12)
@@ -204,7 +206,7 @@ def check(problem):
 
 
 def check_layout(problem, found, chosen):
-    """Cuts are the best; every replica has ranks of its own, numbered as `Layout.from_specs` numbers them."""
+    """Cuts are optimal; every replica has its own ranks, numbered as in `Layout.from_specs`."""
     layout, order = found.layout, [*problem.encoders, LLM]
     assert layout.world <= problem.gpus and list(layout.modules) == order
     for name, (tp, cp, pp, again) in chosen.items():
@@ -291,7 +293,7 @@ def module(rng, layers, frozen=False, degrees=((1, 1), (2, 1), (1, 2))):
 
 
 def test_every_term_of_the_cost_can_decide():
-    """One layer each, so that the alternatives are few and their costs can be told by hand."""
+    """One layer each, so that there are few alternatives and their costs can be computed by hand."""
     one = np.ones(1)
 
     def chosen(forward, backward, *, gpus=2, batch=4, microbatch=1, reduces=0.0, activation=1.0, **options):
@@ -309,7 +311,7 @@ def test_every_term_of_the_cost_can_decide():
     assert chosen(split, twice, reduces=1.0, tensor_link=slow, dp=[1]) == (ParallelSpec(tp=2), False, 32.0)
     # The gradients' all-reduce, also 2 steps of half a byte.
     assert chosen({(1, 1): one * 4}, {(1, 1): one * 8}, data_link=slow) == (ParallelSpec(dp=2), False, 25.0)
-    # Recomputation runs the forward again and is taken only where memory asks for it: 3 bytes and 10 of activations.
+    # Recomputation repeats the forward and is used only if memory requires it: 3 bytes and 10 of activations.
     whole = {"batch": 1, "gpus": 1, "activation": 10.0}
     assert chosen({(1, 1): one * 4}, {(1, 1): one * 8}, gpu_memory=13.0, **whole)[1:] == (False, 12.0)
     two = plan.SearchModule(
@@ -319,11 +321,11 @@ def test_every_term_of_the_cost_can_decide():
     again = plan.search_configuration({LLM: two}, 1, 1, 1, gpu_memory=12.0)  # two inputs, and one layer at a time
     assert (kept.recompute[LLM], kept.iteration_time, kept.peak_bytes[LLM]) == (False, 4.0, 20.0)
     assert (again.recompute[LLM], again.iteration_time, again.peak_bytes[LLM]) == (True, 6.0, 12.0)
-    # Between stages the hidden state and its gradient travel, once on the way of a microbatch.
+    # Transfers between stages (hidden state and gradient) count once, for the passage of one microbatch.
     slow = plan.LinkModel(0.5, 0.0)
     staged = plan.search_configuration({LLM: two}, 2, 8, 1, dp=[1], stage_link=slow)
     assert staged.specs[LLM].pp == 2 and staged.iteration_time == 4.0 + 2 * 0.5 + 7 * 2.0
-    # Of a frozen encoder nothing comes back.
+    # A frozen encoder receives no gradients.
     frozen = plan.SearchModule({(1, 1): one}, {(1, 1): 0 * one}, *(one for _ in range(5)))
     beside = plan.search_configuration({"vision": frozen, LLM: two}, 3, 8, 1, dp=[1], stage_link=slow)
     assert beside.iteration_time == 1.0 + 0.5 + staged.iteration_time

@@ -1,4 +1,4 @@
-"""Fits recover what made the figures; costs of layers are sums of terms; files are read back."""
+"""Fits recover the parameters of generated figures; costs of layers are sums of terms; files round-trip."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.plan import LayerTimes, LinkModel, ModuleCosts
-from interlace.plan.around import Around
-from interlace.plan.links import Link
-from interlace.plan.step_costs import (
+from interlace.costs.links import Link
+from interlace.costs.outside_lists import Around
+from interlace.costs.step import (
     NOTHING,
     Fit,
     FittedCosts,
@@ -30,6 +29,7 @@ from interlace.plan.step_costs import (
     read_costs,
     sizes_at_once,
 )
+from interlace.plan import LayerTimes, LinkModel, ModuleCosts
 
 SIZES = [
     Size(64, 4096, 10),
@@ -60,11 +60,11 @@ def test_the_error_is_that_of_sizes_left_out() -> None:
     sizes, seconds = [Size(1, 0), Size(2, 0), Size(4, 0)], np.array([1.0, 2.0, 8.0])
     made = fit(sizes, seconds)
     errors = []
-    for i in range(3):  # by hand, a line through the two that are left; its slope and its start are above 0 or dropped
+    for i in range(3):  # by hand, a line through the two that remain; its slope and intercept are above 0 or dropped
         (x, y), (u, v) = ((sizes[j].rows, seconds[j]) for j in range(3) if j != i)
         slope = (v - y) / (u - x)
         start = y - slope * x
-        if start < 0:  # through 0 then, nearest by relative error
+        if start < 0:  # then through 0, nearest by relative error
             slope, start = (x / y + u / v) / ((x / y) ** 2 + (u / v) ** 2), 0.0
         errors.append(abs(slope * sizes[i].rows + start - seconds[i]) / seconds[i])
     assert made.error == pytest.approx(np.mean(errors))
@@ -72,7 +72,7 @@ def test_the_error_is_that_of_sizes_left_out() -> None:
 
 
 def test_a_difference_counts_by_what_it_is_a_difference_of() -> None:
-    """One of four is 0.001 where 1.0 was due, out of a whole of 10: relative to itself it would rule the fit."""
+    """One of four is 0.001 instead of the expected 1.0, in a whole of 10. Its relative error would dominate the fit."""
     sizes = [Size(rows, 0) for rows in (10, 20, 30, 40)]
     made = fit(sizes, [1.0, 1.0, 0.001, 1.0], scale=[10.0] * 4)
     assert 0.6 < made.seconds(sizes[0]) < 1.1

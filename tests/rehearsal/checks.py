@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from interlace.attention import bitfield_attention
 from interlace.masks import BitfieldMask
-from interlace.run.gradients import totals
+from interlace.run.execute.gradients import totals
 from tests import rehearsal
 
 HERE = rehearsal.NAME
@@ -90,7 +90,7 @@ def streams_and_events_are_noticed() -> bool:
 def places_are_lines_of_the_package() -> bool:
     with rehearsal.record() as seen:
         totals([torch.ones((), device=HERE)])
-    return seen[-1][2].startswith("run/gradients.py:") and seen[-1][2].endswith(":totals")
+    return seen[-1][2].startswith("run/execute/gradients.py:") and seen[-1][2].endswith(":totals")
 
 
 def a_backward_is_that_of_the_cpu() -> bool:

@@ -21,17 +21,17 @@ import torch
 import transformers
 
 from interlace.model import generate
-from interlace.train import config as configs
 from interlace.train import rank
-from interlace.train.answers import prompt_of
-from interlace.train.build import build, materialize
-from interlace.train.chosen import choose, fill
-from interlace.train.feed import datasets
-from interlace.train.texts import tokenizer_of
+from interlace.train.config import load as configs
+from interlace.train.data.feed import datasets
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build, materialize
+from interlace.train.report.answers import prompt_of
+from interlace.train.selection import choose, fill
 from interlace.train.trainer import Trainer
 from tests import rehearsal
 from tests.data import chat_families
-from tests.gpu.test_trainer import TABLE
+from tests.gpu.trainer import TABLE
 from tests.rehearsal.checks import checks
 from tests.train.whole_families import kind_of, prepare
 

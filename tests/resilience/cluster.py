@@ -1,8 +1,7 @@
 """An elastic run of dummy ranks for tests: a coordinator in a thread, supervisors and ranks as forked processes.
 
-A rank votes step by step and writes what was decided into a file of its own, by process id: the record of what it saw.
-Steps go on until a test ends them (`Cluster.go_on`, `Cluster.finish`), so that some are left when something happens on
-a machine that is slow or busy.
+A rank votes on each step and appends each decision to its own file, named by process id. Steps go on until a test ends
+them (`Cluster.go_on`, `Cluster.finish`). So faults always find steps left, also on a slow or busy machine.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
-from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.coordinator.process import Coordinator
+from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.environment import STOPPED
 from interlace.resilience.generation import Decision, Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
-from interlace.resilience.state import StateFile
-from interlace.resilience.supervisor import Supervisor
+from interlace.resilience.supervisor.process import Supervisor
 from tests.forkserver import context
 from tests.resilience.hosts import enter
 
-HELD = "held"  # the file while which no rank votes
-END = "end"  # the file that says how many steps there are, in the place of what ranks were told; empty: no end
-PATIENCE = 60.0  # seconds until something that should happen counts as a hang
+HELD = "held"  # no rank votes while this file exists
+END = "end"  # file with the number of steps, overrides the number passed to ranks; empty: no end
+PATIENCE = 60.0  # seconds until a missing event counts as a hang
 
 
 class Forked:
-    """As much of subprocess.Popen as a supervisor uses, of a fork: it starts in milliseconds."""
+    """A fork with the part of the subprocess.Popen interface that a supervisor uses. It starts in milliseconds."""
 
     def __init__(self, run: Callable[[], int | None], environment: Mapping[str, str], log: IO[bytes]) -> None:
         self.returncode: int | None = None
@@ -79,14 +78,14 @@ class ForkingSupervisor(Supervisor):
 
 
 def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> int:
-    """A rank that does nothing but vote on `steps` steps of at most `seconds` each; returns its exit code.
+    """A rank that only votes on `steps` steps of at most `seconds` each; returns its exit code.
 
-    suicidal: the probability, per step, that it kills itself at a random moment of it: before, in or after the vote.
+    suicidal: the probability, per step, that it kills itself at a random moment: before, in or after the vote.
     """
     draw = random.Random(os.getpid())
     member = Member.from_environment(PATIENCE)
     generation = member.next_generation(0, PATIENCE)
-    step = 0 if generation.number == 1 else -1  # not known
+    step = 0 if generation.number == 1 else -1  # unknown
     log = (folder / f"{member.node}-{os.getpid()}").open("a")
 
     def note(**what: Any) -> None:
@@ -106,7 +105,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
         if known is None:
             generation = member.next_generation(generation.number, PATIENCE)
             continue
-        # What survivors know, those that join are told. Where all are lost who knew it, the records are the checkpoint.
+        # Survivors pass the step to joining ranks. If no survivor has it, the notes serve as the checkpoint.
         step = max(known) if max(known) >= 0 else 1 + last_noted(folder)
         assert set(known) <= {-1, step}
         member.copied(generation)
@@ -131,7 +130,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
 
 
 def told_by_all(member: Member, generation: Generation, step: int) -> list[int] | None:
-    """What each rank of a generation says is the next step, -1 where it does not know. None: it is over before that."""
+    """The next step according to each rank of a generation, -1 if unknown. None: the generation ended first."""
     store = member.store(generation)
     try:
         store.set(f"step/{member.rank(generation)}", str(step))
@@ -140,12 +139,12 @@ def told_by_all(member: Member, generation: Generation, step: int) -> list[int] 
                 return None
             time.sleep(0.005)
         return [int(store.get(f"step/{rank}")) for rank in range(generation.world)]
-    except dist.DistNetworkError:  # the coordinator is gone, and with it what others have told
+    except dist.DistNetworkError:  # the coordinator is gone, with the values of the others
         return None
 
 
 def number_of_steps(folder: Path, told: int) -> int:
-    """How many steps the run has, of a rank that was told so many."""
+    """Number of steps of the run. told: the number passed to the rank."""
     try:
         return int((folder / END).read_text() or sys.maxsize)
     except FileNotFoundError:
@@ -153,13 +152,13 @@ def number_of_steps(folder: Path, told: int) -> int:
 
 
 def last_noted(folder: Path) -> int:
-    """The last step that counts in what ranks have noted; -1 if none does."""
+    """The last counted step in the notes of the ranks; -1 without one."""
     notes = [note for each in noted(folder).values() for note in each if note.get("answer", "abort") != "abort"]
     return max((int(note["step"]) for note in notes), default=-1)
 
 
 def noted(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each rank noted, by file; of one that was killed amid a line, without it."""
+    """Notes of each rank, by file. A line that was cut off by a kill is dropped."""
     return {
         path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         for path in folder.iterdir()
@@ -170,7 +169,7 @@ def noted(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def supervise(
     coordinator: str, table: dict[str, Any], folder: str, rank: tuple[Any, ...], notice: float, network: str | None
 ) -> None:
-    """The process of a supervisor, on the host of a network namespace if one is named. Ends with its exit code."""
+    """Process of a supervisor, in a network namespace if one is named. Ends with the supervisor's exit code."""
     if network is not None:
         enter(network)
     place = Path(folder)
@@ -192,7 +191,7 @@ def supervise(
 
 
 class Cluster:
-    """A run with a coordinator in this process. rank: what each rank runs, and its arguments after a folder."""
+    """A run with a coordinator in this process. rank: the function of each rank, and its arguments after the folder."""
 
     def __init__(self, folder: Path, settings: Settings, rank: tuple[Any, ...], host: str = "127.0.0.1") -> None:
         self.folder, self.settings, self.rank = folder, settings, rank
@@ -230,7 +229,7 @@ class Cluster:
         return self.journal("generation")
 
     def until(self, happened: Callable[[], Any], what: str) -> Any:
-        """What `happened` returns, once that is something."""
+        """Waits until `happened` returns a true value, and returns it."""
         deadline = time.monotonic() + PATIENCE
         while not (found := happened()):
             if time.monotonic() > deadline:
@@ -240,7 +239,7 @@ class Cluster:
         return found
 
     def end(self) -> int:
-        """Waits until the run is over; the coordinator's exit code."""
+        """Waits until the run is over; returns the coordinator's exit code."""
         self.until(lambda: self.code is not None, "end of the run")
         for each in self.supervisors:
             each.join(PATIENCE)
@@ -257,11 +256,11 @@ class Cluster:
         return found
 
     def go_on(self) -> None:
-        """Steps have no end from here on, before which ranks start."""
+        """Removes the end of the run. To be called before ranks start."""
         (self.folder / "ranks" / END).touch()
 
     def finish(self) -> int:
-        """Ends the steps a few from here; returns how many there are."""
+        """Ends the run a few steps from now; returns the number of steps."""
         ranks = self.folder / "ranks"
         (ranks / HELD).touch()  # from here on at most two more votes are given
         steps = last_noted(ranks) + 4
@@ -272,7 +271,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def held(self, ranks: int) -> Iterator[None]:
-        """Within the block no vote ends: each of `ranks` ranks is held, or votes and waits for a held one."""
+        """Within the block no vote ends: each of `ranks` ranks is held, or waits in a vote for one that is."""
         (self.folder / "ranks" / HELD).touch()
 
         def all_held() -> bool:
@@ -285,8 +284,9 @@ class Cluster:
         (self.folder / "ranks" / HELD).unlink()
 
     def check_votes(self, steps: int | None) -> dict[int, int]:
-        """All ranks saw the same decisions, and each of `steps` steps counts once (None: of those that do): the
-        generation in which it did, by step."""
+        """Asserts that all ranks saw the same decisions, and that each of `steps` steps counts once (None: each counted
+        step). Returns step -> generation in which it counted.
+        """
         answers: dict[tuple[int, int], set[str]] = {}
         for notes in noted(self.folder / "ranks").values():
             for note in notes:
@@ -303,7 +303,7 @@ class Cluster:
 
 
 class Mortal(Cluster):
-    """A run whose coordinator is a process that may be killed and started again, with a file for its state."""
+    """A run whose coordinator is a process that may be killed and restarted, with a state file."""
 
     keeps = True  # its state
 
@@ -316,7 +316,9 @@ class Mortal(Cluster):
         self._thread.start()
 
     def start_coordinator(self, last_vote: int | None = None) -> None:
-        """last_vote: the step whose vote it dies of, when that is written down and before ranks can hear of it."""
+        """last_vote: the coordinator dies of the vote on this step, after writing the decision and before ranks can
+        read it.
+        """
         (self.folder / "port").unlink(missing_ok=True)
         arguments = (str(self.folder), self._host, self._port, self.keeps, last_vote)
         process = context().Process(target=coordinate, args=arguments)
@@ -331,7 +333,7 @@ class Mortal(Cluster):
         process.join()
 
     def stop_coordinator(self) -> None:
-        """It stands still, with all of its threads: what asks it gets no answer."""
+        """Stops all threads of the coordinator: requests get no answer."""
         assert self._process is not None
         threads = Path(f"/proc/{self._process.pid}/task")
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -356,13 +358,13 @@ class Mortal(Cluster):
 
 
 class Mourned(Mortal):
-    """One that keeps nothing."""
+    """A coordinator without a state file."""
 
     keeps = False
 
 
 def coordinate(folder: str, host: str, port: int, keeps: bool, last_vote: int | None) -> None:
-    """The process of a coordinator, started for the first time or again. Ends with its exit code."""
+    """Process of a coordinator, started for the first time or again. Ends with its exit code."""
     place = Path(folder)
     real = StateFile.decide
 
@@ -388,7 +390,7 @@ C = TypeVar("C", bound=Cluster)
 def cluster(
     folder: Path, settings: Settings, rank: tuple[Any, ...], nodes: int, kind: type[C] = Cluster, **more: Any
 ) -> Iterator[C]:
-    """A run of so many nodes; whatever happens, nothing of it is left."""
+    """A run of this many nodes. All its processes are cleaned up at the end."""
     run = kind(folder, settings, rank, **more)
     try:
         if nodes:

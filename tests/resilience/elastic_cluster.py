@@ -1,7 +1,7 @@
 """A cluster of processes on this machine for elastic runs: a coordinator, nodes with their ranks, and faults on demand.
 
-Nodes are forked from the fork server of the tests, and ranks from their node's supervisor, so that neither imports
-torch anew. All that differs from `interlace train --elastic` is how processes start.
+Nodes are forked from the fork server of the tests, and ranks from the supervisor of their node. So no process imports
+torch anew. Only the start of processes differs from `interlace train --elastic`.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ TABLE: dict[str, Any] = {
     "resilience": {"nodes": 2, "faults": 1, "min_nodes": 1, "heartbeat": 20.0, "notice": 60.0},
 }  # fmt: skip
 
-HELD = 240.0  # seconds that ranks may be held
+HELD = 240.0  # maximum seconds that ranks are held
 
 
 def table(folder: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a tiny config whose runs lie in `folder`. changes: section -> keys."""
+    """The table of a tiny config whose runs are written to `folder`. changes: section -> keys."""
     made = copy.deepcopy(TABLE)
     made["run"]["folder"] = str(folder)
     for section, keys in changes.items():
@@ -77,8 +77,8 @@ def table(folder: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
 class Cluster:
     """`with Cluster(folder, table) as cluster`: a coordinator; nodes are started by name.
 
-    Everything lies in `folder`: journal.jsonl of the coordinator, NAME.pids, NAME.log, the run's own folder, and for
-    each rank process PID.steps, the steps that counted there with the samples that were trained on.
+    All files are in `folder`: journal.jsonl of the coordinator, NAME.pids, NAME.log, the run folder, and PID.steps of
+    each rank process. PID.steps lists the steps that counted there, with the samples of each.
     """
 
     def __init__(
@@ -92,9 +92,12 @@ class Cluster:
         own: Path | None = None,
         state: bool = False,
     ) -> None:
-        """hold: see there. resume: what follows --resume, if that is there. hosts: on which nodes come one after the
-        other, and after them the coordinator (by default all are on this one). own: a folder of which each host of
-        nodes has a copy, on a disk of its own. state: the coordinator may be killed and started again."""
+        """hold: see `hold`.
+        resume: the value of --resume, or None.
+        hosts: nodes are placed on these hosts in turn, then the coordinator (default: all on this host).
+        own: a folder; each host of nodes has a copy on its own disk.
+        state: the coordinator keeps a state file and may be killed and restarted.
+        """
         self._state = folder / "state" if state else None
         self.folder, self.table, self.resume, self.hosts, self.own = folder, table, resume, hosts, own
         self.places: dict[str, int] = {}  # node -> its host
@@ -105,11 +108,11 @@ class Cluster:
         self.slow(0.0)
 
     def hold(self, step: int | None) -> None:
-        """Ranks stand still when that step has counted, until they are held at a later one; None: no longer."""
+        """Holds ranks after this step has counted, until `hold` names a later step. None: releases them."""
         self._tell_ranks("gate", sys.maxsize if step is None else step)
 
     def slow(self, pace: float) -> None:
-        """Every step takes so many seconds longer from here on: for faults at random moments of steps."""
+        """Adds this many seconds to every further step, for faults at random moments of steps."""
         self._tell_ranks("pace", pace)
 
     def _tell_ranks(self, what: str, value: float) -> None:
@@ -123,7 +126,7 @@ class Cluster:
         return self
 
     def start_coordinator(self) -> None:
-        """For the first time or, at the same address, again."""
+        """Starts the coordinator, or restarts it at the same address."""
         ports = self.folder / "ports"
         ports.unlink(missing_ok=True)
         network = None if self.hosts is None else self.hosts.names[-1]
@@ -144,7 +147,7 @@ class Cluster:
             process.join()
 
     def start(self, *names: str, on: int | None = None) -> None:
-        """Nodes come. on: the host of a single one; by default each has the next."""
+        """Starts nodes. on: the host of a single node; by default each node gets the next host."""
         for name in names:
             host = None
             if self.hosts is not None:
@@ -157,7 +160,7 @@ class Cluster:
             self.nodes[name] = process
 
     def _disk(self, place: int) -> Path | None:
-        """What a host of nodes has in the place of `own`: as it was, for the host's first node."""
+        """The host's own copy of `own`, made for the first node of the host."""
         disk = None if self.own is None else self.folder / f"disk-{place}"
         if disk is not None and not disk.exists():
             shutil.copytree(str(self.own), disk)
@@ -169,19 +172,19 @@ class Cluster:
         return list(map(int, path.read_text().split())) if path.exists() else []
 
     def kill(self, name: str) -> None:
-        """A node dies: its supervisor, and its ranks with it."""
+        """Kills a node: its supervisor and its ranks."""
         self.nodes[name].kill()
 
     def stop(self, name: str) -> None:
-        """The first rank of a node hangs."""
+        """Hangs the first rank of a node."""
         os.kill(self.ranks(name)[0], signal.SIGSTOP)
 
     def kill_before_line(self, step: int) -> None:
-        """The rank that is to write the line of a step dies, when the others have measured it."""
+        """Kills the rank that is to write the line of a step, after the other ranks have measured it."""
         (self.folder / "dies").write_text(str(step))
 
     def preempt(self, name: str) -> None:
-        """A node is told that it will be gone."""
+        """Announces preemption to a node."""
         os.kill(self.nodes[name].pid, signal.SIGTERM)
 
     def events(self, what: str | None = None) -> list[dict[str, Any]]:
@@ -194,19 +197,19 @@ class Cluster:
         return found
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps that counted, as every rank process that saw it wrote them."""
+        """Steps that counted, as written by every rank process that saw them."""
         return [each for path in self.folder.glob("*.steps") for each in _lines(path)]
 
     def voting(self, step: int) -> int:
-        """How many rank processes have begun to vote on a step."""
+        """Number of rank processes that have begun to vote on a step."""
         return sum(str(step) in path.read_text().split() for path in self.folder.glob("*.votes"))
 
     def ready(self, name: str) -> Callable[[], bool]:
-        """Whether a node waits to be taken into a generation."""
+        """True if a node waits to join a generation."""
         return lambda: any(event["node"].startswith(f"{name}-") for event in self.events("ready"))
 
     def received(self) -> Counter[int]:
-        """Generation -> bytes of layers that came to its ranks, as these counted them."""
+        """Generation -> bytes of layers received by its ranks, as counted by the ranks."""
         found = Counter[int]()
         for path in self.folder.glob("*.copied"):
             for line in path.read_text().splitlines():
@@ -215,7 +218,7 @@ class Cluster:
         return found
 
     def reached(self, step: int, generation: int = 0, ranks: int = 1) -> Callable[[], bool]:
-        """Whether `step` counts for at least `ranks` rank processes, in `generation` or a later one."""
+        """True if this many rank processes have seen a step count, in that generation or a later one."""
 
         def seen(path: Path) -> bool:
             return any(each["step"] >= step and each["generation"] >= generation for each in _lines(path))
@@ -231,7 +234,7 @@ class Cluster:
             time.sleep(0.01)
 
     def end(self, seconds: float = 240.0) -> dict[str, int | None]:
-        """Waits for all nodes; their exit codes."""
+        """Waits for all nodes; returns their exit codes."""
         for name, process in self.nodes.items():
             process.join(seconds)
             if process.is_alive():
@@ -239,11 +242,11 @@ class Cluster:
         return {name: process.exitcode for name, process in self.nodes.items()}
 
     def said(self) -> str:
-        """All that ranks said."""
+        """Output of all ranks."""
         return "".join(path.read_text() for path in self.folder.glob("*.log"))
 
     def told(self) -> str:
-        """What everybody said, for a failing test."""
+        """Output of all processes, for a failing test."""
         texts = [self.journal.read_text()[-3000:]] if self.journal.exists() else []
         return "\n".join([*texts, *(f"{p.name}:\n{p.read_text()[-2000:]}" for p in self.folder.glob("*.log"))])
 
@@ -254,12 +257,12 @@ class Cluster:
         return path
 
     def checkpoints(self) -> list[Path]:
-        """Those that stand."""
+        """Complete checkpoints."""
         return sorted(Path(self.table["run"]["folder"]).glob("elastic/*Z*/checkpoints/step-*[0-9]"))
 
 
 def _coordinate(folder: str, address: str, network: str | None, state: Path | None) -> None:
-    from interlace.resilience.coordinator import Coordinator
+    from interlace.resilience.coordinator.process import Coordinator
 
     if network is not None:
         enter(network)
@@ -276,16 +279,16 @@ def _node(
 ) -> None:
     if host is not None:
         enter(*host)
-    import interlace.train.elastic  # noqa: F401 (here, so that ranks have it)
-    from interlace.resilience.supervisor import Supervisor
-    from interlace.train.config import from_table
-    from interlace.train.elastic_config import settings_of
+    import interlace.train.elastic.rank  # noqa: F401 (here, so that ranks have it)
+    from interlace.resilience.supervisor.process import Supervisor
+    from interlace.train.config.load import from_table
+    from interlace.train.elastic.config import settings_of
 
     made["resilience"]["coordinator"] = address
     config = from_table(made)
 
     class Forking(Supervisor):
-        """Its ranks are forked."""
+        """A supervisor whose ranks are forked."""
 
         def _start(self, pages: list[Path], store: str) -> None:
             place = Path(folder)
@@ -305,14 +308,14 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.environ.update(environment)
-    from interlace.train import elastic
-    from interlace.train.metrics import Metrics
+    from interlace.train.elastic import rank as elastic
+    from interlace.train.report.metrics import Metrics
 
     real, write, dies = elastic.Rank._commit, Metrics.write, folder / "dies"
 
     def die_or_write(self: Any, step: int, values: Any) -> None:
         if dies.exists() and step == int(dies.read_text()):
-            time.sleep(0.5)  # the others go on to the next step
+            time.sleep(0.5)  # the other ranks go on to the next step
             dies.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, step, values)
@@ -352,7 +355,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 class _Forked:
-    """What a supervisor asks of a `subprocess.Popen`, of a fork of this process."""
+    """A fork of this process with the part of the `subprocess.Popen` interface that a supervisor uses."""
 
     def __init__(self, work: Callable[[], int]) -> None:
         self.returncode: int | None = None
@@ -391,8 +394,8 @@ def _die_with_parent() -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Step -> loss, of a run folder with a line for every step."""
-    from interlace.train.metrics import LOSS, read_metrics
+    """Step -> loss, of a run folder with one line for every step."""
+    from interlace.train.report.metrics import LOSS, read_metrics
 
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
@@ -400,13 +403,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, float], dict[int, Sequence[int]]]:
-    """The losses and the samples of the same run in one process."""
+    """Losses and samples of the same run in one process."""
     from interlace.layout import Layout
     from interlace.run import parallelize
-    from interlace.train.build import build, initialize
-    from interlace.train.config import from_table
-    from interlace.train.feed import Feed, datasets
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.config.load import from_table
+    from interlace.train.data.feed import Feed, datasets
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build, initialize
     from interlace.train.trainer import Trainer
 
     config = from_table(copy.deepcopy(dict(made)))

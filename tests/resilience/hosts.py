@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces, each with a cable and a disk of its own: what one machine has of a cluster."""
+"""Emulated hosts of a cluster: network namespaces, each with its own virtual cable and disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import pytest
 
 NEW_NETWORK, NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 BIND, PRIVATE = 1 << 12, 1 << 18 | 1 << 14  # MS_BIND; MS_PRIVATE, of all mounts below
-CARD = "eth0"  # the name of a host's end of its cable
+CARD = "eth0"  # network interface at the host's end of its cable
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """names: of their namespaces. addresses: of each. cables: this machine's ends of their cables, which meet in a
-    switch that has the address `switch`."""
+    """names: of their namespaces. addresses: of each. cables: this machine's ends of their cables, all connected to a
+    switch with the address `switch`.
+    """
 
     names: list[str]
     addresses: list[str]
@@ -30,7 +31,7 @@ class Hosts:
     switch: str
 
     def cut(self, host: int) -> None:
-        """What is under way on a cable is gone, and no connection is closed."""
+        """Cuts a cable: packets in flight are lost, and no connection is closed."""
         ip("link", "set", self.cables[host], "down")
 
     def mend(self, host: int) -> None:
@@ -39,7 +40,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts_of_namespaces(count: int) -> Iterator[Hosts]:
-    """So many hosts; skips the test where they cannot be made."""
+    """Makes this many hosts; skips the test if namespaces are not available."""
     if shutil.which("ip") is None or os.geteuid():
         pytest.skip("network namespaces need `ip` and root")
     tag = uuid4().hex[:6]
@@ -64,7 +65,7 @@ def hosts_of_namespaces(count: int) -> Iterator[Hosts]:
     finally:
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)  # with its end of the cable, and so the cable
+                ip("netns", "del", name)  # also removes its end of the cable, and so the cable
         with contextlib.suppress(subprocess.CalledProcessError):
             ip("link", "del", bridge)
 
@@ -74,12 +75,11 @@ def ip(*words: str) -> None:
 
 
 def enter(name: str, own: Path | None = None, seen_as: Path | None = None) -> None:
-    """From here on this process, and what it starts, is on a host. own: a folder that is this host's alone, and which
-    it sees as the folder `seen_as`."""
+    """Moves this process and its later children to a host. own: a folder private to this host, mounted at `seen_as`."""
     system = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{name}") as file:
         _done(system.setns(file.fileno(), NEW_NETWORK), "entering a network namespace")
-    os.environ["GLOO_SOCKET_IFNAME"] = CARD  # the host's name means another address here
+    os.environ["GLOO_SOCKET_IFNAME"] = CARD  # the host name resolves to another address here
     if own is not None:
         _done(system.unshare(NEW_MOUNTS), "making mounts of its own")
         _done(system.mount(b"none", b"/", None, PRIVATE, None), "keeping its mounts to itself")

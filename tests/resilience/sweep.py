@@ -1,10 +1,10 @@
-"""Faults at random moments of an elastic run, and what must hold after all of them: `python -m tests.resilience.sweep`.
+"""Faults at random moments of an elastic run, and the checks after them: `python -m tests.resilience.sweep`.
 
-An episode is one run. Its faults come one after the other, each at a random moment of a random step, and a new node for
-every node that is gone: kills (the supervisor and with it its ranks; every fourth one hits the node of rank 0), hangs
-(SIGSTOP) and preemptions (SIGTERM). The run trains on until all have come, and then to its end.
+An episode is one run. Its faults come one after the other, each at a random moment of a random step. A new node
+replaces every lost node. Faults are kills (the supervisor and its ranks; every fourth one hits the node of rank 0),
+hangs (SIGSTOP) and preemptions (SIGTERM). The run trains until all faults have come, and then to its end.
 
-`python -m tests.resilience.sweep` writes bench/results/resilience_sweep.json; tests play short episodes of it.
+`python -m tests.resilience.sweep` writes bench/results/resilience_sweep.json. Tests run short episodes of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.measure import machine, versions
 from tests.resilience.elastic_cluster import Cluster, losses, table, uninterrupted
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "resilience_sweep.json"
-KINDS = {"kill": "death", "stop": "hang", "preempt": "leave"}  # what is done -> what the coordinator calls it
+KINDS = {"kill": "death", "stop": "hang", "preempt": "leave"}  # fault -> its name at the coordinator
 
 
 def play(
@@ -39,15 +39,15 @@ def play(
     steps: int,
     lane: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One episode; checks all that can be checked of it, and returns its figures. Raises AssertionError.
+    """Runs and checks one episode; returns its figures. Raises AssertionError.
 
     lane: see `cut`.
     """
     chance = random.Random(seed)
     made = table(
         folder / "runs",
-        # A low rate: gradients are summed in another order in every generation, and at 3e-3 what fp32 rounds there
-        # grows to 1.2e-5 of a loss within 300 steps.
+        # A low rate: the order in which gradients are summed differs between generations. At 3e-3 the fp32 rounding
+        # differences grow to 1.2e-5 of a loss within 300 steps.
         train={"steps": steps, "microbatches": 4, "batch_size": 16, "lr": 3e-4},
         resilience={"nodes": nodes, "min_nodes": min_nodes, "heartbeat": 4.0},
     )
@@ -94,28 +94,28 @@ def play(
 
 
 def cut(made: dict[str, Any], lane: Mapping[str, Any]) -> None:
-    """Has a table's modules cut, by [parallel] of each, among the ranks of a node."""
+    """Cuts the modules of a table among the ranks of a node. lane: [parallel] of each module."""
     made["parallel"] |= {"vision": dict(lane), "language_model": dict(lane)}
     tp = lane.get("tp", 1)
     made["resilience"]["ranks_per_node"] = tp * lane.get("cp", 1)
-    made["model"]["language_model"]["config"]["num_key_value_heads"] = tp  # a head for each rank
+    made["model"]["language_model"]["config"]["num_key_value_heads"] = tp  # one head per rank
 
 
 def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict[str, Any]:
-    """What holds of a run that has ended well; its figures."""
+    """Checks a run that has ended successfully; returns its figures."""
     folder = cluster.run_folder()
     expected, samples = uninterrupted(made, cluster.folder / "alone")
     found, steps = losses(folder), cluster.steps()
     assert found.keys() == expected.keys()
     worst = max(abs(found[step] - expected[step]) for step in expected)
     assert worst < 1e-5, worst
-    # Every step counted once, on all who saw it with the samples of an unbroken run.
+    # Every step counted once on all its ranks, with the samples of an uninterrupted run.
     assert {each["step"] for each in steps} == set(expected)
     assert all(each["samples"] == list(samples[each["step"]]) for each in steps)
     for pid in {each["pid"] for each in steps}:
         mine = [each["step"] for each in steps if each["pid"] == pid]
         assert mine == list(range(mine[0], mine[-1] + 1))
-    # Who lives at the end is the process that it was when its node came.
+    # Nodes that live at the end still have the process with which they joined.
     last = {each["pid"] for each in steps if each["step"] == max(expected)}
     assert last == {pid for name in living for pid in cluster.ranks(name)}, (last, living)
     changes = cluster.events("generation")
@@ -132,7 +132,7 @@ def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict
     return {
         "steps": len(expected), "generations": len(changes), "worst_loss_difference": worst,
         "most_pipelines": max(pipelines), "fewest_pipelines": min(pipelines),
-        # Depth of each of the pipelines that trained side by side -> steps that counted so.
+        # Depths of the pipelines that trained in parallel -> number of steps that counted so.
         "steps_of_depths": {shape: shapes.count(shape) for shape in dict.fromkeys(shapes)},
         "copied_mib": round(sum(line["bytes"] for line in lines) / 2**20, 2),
         "lost_seconds": {
@@ -144,7 +144,7 @@ def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict
 
 
 def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
-    """After every change pipelines are what `plan.reconfigure` and then `plan.admit` make of those before."""
+    """Checks pipelines after every change: `plan.reconfigure`, then `plan.admit`, of the pipelines before."""
     from interlace import plan
 
     own, count = made["resilience"], made["train"]["microbatches"] * (made["resilience"]["faults"] + 1)
@@ -162,25 +162,25 @@ def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str,
 
 
 def check_bytes(lines: Sequence[dict[str, Any]], received: Mapping[int, int], made: dict[str, Any]) -> None:
-    """What was copied at a change is what nodes hold after it and did not hold before, and no more; so many bytes came.
+    """Checks bytes copied at a change: exactly what nodes hold after it and did not hold before.
 
     received: generation -> bytes that all ranks together received.
     """
-    from interlace.resilience.layouts import held_by
+    from interlace.resilience.coordinator.layouts import held_by
+    from interlace.run.execute.ranks import held_in_lane
     from interlace.run.graph import parameter_layers
-    from interlace.run.ranks import held_in_lane
-    from interlace.train.build import build
     from interlace.train.checkpoint.identity import canonical_names
-    from interlace.train.config import from_table
-    from interlace.train.costs import flop_costs
-    from interlace.train.elastic_plan import templates_of
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.config.load import from_table
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.elastic.proposals import templates_of
+    from interlace.train.models.build import build
+    from interlace.train.models.costs import flop_costs
 
     config = from_table(dict(made))
     model = build(config, tokenizer_of(config, source="test"))
     templates = templates_of(config, model, flop_costs(config, model))
     layers, first = parameter_layers(model), canonical_names(model)
-    # fp32: a weight, two moments, an average and the number of its steps; of each place in a lane.
+    # fp32 bytes per weight in each place of a lane: the weight, two moments, an average; and the step count.
     lane = held_in_lane(model, templates.layout([templates.lane_size]), sequence_parallel=True)
     size = [{name: count * 16 + 4 for name, count in each.items()} for each in lane]
     each = made["resilience"].get("ranks_per_node", 1)
@@ -191,7 +191,7 @@ def check_bytes(lines: Sequence[dict[str, Any]], received: Mapping[int, int], ma
         return {place: set(held_by(layout, rank, layers, first)) for rank, place in enumerate(order)}
 
     for before, after in pairwise(lines):
-        if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
+        if after["generation"] == before["generation"] + 1:  # otherwise a generation between them was abandoned
             had = held(before)
             missing = [(place, name) for place, names in held(after).items() for name in names - had.get(place, set())]
             expected = sum(size[rank % len(size)].get(name, 0) for (_, rank), name in missing)

@@ -1,18 +1,18 @@
-"""The coordinator's decisions over a store of this process, by a clock that the test reads."""
+"""The coordinator's decisions, with a store in this process and a clock set by the test."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from interlace.resilience.authority import LATE, SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.coordinator.authority import LATE, SEARCH, TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
 from interlace.resilience.member import ENTERED, GAVE_UP, READY, WHY, cast, decided, prefix_of
 from interlace.resilience.settings import Settings
 
 
 def started(names: str) -> tuple[Authority, dist.HashStore]:
-    """One with all nodes ready, and one of them per pipeline."""
+    """An authority with all nodes ready, one per pipeline."""
     store = dist.HashStore()
     settings = Settings(nodes=len(names), faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
     authority = Authority(settings, store, lambda what, **values: None, 0.0)
@@ -29,7 +29,7 @@ def come(authority: Authority, store: dist.HashStore, names: str) -> None:
 
 
 def count_a_step(authority: Authority, store: dist.HashStore, votes: int = 99) -> str | None:
-    """All ranks of the generation vote, or some; what becomes of it."""
+    """All ranks of the generation vote, or some; returns the decision."""
     generation = authority.generation
     assert generation is not None
     for _ in range(min(votes, generation.world)):
@@ -43,7 +43,7 @@ def fail(authority: Authority, node: str, now: float) -> None:
     authority.decide({}, now + 2 * TOGETHER, 0.0)
 
 
-def test_a_step_counts_when_all_have_voted_and_never_after_the_generation() -> None:
+def test_step_commits_after_all_votes_and_never_once_aborted() -> None:
     authority, store = started("abc")
     generation = authority.generation
     assert generation is not None
@@ -57,7 +57,7 @@ def test_a_step_counts_when_all_have_voted_and_never_after_the_generation() -> N
     assert authority.generation is not generation and count_a_step(authority, store) == "commit"
 
 
-def test_a_rank_that_was_busy_for_three_generations_learns_that_its_own_is_over() -> None:
+def test_vote_from_an_old_generation_is_aborted() -> None:
     authority, store = started("abcdef")
     first = authority.generation
     assert first is not None
@@ -70,7 +70,7 @@ def test_a_rank_that_was_busy_for_three_generations_learns_that_its_own_is_over(
 
 
 @pytest.mark.parametrize(("votes", "ends"), [(99, False), (1, True), (0, True)])
-def test_two_errors_without_a_step_that_counts_in_between_end_the_run(votes: int, ends: bool) -> None:
+def test_two_errors_without_a_committed_step_end_the_run(votes: int, ends: bool) -> None:
     authority, store = started("abcd")
     assert count_a_step(authority, store) == "commit"
     fail(authority, "a", 1.0)
@@ -80,8 +80,8 @@ def test_two_errors_without_a_step_that_counts_in_between_end_the_run(votes: int
     assert authority.over == ends and ("a, it has an error" in authority.ended) == ends
 
 
-def test_two_errors_before_the_first_generation_end_the_run_and_one_does_not() -> None:
-    """Whatever they fail of, it is there for whoever comes in their place; one may be wrong itself."""
+def test_second_error_before_the_first_generation_ends_the_run() -> None:
+    """Failures of any kind: the replacement may fail in the same way, or one node alone may be faulty."""
     store = dist.HashStore()
     authority = Authority(Settings(nodes=4, faults=0, gather=60.0), store, lambda what, **values: None, 0.0)
     come(authority, store, "ab")
@@ -109,7 +109,7 @@ def test_nodes_that_join_with_an_error_of_their_own_end_nothing() -> None:
 
 @pytest.mark.parametrize("first", ["ends", "is lost"])
 def test_a_node_lost_as_others_end_ends_the_run(first: str) -> None:
-    """Whichever comes first: who has trained to the end cannot be in a generation that follows."""
+    """In either order: a rank that has trained to the end cannot join a later generation."""
     authority, _ = started("abc")
     steps = [lambda: authority.finish("a"), lambda: authority.lose(Removal("b", "death", "it is gone"), 1.0)]
     for step in steps if first == "ends" else reversed(steps):
@@ -118,8 +118,8 @@ def test_a_node_lost_as_others_end_ends_the_run(first: str) -> None:
     assert authority.over and "when others had ended already" in authority.ended
 
 
-def test_a_node_that_does_not_come_while_others_give_up_waiting_is_lost() -> None:
-    """Whatever holds it: it may be in a library without a limit of time, on a page that allows long."""
+def test_node_that_misses_the_rendezvous_is_lost_as_hung() -> None:
+    """For any cause of the delay: a library without a timeout, or a page that allows a long wait."""
     authority, store = started("abc")
     assert authority.generation is not None
     prefix = prefix_of(authority.generation)

@@ -1,4 +1,4 @@
-"""Elastic runs of tiny models over gloo: what they come to is what one process comes to that nothing happens to."""
+"""Elastic runs of tiny models over gloo: results equal an uninterrupted run in one process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from interlace.train.elastic_log import PARTS, Recoveries
-from interlace.train.metrics import LOSS
-from tests.data.chat_families import pictures, trained
-from tests.data.test_chats_faults import TEMPLATE
+from interlace.train.elastic.log import Recoveries
+from interlace.train.report.metrics import LOSS
+from interlace.train.report.recovery import PARTS
+from tests.resilience.elastic import write_chats
 from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.sweep import KINDS, TABLE, check, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
-    """Also one that dies when all have measured a step, and it alone has not written the line yet. Every other step is
-    the last of an epoch, with one sample for all pipelines."""
+    """Also a node that dies after all have measured a step, before it alone has written the line. Every other step is
+    the last of an epoch, with one sample for all pipelines.
+    """
     train = {"steps": 8, "batch_size": 9, "validate_every": 0}
     made = table(tmp_path / "runs", train=train, data={"held_out": 0.995}, resilience={"nodes": 3})
     with Cluster(tmp_path, made) as cluster:
@@ -62,7 +63,7 @@ def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows of a run folder: curve -> step -> value."""
+    """TensorBoard data of a run folder: curve -> step -> value."""
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     loaded = loading.EventAccumulator(str(next(folder.rglob("events.out*")).parent), size_guidance={"scalars": 0})
     loaded.Reload()
@@ -70,7 +71,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_the_table_of_the_sweep_has_what_the_page_says() -> None:
-    """What is checked in an episode of it, `check` and `play` say."""
+    """`check` and `play` list the checks of an episode."""
     episodes = [row for run in json.loads(TABLE.read_text())["runs"] for row in run["episodes"]]
     counts = {kind: sum(row["faults"].get(kind, 0) for row in episodes) for kind in KINDS}
     assert counts["kill"] >= 50 and counts["stop"] >= 10 and counts["preempt"] >= 10
@@ -88,14 +89,14 @@ def test_the_table_of_the_sweep_has_what_the_page_says() -> None:
 
 @pytest.mark.slow
 def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
-    """An episode of the sweep on four nodes: pipelines of different depth, rank 0's node among those that die."""
+    """An episode of the sweep on four nodes: pipelines of different depth; rank 0's node is among those that die."""
     found = play(tmp_path, ["kill", "preempt", "stop"], seed=3, nodes=4, min_nodes=1, steps=150)
     assert found["generations"] >= 4
 
 
 @pytest.mark.slow
 def test_packed_rows_outlive_a_node(tmp_path: Path) -> None:
-    """The rows of a batch are shared out anew, over pipelines of which one is gone. Every other batch has one row."""
+    """The rows of a batch are redistributed when a pipeline is lost. Every other batch has one row."""
     made = table(tmp_path / "runs", train={"steps": 8, "batch_size": 6, "microbatches": 6}, resilience={"nodes": 3})
     made["data"] |= write_chats(tmp_path / "chats") | {"limit": 20}
     made["model"]["language_model"]["config"]["max_position_embeddings"] = made["data"]["max_tokens"]
@@ -110,28 +111,8 @@ def test_packed_rows_outlive_a_node(tmp_path: Path) -> None:
     assert found["generations"] == 2
 
 
-def write_chats(folder: Path) -> dict[str, Any]:
-    """Chats of different lengths in a new folder, and a tokenizer; returns [data] of a config that packs them."""
-    folder.mkdir()
-    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
-    paths = pictures(folder / "pictures", 4)
-    lines = []
-    for number in range(60):
-        turns = [("human", f"<image>\nWhat is {number}?"), ("gpt", "It is a red cat. " * (1 + number % 3))]
-        record = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-        lines.append(json.dumps({**record, "images": [str(paths[number % 4].relative_to(folder))]}))
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    (folder / "validation.jsonl").write_text("\n".join(lines[:8]))
-    return {
-        "dataset": "chats", "train": [str(folder / "train.jsonl")], "validation": [str(folder / "validation.jsonl")],
-        "tokenizer": str(folder / "tokenizer"), "cache": str(folder / "cache"), "max_tokens": 128, "pack": True,
-    }  # fmt: skip
-
-
 class Bars(HTMLParser):
-    """What recovery.html holds: the parts of its bars, in order, and the elements that were not closed."""
+    """Contents of recovery.html: the parts of its bars, in order, and the unclosed elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

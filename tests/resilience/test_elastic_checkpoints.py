@@ -1,4 +1,4 @@
-"""Elastic runs that end and go on, or go back, by a checkpoint: losses stay those of a run that nothing happens to."""
+"""Elastic runs that end and resume, or roll back, by a checkpoint: losses equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def check_unbroken(made: Mapping[str, Any], *clusters: Cluster) -> None:
-    """Losses of the run are an unbroken one's, and so are the samples of every step, however often it was trained."""
+    """Losses of the run equal an uninterrupted run's, and so do the samples of every step, however often it was
+    trained.
+    """
     expected, samples = uninterrupted(made, clusters[0].folder / "alone")
     found = losses(clusters[-1].run_folder())
     assert found.keys() == expected.keys()
@@ -43,7 +45,7 @@ def test_what_too_few_nodes_have_saved_goes_on_with_enough(tmp_path: Path) -> No
     check_unbroken(made, first, second)
 
 
-def test_a_run_that_was_killed_as_a_whole_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     made = table(tmp_path / "runs", train={"steps": 10}, checkpoint={"every": 2, "asynchronous": False})
     with Cluster(tmp_path / "first", made, hold=3) as first:
         first.start("a", "b")
@@ -87,8 +89,8 @@ def test_nodes_that_are_all_told_to_go_save_and_the_run_goes_on(tmp_path: Path) 
 def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(
     tmp_path: Path, every: int, lane: dict[str, Any]
 ) -> None:
-    """To its last checkpoint; without one it ends, and all are told why."""
-    # One microbatch for each of f + 1 pipelines, so that there are no more: two, of four nodes.
+    """To its last checkpoint. Without one the run ends, and the reason is reported on all ranks."""
+    # One microbatch for each of f + 1 pipelines limits them to two, of four nodes.
     made = table(
         tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 4},
         checkpoint={"every": every, "asynchronous": False},

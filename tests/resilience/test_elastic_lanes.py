@@ -1,4 +1,4 @@
-"""Elastic runs on nodes of several ranks: stages of their own, or lanes that share layers, tokens or state."""
+"""Elastic runs on nodes of several ranks: a stage per rank, or lanes that share layers, tokens or state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from interlace.train.build import build
 from interlace.train.checkpoint.folder import verify
 from interlace.train.checkpoint.storage import read_manifest
-from interlace.train.config import from_table
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import from_table
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build
 from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.sweep import check, cut, play
 
@@ -26,8 +26,8 @@ LANES = {
 @pytest.mark.parametrize(
     "lane", ["pieces", "rows of all", pytest.param("rows of the state", marks=pytest.mark.every_case)]
 )
-def test_faults_of_all_kinds_where_the_ranks_of_a_node_share_layers(tmp_path: Path, lane: str) -> None:
-    """Pipelines of two and of three nodes, each two ranks that have some of each of its layers."""
+def test_all_fault_kinds_with_layers_shared_within_a_node(tmp_path: Path, lane: str) -> None:
+    """Pipelines of two and of three nodes, each with two ranks that share each of its layers."""
     faults = ["kill", "stop", "preempt"] if lane == "pieces" else ["kill", "preempt"]
     found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane=LANES[lane])
     assert found["generations"] >= 4 and found["copied_mib"] > 0
@@ -35,10 +35,8 @@ def test_faults_of_all_kinds_where_the_ranks_of_a_node_share_layers(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [{}, {"tp": 2}], ids=["ranks", "lanes"])
-def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
-    tmp_path: Path, lane: dict[str, int]
-) -> None:
-    """Two microbatches are for two pipelines: three nodes are one of one node and one of two."""
+def test_tied_embedding_on_one_rank_or_two_of_a_pipeline(tmp_path: Path, lane: dict[str, int]) -> None:
+    """Two microbatches limit pipelines to two: three nodes make one of one node and one of two."""
     made = table(tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 3})
     cut(made, lane)
     made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
@@ -47,7 +45,7 @@ def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
         cluster.wait_for(cluster.reached(3), "step 3")
         (alone,) = next(p for p in cluster.events("generation")[-1]["pipelines"] if len(p) == 1)
         victim = alone.rpartition("-")[0]
-        cluster.kill(victim)  # its copy is made of what two others have
+        cluster.kill(victim)  # its replacement copies from two others
         cluster.hold(5)
         cluster.wait_for(cluster.reached(5, 2), "a step without it")
         cluster.start("d")
@@ -63,7 +61,7 @@ def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [{}, *LANES.values()], ids=["whole", *LANES])
 def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, lane: dict[str, Any]) -> None:
-    """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""
+    """With f = 1, one of two pipelines is left: it saves the whole model of the last counted step."""
     made = table(tmp_path / "runs", train={"steps": 200, "validate_every": 0})
     cut(made, lane)
     with Cluster(tmp_path, made, hold=2) as cluster:

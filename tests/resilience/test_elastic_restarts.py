@@ -1,4 +1,4 @@
-"""Elastic runs of tiny models whose coordinator is killed and started again."""
+"""Elastic runs of tiny models with a coordinator that is killed and restarted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_coordinator_dies_in_steps_and_in_votes(tmp_path: Path) -> None:
-    """Nobody is lost, nothing is copied, processes stay, and losses are those of one process."""
+    """No node is lost, nothing is copied, processes stay, and losses equal those of one process."""
     made = table(tmp_path / "runs", train={"steps": 14}, resilience={"nodes": 3})
     with Cluster(tmp_path, made, hold=2, state=True) as cluster:
         cluster.start("a", "b", "c")
@@ -31,7 +31,7 @@ def test_the_coordinator_dies_in_steps_and_in_votes(tmp_path: Path) -> None:
 
 
 def test_a_node_dies_while_the_coordinator_is_away(tmp_path: Path) -> None:
-    """It does not come back, by which it is noticed; the others train the step that it left anew."""
+    """The lost node is noticed as it does not reconnect. The others repeat its unfinished step."""
     made = table(tmp_path / "runs", train={"steps": 10}, resilience={"nodes": 4, "coordinator_patience": 8.0})
     with Cluster(tmp_path, made, hold=3, state=True) as cluster:
         cluster.start("a", "b", "c", "d")

@@ -1,4 +1,4 @@
-"""Who is at fault among ranks that stand still, against a plain search over all paths of waits."""
+"""Faulty ranks among stalled ones, against a plain search over all paths of waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.resilience.faults import CIRCLE, WAITS, culprits
-from interlace.resilience.watch import Stall
+from interlace.resilience.supervisor.faults import CIRCLE, WAITS, culprits
+from interlace.resilience.supervisor.watch import Stall
 
 HEARTBEAT = 5.0
 
@@ -33,7 +33,7 @@ def test_a_stopped_process_is_at_fault_wherever_it_waits() -> None:
     assert culprits(circle, HEARTBEAT) == {1}
 
 
-def test_a_circle_is_left_alone_for_a_while_and_then_who_stood_first_is_at_fault() -> None:
+def test_wait_cycle_is_blamed_on_its_first_rank_after_patience() -> None:
     patience = CIRCLE * HEARTBEAT
     circle = {
         0: stall("waiting", (1,), patience + 1),
@@ -42,7 +42,7 @@ def test_a_circle_is_left_alone_for_a_while_and_then_who_stood_first_is_at_fault
     }
     assert culprits(circle, HEARTBEAT) == set()
     circle[2] = stall("waiting", (0,), patience)
-    circle[3] = stall("waiting", (0,), patience + 9)  # it waits for the circle, and is not of it
+    circle[3] = stall("waiting", (0,), patience + 9)  # it waits for the circle, but is not part of it
     assert culprits(circle, HEARTBEAT) == {1}
 
 
@@ -50,7 +50,7 @@ def test_a_lane_whose_other_rank_waits_is_not_at_fault() -> None:
     """Rank 1 is in a collective of its lane with rank 0, which still waits for the stopped rank 2."""
     lane = {0: stall("waiting", (2,)), 1: stall("computing in a lane", (0, 1))}
     assert culprits({**lane, 2: stall("waiting", (0,), stopped=True)}, HEARTBEAT) == {2}
-    assert culprits(lane, HEARTBEAT) == set()  # rank 2 moves
+    assert culprits(lane, HEARTBEAT) == set()  # rank 2 makes progress
 
 
 def test_of_a_lane_the_rank_that_uses_a_core_is_at_fault() -> None:
@@ -83,7 +83,7 @@ def test_against_a_search(stalled: dict[int, Stall]) -> None:
         return
 
     def walk(rank: int) -> set[int]:
-        """All that can be reached by waits in so many steps as there are ranks."""
+        """All ranks reachable by waits, in as many steps as there are ranks."""
         here = {rank}
         for _ in range(8):
             here = here.union(*(waits.get(each, set()) for each in here))

@@ -1,4 +1,4 @@
-"""Nodes on hosts of their own, made of network namespaces; the coordinator and its store are on another one."""
+"""Nodes on separate hosts, made of network namespaces. The coordinator and its store are on another host."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from interlace.resilience.settings import Settings
 from tests.resilience.cluster import cluster, vote_on_steps
+from tests.resilience.elastic import write_chats
 from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.hosts import Hosts, hosts_of_namespaces
 from tests.resilience.sweep import check
-from tests.resilience.test_elastic import write_chats
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def test_a_cut_cable_is_found_by_heartbeat(tmp_path: Path, hosts: Hosts) -> None
         nodes = run.start(3, networks=hosts.names)
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train, over the network")
         before = run.ranks()
-        hosts.cut(1)  # nobody says goodbye, no connection is closed
+        hosts.cut(1)  # no shutdown message, and no connection is closed
         second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
         lost = second["cause"][0].removeprefix("death ")
         assert "no sign of life from its supervisor for 3 s" in run.journal("lost")[0]["detail"]
@@ -49,8 +49,8 @@ def test_a_cut_cable_is_found_by_heartbeat(tmp_path: Path, hosts: Hosts) -> None
         assert [nodes[0].exitcode, nodes[2].exitcode] == [0, 0]
 
 
-def test_training_goes_on_while_a_host_is_cut_off_and_comes_back(tmp_path: Path, hosts: Hosts) -> None:
-    """The host of rank 0, which reads its data from a disk of its own; run.folder alone is shared by all hosts."""
+def test_training_continues_while_a_host_is_cut_off_and_returns(tmp_path: Path, hosts: Hosts) -> None:
+    """The host of rank 0 reads data from its own disk; only run.folder is shared by all hosts."""
     made = table(
         tmp_path / "runs",
         train={"steps": 12, "batch_size": 6, "microbatches": 6, "validate_every": 0},
@@ -62,7 +62,7 @@ def test_training_goes_on_while_a_host_is_cut_off_and_comes_back(tmp_path: Path,
         run.start("a", "b", "c")
         run.wait_for(run.reached(2), "step 2")
         first = run.events("generation")[0]["pipelines"][0][0].rpartition("-")[0]
-        hosts.cut(run.places[first])  # nobody says goodbye, no connection is closed
+        hosts.cut(run.places[first])  # no shutdown message, and no connection is closed
         run.hold(5)
         run.wait_for(lambda: len(run.events("generation")) > 1, "the generation without the host")
         assert "no sign of life from its supervisor for 4 s" in run.events("lost")[0]["detail"]
@@ -77,20 +77,20 @@ def test_training_goes_on_while_a_host_is_cut_off_and_comes_back(tmp_path: Path,
         assert {codes[name] for name in living} == {0}, run.told()
     found = check(run, made, living)
     assert found["generations"] == 3 and found["false_alarms"] == 0
-    # Every host has read its own disk, on which it has made its index.
+    # Every host has read its own disk, and has written its index there.
     assert all(any((tmp_path / f"disk-{place}" / "cache").iterdir()) for place in range(3))
 
 
-def test_the_coordinators_host_is_cut_off_and_another_takes_it_up(tmp_path: Path, hosts: Hosts) -> None:
-    """No connection to the one before is ever closed: ranks that wait for its answer are told by their supervisors."""
+def test_new_coordinator_resumes_after_its_host_was_cut_off(tmp_path: Path, hosts: Hosts) -> None:
+    """Connections to the old coordinator are never closed: supervisors inform the ranks that wait for its answer."""
     made = table(tmp_path / "runs", train={"steps": 12, "validate_every": 0}, resilience={"nodes": 3, "heartbeat": 2.0})
     with Cluster(tmp_path, made, hold=2, hosts=hosts, state=True) as run:
         run.start("a", "b", "c")
         run.wait_for(run.reached(2, ranks=3), "step 2 on all ranks")
         hosts.cut(3)
-        run.kill_coordinator()  # its last words do not arrive
+        run.kill_coordinator()  # its last messages do not arrive
         run.hold(None)
-        time.sleep(6.0)  # supervisors take it for gone after three heartbeats
+        time.sleep(6.0)  # supervisors consider it gone after three heartbeats
         hosts.mend(3)
         run.start_coordinator()
         codes = run.end()

@@ -1,4 +1,4 @@
-"""Runs of dummy ranks whose coordinator is killed and started again: every step is decided once, alike on all."""
+"""Runs of dummy ranks with a coordinator that is killed and restarted: every step has one decision on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from interlace.cli import main
-from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.coordinator.process import Coordinator
 from interlace.resilience.environment import AWAY
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.link import Link
@@ -25,7 +25,7 @@ from tests.resilience.cluster import PATIENCE, Mortal, Mourned, cluster, vote_on
 from tests.sockets import unread
 
 SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0, patience=PATIENCE)
-FOR_THE_DEAD = replace(SETTINGS, patience=8.0)  # which is waited out, for a node that does not come back
+FOR_THE_DEAD = replace(SETTINGS, patience=8.0)  # it expires for a node that does not come back
 
 
 def in_the_end(run: Mortal, steps: int) -> None:
@@ -38,7 +38,9 @@ def in_the_end(run: Mortal, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_coordinator_that_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
-    """At random moments, between votes and in them, away for a moment or longer: nobody is lost, and processes stay."""
+    """At random moments, between votes and during them, for short or longer outages: no node is lost, and processes
+    stay.
+    """
     draw = random.Random(seed)
     with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.1), 0, Mortal) as run:
         run.go_on()
@@ -61,9 +63,9 @@ def said_by_supervisors(folder: Path) -> str:
 
 @pytest.mark.parametrize("dies", [False, True], ids=["all live", "and a node with it"])
 def test_a_vote_that_was_decided_and_heard_by_nobody(tmp_path: Path, dies: bool) -> None:
-    """It was written down, so it counts: also where one of those who voted is not there any more."""
+    """The decision was written, so it counts, even if a voter is gone by then."""
     with cluster(tmp_path, FOR_THE_DEAD if dies else SETTINGS, (vote_on_steps, 30, 0.03), 0, Mortal) as run:
-        run.kill_coordinator()  # the first one does not know when it is to die
+        run.kill_coordinator()  # the first one has no scheduled death
         run.start_coordinator(last_vote=9)
         run.start(4)
         run.until_dead()
@@ -78,7 +80,7 @@ def test_a_vote_that_was_decided_and_heard_by_nobody(tmp_path: Path, dies: bool)
 
 
 @pytest.mark.slow
-def test_nodes_that_die_join_and_are_asked_to_go_while_it_is_away(tmp_path: Path) -> None:
+def test_node_death_join_and_preemption_without_a_coordinator(tmp_path: Path) -> None:
     with cluster(tmp_path, FOR_THE_DEAD, (vote_on_steps, 0, 0.04), 0, Mortal) as run:
         run.go_on()
         run.start(4)
@@ -102,10 +104,10 @@ def test_nodes_that_die_join_and_are_asked_to_go_while_it_is_away(tmp_path: Path
 def test_it_may_die_before_anything_and_when_nodes_end(tmp_path: Path) -> None:
     with cluster(tmp_path, SETTINGS, (vote_on_steps, 12, 0.02), 2, Mortal) as run:
         run.until(lambda: run.journal("came"), "first node")
-        run.kill_coordinator(signal.SIGTERM)  # as one that is moved elsewhere: nodes wait all the same
+        run.kill_coordinator(signal.SIGTERM)  # like a planned move: nodes wait as usual
         run.start_coordinator(last_vote=11)
         run.start(2)
-        run.until_dead()  # before any node knows that the run has been trained to the end
+        run.until_dead()  # before any node has the end of the run
         run.start_coordinator()
         in_the_end(run, 12)
         assert {node.exitcode for node in run.supervisors} == {0}
@@ -150,7 +152,7 @@ def test_one_that_does_not_know_the_run_refuses_its_nodes(tmp_path: Path) -> Non
         )
 
 
-def test_nodes_of_another_config_are_refused_by_one_that_was_started_again(tmp_path: Path) -> None:
+def test_restarted_coordinator_refuses_nodes_of_another_config(tmp_path: Path) -> None:
     with cluster(tmp_path, SETTINGS, (vote_on_steps, 0, 0.02), 0, Mortal) as run:
         run.go_on()
         run.start(4)
@@ -175,11 +177,11 @@ def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
     )  # nodes would not find it again
 
 
-def test_a_rank_that_waits_for_a_silent_store_is_told_by_its_supervisor(tmp_path: Path) -> None:
+def test_supervisor_wakes_a_rank_waiting_on_a_silent_store(tmp_path: Path) -> None:
     with cluster(tmp_path, SETTINGS, (vote_on_steps, 1, 0.0), 0, Mortal) as run:
         port = json.loads((tmp_path / "state").read_text())["store_port"]
         word = tmp_path / f"page{AWAY}"
-        os.mkfifo(word)  # whoever opens it to write waits for a reader
+        os.mkfifo(word)  # opening it for writing waits for a reader
         link = Link(f"127.0.0.1:{port}", PATIENCE, PATIENCE, tmp_path / "page")
         before, said, failed = link.store, threading.Event(), list[bool]()
 
@@ -200,14 +202,14 @@ def test_a_rank_that_waits_for_a_silent_store_is_told_by_its_supervisor(tmp_path
         run.start_coordinator()
         link.renew(before, "it was silent")
         assert link.store is not before and not link.store.check(["anything"])
-        word.write_text("1")  # what is said of the one before does not cut this one off,
+        word.write_text("1")  # an answer for the previous start does not cut this one off
         run.until(lambda: not is_read(word), "end of reading")
-        word.write_text("")  # when it is read again, and so what was said has been heeded
+        word.write_text("")  # when it is read again, the previous answer has been handled
         assert not link.store.check(["anything"])
 
 
 def is_read(pipe: Path) -> bool:
-    """Whether a process has opened a named pipe to read."""
+    """True if a process has opened a named pipe for reading."""
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:

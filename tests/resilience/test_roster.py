@@ -1,4 +1,4 @@
-"""Generations follow from plan.instantiate, plan.reconfigure and plan.admit, whatever nodes do, and travel as JSON."""
+"""Generations follow from plan.instantiate, plan.reconfigure and plan.admit for any events, and are sent as JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
+from interlace.resilience.coordinator.roster import Roster, Templates
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Event, Generation, Node
-from interlace.resilience.roster import Roster, Templates
 from interlace.resilience.settings import Settings
 
 

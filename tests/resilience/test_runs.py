@@ -1,4 +1,4 @@
-"""Whole elastic runs of dummy ranks: nodes die, hang, leave and join, and every step is decided once, alike on all."""
+"""Whole elastic runs of dummy ranks: nodes die, hang, leave and join. Every step has one decision on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interlace.resilience.environment import ERROR, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
-from interlace.resilience.supervisor import Supervisor
+from interlace.resilience.supervisor.process import Supervisor
 from tests.resilience.cluster import cluster, vote_on_steps
 
 SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
@@ -64,7 +64,7 @@ def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
         assert all(len(processes) == 1 for processes in after.values()) and after.items() >= before.items()
 
 
-def test_a_stopped_rank_is_found_and_those_that_wait_for_it_stay(tmp_path: Path) -> None:
+def test_stopped_rank_is_removed_and_its_waiting_peers_stay(tmp_path: Path) -> None:
     settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 0, 0.02), 0) as run:
         run.go_on()
@@ -111,7 +111,7 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
         assert "too few nodes" in run.journal("end")[0]["why"]
 
 
-def test_when_all_are_asked_to_go_the_run_is_saved_and_all_say_so_by_their_code(tmp_path: Path) -> None:
+def test_preempting_all_nodes_saves_the_run_and_exits_by_signal(tmp_path: Path) -> None:
     settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=20.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 10_000, 0.02), 2) as run:
         run.until(lambda: len(run.ranks()) == 2, "two nodes that train")
@@ -144,7 +144,7 @@ def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> N
 
 
 def test_an_unreachable_coordinator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("interlace.resilience.supervisor.WELCOME", 0.5)
+    monkeypatch.setattr("interlace.resilience.supervisor.process.WELCOME", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -156,7 +156,7 @@ def test_an_unreachable_coordinator_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_no_coordinator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("interlace.resilience.supervisor.WELCOME", 5.0)
+    monkeypatch.setattr("interlace.resilience.supervisor.process.WELCOME", 5.0)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -187,7 +187,7 @@ def test_nodes_of_another_config_are_refused(tmp_path: Path) -> None:
 
 
 def give_up_once(folder: Path, steps: int) -> None:
-    """A rank that votes; in generation 1 the first one gives up without a reason that anybody sees."""
+    """A rank that votes; in generation 1 the first rank aborts without a visible reason."""
     member = Member.from_environment(60.0)
     generation = member.next_generation(0, 60.0)
     (folder / f"{member.node}-{os.getpid()}").write_text("")
@@ -218,7 +218,7 @@ def give_up_always(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path) -> None:
+def test_repeated_give_ups_end_the_run_with_their_reason(tmp_path: Path) -> None:
     settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
     with cluster(tmp_path, settings, (give_up_always,), 2) as run:
         assert run.end() == 1
@@ -227,21 +227,21 @@ def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path
 
 
 def fail_at_step(folder: Path, step: int) -> None:
-    """A rank that votes, and fails of what is in the data of a step."""
+    """A rank that votes, and fails on the data of a step."""
     member = Member.from_environment(60.0)
     generation = member.next_generation(0, 60.0)
     (folder / f"{member.node}-{os.getpid()}").write_text("")
     for before in range(step):
         assert member.vote(generation, before) == "commit"
     while True:
-        if generation.ranks_of(member.node)[0] == 0:  # the record is read by one rank, and then by the next
+        if generation.ranks_of(member.node)[0] == 0:  # one rank reads the record, then the next one
             Path(os.environ[PROGRESS] + ERROR).write_text("DecodeError: record 17 of chats.jsonl is broken")
             raise ValueError("what else a process says when it ends")
         generation = member.next_generation(generation.number, 60.0)
 
 
 def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> None:
-    """However many nodes are left, and however often the lost ones are started again."""
+    """For any number of remaining nodes and any number of restarts."""
     with cluster(tmp_path, SETTINGS, (fail_at_step, 3), 4) as run:
         assert run.end() == 1
         assert len(run.generations()) == 2 and len(run.journal("lost")) == 2
@@ -251,7 +251,7 @@ def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> Non
 
 
 def fail_at_once(folder: Path) -> None:
-    """A rank that fails before any generation, where one of its node's kind gets that far."""
+    """A rank that fails before any generation, if its node's kind gets that far."""
     (folder / f"x-{os.getpid()}").touch()
     while len(list(folder.glob("x-*"))) < 3:
         time.sleep(0.01)
@@ -261,8 +261,8 @@ def fail_at_once(folder: Path) -> None:
     Member.from_environment(60.0).next_generation(0, 60.0)
 
 
-def test_an_error_that_nodes_have_before_the_first_generation_ends_the_run(tmp_path: Path) -> None:
-    """Nobody waits until nobody comes any more."""
+def test_error_before_the_first_generation_ends_the_run(tmp_path: Path) -> None:
+    """The run ends without waiting for further nodes."""
     settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
     with cluster(tmp_path, settings, (fail_at_once,), 3) as run:
         assert run.end() == 1
@@ -280,7 +280,7 @@ def end_the_run(folder: Path) -> None:
 
 
 def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
-    """Nobody trains on without it, and the coordinator says its words, not that a node was lost."""
+    """No rank trains on without it, and the coordinator reports its message, not a lost node."""
     settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
     with cluster(tmp_path, settings, (end_the_run,), 3) as run:
         assert run.end() == 1
@@ -295,7 +295,7 @@ def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
         nodes = [*run.start(1, notice=0.2), *run.start(2)]
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
         with run.held(3):
-            nodes[0].terminate()  # the step lasts longer than its notice
+            nodes[0].terminate()  # the step lasts longer than the notice period
             run.until(lambda: nodes[0].exitcode is not None, "end of the node")
         second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
         assert [cause.split()[0] for cause in second["cause"]] == ["death"] and second["leaving"] == []

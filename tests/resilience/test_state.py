@@ -1,4 +1,4 @@
-"""A coordinator that is killed at any moment, and what one that is started again makes of its file."""
+"""A coordinator killed at any moment, and the state that its successor reads from its file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from interlace.resilience import state
-from interlace.resilience.authority import SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.coordinator import state
+from interlace.resilience.coordinator.authority import SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Answer, Decision, Generation, Node
 from interlace.resilience.member import (
@@ -29,7 +30,6 @@ from interlace.resilience.member import (
     prefix_of,
 )
 from interlace.resilience.settings import Settings
-from interlace.resilience.state import StateFile
 from tests.sampling import given_by_tier
 
 STEPS = 6
@@ -42,7 +42,7 @@ class Killed(Exception):
 
 
 class Fragile:
-    """A store or a file whose user dies at one of its calls, before or after it has had its effect."""
+    """A store or a file whose user dies at one of its calls, before or after the call takes effect."""
 
     def __init__(self, real: Any, tick: Callable[[], None]) -> None:
         self._real, self._tick = real, tick
@@ -63,18 +63,18 @@ class Fragile:
 
 @dataclass
 class Rank:
-    """As much of a rank as votes: what it waits for, and which start of the coordinator it has asked."""
+    """The voting part of a rank: its pending wait, and the start of the coordinator that it has asked."""
 
     node: str
-    step: int  # that it trains next; -1: not known
+    step: int  # next step to train; -1: unknown
     generation: Generation | None = None
-    mode: str = "waits"  # for a generation; then "meets", "trains", "votes", "done"
+    mode: str = "waits"  # waits for a generation; then "meets", "trains", "votes", "done"
     asked: int = 0
     alive: bool = True
     after: int = 0
 
 
-OPEN: list[StateFile] = []  # of the worlds that are left; a process may not have more than 1,024 files
+OPEN: list[StateFile] = []  # files of finished worlds; a process may have at most 1,024 open
 
 
 def close_files() -> None:
@@ -90,7 +90,7 @@ def _files() -> Iterator[None]:
 
 @dataclass
 class World:
-    """A run of which everything happens where the test says so."""
+    """A run in which the test triggers every event."""
 
     path: Path
     settings: Settings = field(
@@ -102,7 +102,7 @@ class World:
     now: float = 0.0
     fuse: int = -1
     starts: int = 0
-    serving: bool = False  # whether the store answers, which it does to the end
+    serving: bool = False  # whether the store answers; it does so until the end
     look: list[int] = field(default_factory=list)  # ranks that ask it between the coordinator's last call and its end
     authority: Authority | None = None
 
@@ -124,7 +124,7 @@ class World:
             self.authority = Authority.resumed(kept, store, tell, self.now)  # type: ignore[arg-type]
 
     def coordinate(self, work: Callable[[Authority], Any]) -> bool:
-        """The coordinator does something, of which it may die; whether it has done so."""
+        """The coordinator acts, and may die of it; returns whether it has completed."""
         if self.authority is None:
             return False
         try:
@@ -155,7 +155,7 @@ class World:
         self.coordinate(lambda authority: authority.lose(Removal(rank.node, "death", "it is gone"), self.now))
 
     def come_back(self, rank: Rank) -> None:
-        """A supervisor finds the coordinator again, and is sent away if that has given it up."""
+        """A supervisor reconnects to the coordinator; it is rejected if it was already declared lost."""
         if rank.alive and self.authority is not None:
             if self.authority.is_away(rank.node):
                 self.coordinate(lambda authority: authority.is_back(rank.node))
@@ -165,7 +165,7 @@ class World:
                 rank.alive = False
 
     def move(self, rank: Rank) -> None:
-        """A rank does what it can do next."""
+        """A rank does its next possible action."""
         if not rank.alive or not self.serving or rank.mode == "done":
             return
         anew, rank.asked = rank.asked != self.starts, self.starts
@@ -187,7 +187,7 @@ class World:
             if self.store.check(keys):
                 known = {int(self.store.get(key)) for key in keys}
                 assert len(known - {-1}) <= 1, "two ranks have counted different steps"
-                rank.mode = "trains"  # where nobody is left who knows, what was seen is the checkpoint
+                rank.mode = "trains"  # without a survivor that has the step, the record is the checkpoint
                 rank.step = max(known) if max(known) >= 0 else len(self.check())
             elif self.store.check([f"{prefix_of(generation)}/over"]):
                 rank.mode = "waits"
@@ -222,15 +222,15 @@ class World:
 
 @dataclass
 class Episode:
-    """From one start of the coordinator to the next."""
+    """The time between two starts of the coordinator."""
 
-    back: list[int]  # who comes back first
-    rounds: int  # in which all move
+    back: list[int]  # order of reconnection
+    rounds: int  # rounds in which all move
     join: bool
     moves: list[int]  # of single ranks
-    fuse: int  # calls of the coordinator until it dies; 0: it does so between two turns
+    fuse: int  # calls until the coordinator dies; 0: it dies between two turns
     look: list[int]
-    lost: int  # who dies then; none of this number: nobody
+    lost: int  # rank that dies then; none if out of range
 
 
 SOME = st.lists(st.integers(0, 4), max_size=4)
@@ -242,10 +242,10 @@ EPISODES = st.lists(
 
 
 @given_by_tier(100, 400, episodes=EPISODES)
-def test_a_coordinator_killed_at_any_moment_decides_nothing_twice(episodes: list[Episode]) -> None:
-    """Ranks that ask another start of it hear what others have heard, and every step counts once."""
+def test_coordinator_killed_at_any_moment_keeps_its_decisions(episodes: list[Episode]) -> None:
+    """Ranks that ask another start of it get the same decisions, and every step counts once."""
     with tempfile.TemporaryDirectory() as folder:
-        close_files()  # of the example before
+        close_files()  # of the previous example
         world = World(Path(folder) / "state")
         world.start()
         for _ in range(FIRST):
@@ -272,7 +272,7 @@ def test_a_coordinator_killed_at_any_moment_decides_nothing_twice(episodes: list
 
 
 def to_the_end(world: World) -> None:
-    """Nothing more happens: the run comes to its end, unless it had to stop."""
+    """Without further faults the run reaches its end, unless it had to stop."""
     for _ in range(200):
         for rank in world.ranks:
             world.come_back(rank)
@@ -303,7 +303,7 @@ def test_every_call_may_be_a_coordinators_last(tmp_path: Path, scene: str, lost:
             world.join()
             world.move(world.ranks[-1])
             world.turn()  # it is ready: the next vote ends the generation
-        for rank in world.ranks:  # all vote, but in a generation that comes to nothing not all do
+        for rank in world.ranks:  # all vote, except in an abandoned generation
             if scene in ("a vote", "a join") or rank is not world.ranks[2]:
                 world.move(rank)
                 world.move(rank)
@@ -340,8 +340,8 @@ def all_move(world: World) -> None:
 # ---------------------------------------------------------------------- the file
 
 
-def test_a_rank_that_missed_several_starts_learns_that_its_generation_is_over(tmp_path: Path) -> None:
-    """No step counts between them, so each start makes another generation, and has a store that knew nothing."""
+def test_rank_that_missed_several_restarts_gets_an_abort(tmp_path: Path) -> None:
+    """No step counts between the restarts, so each start makes a new generation with an empty store."""
     world = World(tmp_path / "state")
     world.start()
     for _ in range(FIRST):
@@ -364,7 +364,7 @@ def test_a_rank_that_missed_several_starts_learns_that_its_generation_is_over(tm
 
 
 def written(path: Path, votes: int) -> None:
-    """A file of a run in which so many votes were decided."""
+    """A file of a run in which this many votes were decided."""
     file = StateFile(path)
     file.store_port = 1234
     file.save({"roster": "as it was"})
@@ -409,7 +409,7 @@ def test_what_cannot_be_taken_up_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(ResilienceError, match=f"no state of a run that can be taken up.*{why}"):
             StateFile(path)
-    written(tmp_path / "another", 1)  # whose state is no state of an authority
+    written(tmp_path / "another", 1)  # its state is not the state of an authority
     with pytest.raises(ResilienceError, match="holds no state that can be taken up"):
         Authority.resumed(StateFile(tmp_path / "another"), dist.HashStore(), lambda what, **values: None, 0.0)
 

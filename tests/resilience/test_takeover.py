@@ -1,4 +1,4 @@
-"""Layouts of generations, who sends what to whom, and the copying itself, against plain reasoning and brute force."""
+"""Layouts of generations, their transfers (sender, receiver, data) and the copies, against brute force."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
+from interlace.costs.modules import layer_costs
 from interlace.layout import ParallelSpec
 from interlace.plan import analytic_costs
-from interlace.plan.module_costs import layer_costs
-from interlace.resilience.layouts import Templates, held_by
+from interlace.resilience.coordinator.layouts import Templates, held_by
 from interlace.resilience.takeover import NEARBY, Takeover, Transfer, assign, copy
 from interlace.run.graph import parameter_layers
 from interlace.train.checkpoint.identity import canonical_names
@@ -38,7 +38,7 @@ def templates(model: Any) -> Templates:
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_every_pipeline_has_every_layer_once_and_is_cut_as_its_template(model, templates, sizes) -> None:
+def test_pipelines_have_all_layers_once_and_match_templates(model, templates, sizes) -> None:
     layout = templates.layout(sizes)
     assert layout.world == sum(sizes)
     chain = np.concatenate(list(layer_costs(analytic_costs(model), model.modules_order()).values()))
@@ -48,7 +48,7 @@ def test_every_pipeline_has_every_layer_once_and_is_cut_as_its_template(model, t
         assert all(rank in range(first, first + size) for stage in stages for rank in stage.ranks)
         layers = [(stage.module, layer) for stage in stages for layer in range(stage.start, stage.stop)]
         expected = [(name, layer) for name, count in templates.layers.items() for layer in range(count)]
-        assert layers == expected  # the chain in its order, along the ranks
+        assert layers == expected  # the chain in order, along the ranks
         template = plan.pipeline_template(chain[:, None], size, 1, widths=[1])
         counts = [sum(s.stop - s.start for s in layout.of_rank(rank)) for rank in range(first, first + size)]
         assert counts == np.diff(template.boundaries).tolist()
@@ -78,7 +78,7 @@ def test_lanes_lie_where_ranks_would_and_a_rank_keeps_its_place(model, templates
         wide.layout([width + 1])
 
 
-def test_faster_pipelines_get_more_and_the_slowest_is_as_fast_as_can_be(templates) -> None:
+def test_shares_minimize_the_time_of_the_slowest_pipeline(templates) -> None:
     sizes = (1, 2, 4)
     times = [templates.time(size) for size in sizes]
     shares = templates.shares(sizes, 12)
@@ -119,7 +119,7 @@ SETS = st.dictionaries(st.integers(0, 4), st.sets(st.sampled_from(NAMES)), min_s
     sizes=st.sampled_from([PLACES[:1], PLACES]),
 )
 def test_all_that_is_missing_comes_once_from_one_that_has_it(needed, held, hosts, sizes) -> None:
-    """And, where ranks have pieces, from one that has the same piece."""
+    """If ranks have pieces, from a rank with the same piece."""
     lane = len(sizes)
     takeover = assign({r: sorted(n) for r, n in needed.items()}, held, sizes, dict(enumerate(hosts)))
     came = [(t.to, name) for t in takeover.transfers for name in t.names]
@@ -178,7 +178,7 @@ def _copies(rank: int, folder: str) -> None:
         store.get(f"done{other}")
 
 
-def test_tensors_of_all_sorts_arrive_bit_for_bit_and_bytes_are_counted(tmp_path: Path) -> None:
+def test_tensors_arrive_bit_for_bit_and_bytes_are_counted(tmp_path: Path) -> None:
     processes = [context().Process(target=_copies, args=(rank, str(tmp_path))) for rank in range(3)]
     for process in processes:
         process.start()

@@ -1,4 +1,4 @@
-"""What a progress page says is what was written, and a rank stands still when it should count as such."""
+"""Progress pages return what was written, and a rank counts as stalled when it should."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.recorder import FlightRecorder, use_page
-from interlace.resilience.progress import MOST_RANKS, Progress, ProgressPage, ProgressReader
-from interlace.resilience.watch import WORKING, Look, Stall, Watched, look_at
+from interlace.comm.process.recorder import FlightRecorder, use_page
+from interlace.resilience.supervisor.progress import MOST_RANKS, Progress, ProgressPage, ProgressReader
+from interlace.resilience.supervisor.watch import WORKING, Look, Stall, Watched, look_at
 
 HEARTBEAT = 5.0
 
@@ -94,7 +94,7 @@ def test_work_of_a_lane_names_its_ranks(page: tuple[ProgressPage, ProgressReader
     use_page(None)
     work = recorder.begin("compute", "FORWARD", (0, 1))
     assert (reader.read().state, reader.read().ranks) == ("computing in a lane", (0, 1))
-    recorder.end(recorder.begin("wait", "x", (5,)))  # such as for weights that are gathered
+    recorder.end(recorder.begin("wait", "x", (5,)))  # e.g. for weights that are gathered
     assert (reader.read().state, reader.read().ranks) == ("computing in a lane", (0, 1))
     recorder.end(work)
     assert reader.read().state == "computing"
@@ -117,7 +117,7 @@ def at(counter: int, state: str, allowed: float = 0.0) -> Progress:
     [
         ("waiting", Look("S", 0.0), HEARTBEAT),
         ("computing", Look("S", 0.0), HEARTBEAT),
-        ("computing", Look("R", 0.0), HEARTBEAT * WORKING),  # kept from a core by others
+        ("computing", Look("R", 0.0), HEARTBEAT * WORKING),  # other processes occupy its core
         ("computing", Look("T", 0.0), HEARTBEAT),
         ("computing in a lane", Look("S", 0.0), HEARTBEAT),
         ("computing in a lane", Look("R", 0.0), HEARTBEAT * WORKING),
@@ -134,12 +134,12 @@ def test_how_long_a_rank_may_stand_still(state: str, look: Look, patience: float
 
 
 @pytest.mark.parametrize(("state", "at_work"), [("computing in a lane", True), ("computing", True), ("waiting", False)])
-def test_a_wait_that_polls_is_no_work(state: str, at_work: bool) -> None:
+def test_polling_wait_is_not_work(state: str, at_work: bool) -> None:
     stall = see([(at(1, state), Look("R", 0.0))] * 400)[-1]
     assert stall is not None and stall.at_work == at_work
 
 
-def test_a_rank_that_uses_a_core_is_at_work_however_long_its_action() -> None:
+def test_rank_that_uses_a_core_never_counts_as_stalled() -> None:
     working = see([(at(1, "computing"), Look("S", 0.2 * place)) for place in range(100)])
     assert working == [None] * 100
     helpers = see([(at(1, "computing"), Look("S", 0.01 * place)) for place in range(100)])  # 4 % of a core
@@ -166,7 +166,8 @@ def test_a_stopped_process_is_seen_as_such() -> None:
 
 def test_supervisors_load_no_torch(tmp_path: Path) -> None:
     script = (
-        "import sys, interlace.resilience.supervisor; print(sorted({'torch', 'numpy', 'pydantic'} & {*sys.modules}))"
+        "import sys, interlace.resilience.supervisor.process; "
+        "print(sorted({'torch', 'numpy', 'pydantic'} & {*sys.modules}))"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Random layouts of a tiny model, random batches, and random tables that `interlace.run.table` would never make.
+"""Random layouts of a tiny model, random batches, and random tables that `interlace.run.tables.table` never makes.
 
 Every case follows from its seed alone. The oracle is one process (`test_parity.oracle`).
 """
@@ -18,7 +18,7 @@ from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import Checkpointing, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Chunk, Edge, Schedule, StepTable
-from tests.run.test_parity import oracle
+from tests.run.parity import oracle
 from tests.tiny import random_sample, tiny_mllm
 
 LANGUAGE = "language_model"
@@ -27,7 +27,7 @@ PLACEMENTS = ("parallel", "colocated", "shared", "replicated", "chain", "custom"
 
 @dataclass
 class Case:
-    """A model that runs in a layout. text: what to say of a case that fails."""
+    """A model that runs in a layout. text: description of the case for failure messages."""
 
     mllm: MultimodalModel
     parallel: ParallelModel
@@ -35,7 +35,9 @@ class Case:
 
 
 def random_layout(rng: random.Random, mllm: MultimodalModel) -> Layout:
-    """Of any placement; "custom": any stages on any ranks, merged, shared, copied, each replica cut otherwise."""
+    """A layout of any placement. "custom": any stages on any ranks, merged, shared or copied, each replica split
+    differently.
+    """
     names = mllm.modules_order()
     placement = rng.choice(PLACEMENTS)
     layers = {name: len(mllm.layer_list(name)) for name in names}
@@ -92,7 +94,7 @@ def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
 
 
 def kinds(layout: Layout) -> set[str]:
-    """What there is in a layout: degrees of encoders and of the language model, and how their lanes lie."""
+    """Features of a layout: degrees of encoders and of the language model, and positions of their lanes."""
     found, sizes = set(), {}
     for name, (spec, pipelines) in layout.modules.items():
         side = "language" if name == LANGUAGE else "encoder"
@@ -114,8 +116,9 @@ def kinds(layout: Layout) -> set[str]:
 
 
 def sweep(check: Callable[[int], Collection[str]], seeds: Iterable[int], due: Collection[str]) -> None:
-    """Checks the cases of the seeds, each of which says of what kinds it is. Each kind that is due has to be there
-    twice: so fewer seeds, or other draws, that leave one out are noticed."""
+    """Checks the cases of the seeds and collects the kinds that they cover. Each required kind must occur twice. So a
+    change of seeds or draws that loses a kind is noticed.
+    """
     found = Counter(kind for seed in seeds for kind in set(check(seed)))
     seldom = sorted(kind for kind in due if found[kind] < 2)
     assert not seldom, f"seldom or never met: {seldom} among {dict(found)}"
@@ -127,7 +130,7 @@ def random_checkpointing(rng: random.Random) -> Checkpointing:
 
 
 def random_case(rng: random.Random) -> Case:
-    """A model, some of it frozen, and a layout that runs it."""
+    """A model, partly frozen, and a layout that runs it."""
     encoders = rng.choice([("vision", "audio"), ("vision", "audio"), ("vision",), ("audio",), ()])
     tied, layers = rng.random() < 0.5, rng.choice([1, 2, 3])
     mllm = tiny_mllm(tied=tied, layers=layers, encoders=encoders)
@@ -144,7 +147,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def random_samples(rng: random.Random, mllm: MultimodalModel, count: int) -> list[Sample]:
-    """Some without images, without clips, without targets, but at least one target in all."""
+    """Some samples without images, clips or targets; at least one target in total."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     most = rng.choice([0, 1, 2])
     samples = []
@@ -209,7 +212,7 @@ def _pieces(
     chunks: list[tuple[str, int, list[int]]],
     where: dict[str, list[list[tuple[int, int]]]],
 ) -> dict[str, list[tuple[int, int, int, int, int]]]:
-    """Encoder -> what the chunks of the language model read of it."""
+    """Encoder -> pieces that the chunks of the language model read of it."""
     *encoders, language = parallel.mllm.modules_order()
     found: dict[str, list[tuple[int, int, int, int, int]]] = {name: [] for name in encoders}
     for name, pieces in found.items():
@@ -217,7 +220,7 @@ def _pieces(
             row = 0
             for i in mine if module == language else ():
                 length = sum(m.tokens for m in samples[i].media.get(name, ()))
-                cut = rng.randint(0, length) if rng.random() < 0.3 else length  # the rest from elsewhere, if it can be
+                cut = rng.randint(0, length) if rng.random() < 0.3 else length  # the rest: another source
                 for start, stop in ((0, cut), (cut, length)):
                     if start < stop:
                         source, first = rng.choice(where[name][i])
@@ -228,7 +231,7 @@ def _pieces(
 
 
 def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]]) -> None:
-    """Steps whose gradients add up; each is (what is given, options, its samples)."""
+    """Checks steps whose gradients add up. Each step is (input, options, its samples)."""
     mllm, parallel = case.mllm, case.parallel
     total: dict[str, torch.Tensor | None] = {}
     expected = []
@@ -250,7 +253,7 @@ def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]
             for name, parameter in mllm.named_parameters():
                 found, due = parameter.grad, sums[name]
                 assert (found is None) == (due is None), f"{name} has {'no' if found is None else 'a'} gradient"
-                if found is not None and due is not None:  # some are nothing but rounding: a bias before a softmax
+                if found is not None and due is not None:  # some are only rounding: a bias before a softmax
                     error = float((found - due).norm())
                     assert error <= 1e-5 * float(due.norm()) + 1e-7 * norm + 1e-9, (
                         f"{name}: {error} beside {due.norm()}"
@@ -262,7 +265,7 @@ def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]
 
 
 def _compare_views(parallel: ParallelModel) -> None:
-    """From now on a step fails after which ranks that hold one weight have not the same gradient of it."""
+    """From now on a step fails if ranks with the same weight have different gradients of it."""
     execute, names = parallel._execute, {id(parameter): name for name, parameter in parallel.mllm.named_parameters()}
 
     def compare(schedule: Schedule, *rest: Any) -> None:
@@ -275,7 +278,7 @@ def _compare_views(parallel: ParallelModel) -> None:
 
 
 def check_layout(seed: int) -> set[str]:
-    """A random layout, given one to three batches; returns of what kinds it is."""
+    """Checks a random layout with one to three batches; returns the kinds that it covers."""
     rng = random.Random(seed)
     case = random_case(rng)
     steps = []
@@ -302,7 +305,7 @@ def check_layout(seed: int) -> set[str]:
 
 
 def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: StepTable) -> str:
-    """A table with something wrong in it is refused before anything is computed; returns what was wrong."""
+    """Asserts that an invalid table is refused before any computation; returns the kind of error."""
     parallel, encoders = case.parallel, case.mllm.modules_order()[:-1]
     chunks, edges = list(table.chunks), list(table.edges)
     ways = ["replica", *(["unread", "gap", "twice"] if any(len(edge.pieces) for edge in edges) else [])]
@@ -336,7 +339,7 @@ def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: 
 
 
 def check_table(seed: int) -> set[str]:
-    """A random layout runs random tables, twice in a row; returns of what kinds they are."""
+    """Checks that a random layout runs random tables, twice in a row; returns the kinds that they cover."""
     rng = random.Random(seed)
     case = random_case(rng)
     steps = []

@@ -1,7 +1,7 @@
-"""Lists whose backwards are split, made of any schedule: W anywhere between its I and the sums of its weights.
+"""Schedules with split backwards, made from any schedule: W anywhere between its I and the sum of its weights.
 
-Any generator may put its W where it likes, so tests of the executor take them from here: seeded, at random places that
-the checker allows. The ranks of a lane have one order, and so have those that gather weights layer by layer.
+A generator may place W freely. So tests of the executor use these lists: seeded, at random places that the checker
+allows. The ranks of a lane have one order, and so have ranks that gather weights layer by layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENDS = (Op.REDUCE_GRAD, Op.RESHARD)
 def split_backwards(
     schedule: Schedule, seed: int = 0, *, share: float = 1.0, most: int = 6, in_order: bool = True
 ) -> Schedule:
-    """`schedule` with its backwards split, a `share` of them; W at most `most` compute actions of its lane after I.
+    """`schedule` with a `share` of its backwards split; W at most `most` compute actions of its lane after I.
 
     in_order: a stage adds up the gradients of chunks in the order of `schedule`, which gives the same bits.
     """
@@ -33,7 +33,7 @@ def split_backwards(
         return schedule
     graph, lists = schedule.graph, [list(actions) for actions in schedule.actions]
     layered = {a.module for actions in lists for a in actions if a.op is Op.UNSHARD_LAYERS}
-    lanes: dict[Lane, list[list[int]]] = defaultdict(list)  # per rank, the places in its list of what the lane computes
+    lanes: dict[Lane, list[list[int]]] = defaultdict(list)  # per rank, its indices of the lane's compute actions
     for rank, actions in enumerate(lists):
         found: dict[Lane, list[int]] = defaultdict(list)
         for place, action in enumerate(actions):
@@ -41,12 +41,12 @@ def split_backwards(
                 found[_lane(schedule, action, rank)].append(place)
         for lane, places in found.items():
             lanes[lane].append(places)
-    after: list[dict[int, list[Action]]] = [defaultdict(list) for _ in lists]  # place -> what is inserted behind it
+    after: list[dict[int, list[Action]]] = [defaultdict(list) for _ in lists]  # index -> actions inserted after it
     for lane, by_rank in lanes.items():
         first = lists[lane[0]]
         sequence = [first[place] for place in by_rank[0]]
         count: Counter[tuple[str, int]] = Counter()
-        last: dict[tuple[str, int], int] = {}  # where the weights of the last chunk are
+        last: dict[tuple[str, int], int] = {}  # position of the weights of the last chunk
         for at, action in enumerate(sequence):
             if action.op is not Op.BACKWARD:
                 continue
@@ -79,7 +79,7 @@ def _lane(schedule: Schedule, action: Action, rank: int) -> Lane:
 
 
 def _stop(actions: list[Action], places: list[int], at: int, action: Action) -> int:
-    """How many of the compute actions at `places` come before the weights of `action` are summed or given up."""
+    """Number of compute actions at `places` before the weights of `action` are summed or released."""
     for place in range(places[at], len(actions)):
         if actions[place].op in _ENDS and actions[place].module == action.module:
             return sum(other < place for other in places)
@@ -87,7 +87,7 @@ def _stop(actions: list[Action], places: list[int], at: int, action: Action) -> 
 
 
 def splitting(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **options: Any) -> None:
-    """From now on generators give split lists, which the checker proves like all others."""
+    """From now on generators return split lists, which the checker verifies as usual."""
     for name, generator in GENERATORS.items():
         monkeypatch.setitem(GENERATORS, name, partial(_generate, generator, seed, options))
 

@@ -1,4 +1,4 @@
-"""Streams of tiny samples for the tests: every item counts how often it is decoded, and by which thread."""
+"""Streams of tiny samples for tests. Every item counts its decodings and the threads that did them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from interlace.data.stream import IterableStream
+from interlace.data.streams.base import IterableStream
 from interlace.model import Media, Sample
 from tests.tiny import random_sample
 
 
 class Counted:
-    """Samples by name, and what was decoded of them."""
+    """Samples by name, and a record of decoded items."""
 
     def __init__(self, mllm, shards: Sequence[int], *, seed: int = 0, kinds: Sequence[tuple[int, int]] = ((1, 1),)):
         """shards: samples in each. kinds: (images, clips) of the samples in turn."""
@@ -64,7 +64,7 @@ class Counted:
         return load
 
     def samples(self, names: Sequence[str]) -> list[Sample]:
-        """Those of a batch, whole."""
+        """Complete samples of a batch."""
         return [self.whole[name] for name in names]
 
 

@@ -1,4 +1,4 @@
-"""LoRA in layers that ranks share: loss, gradients, norm and training are those of one process, in any layout."""
+"""LoRA in layers that ranks share: loss, gradients, norm and training equal those of one process, in any layout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
 from interlace.model.lora import add_lora
-from interlace.model.patterns import is_adapter
 from tests.model import zoo
-from tests.run import test_context_parallel, test_sharding, test_tensor_parallel
+from tests.run import context_parallel, sharding, tensor_parallel
+from tests.run.adapters import with_adapters
 from tests.run.random_cases import sweep
-from tests.run.test_sequence_parallel import check_step
-from tests.run.test_tensor_parallel import LLM, model
+from tests.run.sequence_parallel import check_step
+from tests.run.tensor_parallel import LLM, model
 from tests.tiny import random_microbatches
 
 pytest.importorskip("peft")
@@ -33,45 +33,35 @@ TARGETS = (
 DUE = {f"{side} {kind}" for side in ("encoder", "language") for kind in ("tp2", "cp2", "pp2", "optimizer", "full")}
 
 
-def with_adapters(mllm: MultimodalModel, targets: Sequence[str], rank: int = 2, seed: int = 0) -> MultimodalModel:
-    """The model with adapters that do something."""
-    add_lora(mllm, targets=targets, rank=rank, alpha=3)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in mllm.named_parameters():
-        if is_adapter(name):
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-    return mllm
-
-
 @pytest.fixture
 def adapted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of `test_sharding.check_case` have adapters."""
-    plain = test_tensor_parallel.random_model
+    """Adds adapters to the models of `sharding.check_case`."""
+    plain = tensor_parallel.random_model
 
     def random_model(rng: random.Random, encoders: Sequence[tuple[str, ...]]) -> tuple[MultimodalModel, list[str]]:
         mllm, what = plain(rng, encoders)
         targets = rng.choice(TARGETS)
         return with_adapters(mllm, targets, rng.randint(1, 3)), [*what, str(targets)]
 
-    monkeypatch.setattr(test_sharding, "random_model", random_model)
-    monkeypatch.setattr(test_context_parallel, "random_model", random_model)
+    monkeypatch.setattr(sharding, "random_model", random_model)
+    monkeypatch.setattr(context_parallel, "random_model", random_model)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(5, marks=pytest.mark.slow), 7])
 def test_random_layouts_train_adapters_as_one_process_does(seed: int, adapted: None) -> None:
-    """Adapters alone, and projectors: what shard = "optimizer" and "full" leave of them on a rank is trained there."""
-    test_sharding.check_case(seed)
+    """Adapters alone, and projectors: a rank trains the part that shard = "optimizer" or "full" leaves there."""
+    sharding.check_case(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_layouts_train_adapters_as_one_process_does(adapted: None) -> None:
-    sweep(test_sharding.check_case, range(8, 22), DUE)
+    sweep(sharding.check_case, range(8, 22), DUE)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_that_are_cut_and_dealt(sequence_parallel: bool) -> None:
-    """Loss, gradients and norm to 1e-5; what is frozen has no gradient on any rank."""
+    """Loss, gradients and norm to 1e-5; frozen weights have no gradient on any rank."""
     mllm = with_adapters(model(encoders=("vision",)), ["all-linear", "vision"])
     specs = {"vision": ParallelSpec(tp=2), LLM: ParallelSpec(tp=2, cp=2)}
     layout = Layout.from_specs(mllm, specs)
@@ -83,7 +73,7 @@ def test_layers_that_are_cut_and_dealt(sequence_parallel: bool) -> None:
 
 
 def test_norms_within_heads_and_adapters_share_a_sum() -> None:
-    """Qwen3's, trained whole beside adapters: both are sums over the ranks of a lane."""
+    """Qwen3's norms, trained beside adapters: both are summed over the ranks of a lane."""
 
     def qwen3(**changes: Any) -> Qwen3ForCausalLM:
         sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}

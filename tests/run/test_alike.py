@@ -1,4 +1,4 @@
-"""What forwards keep, from some layers of each kind: the same to the byte as from a run of all layers."""
+"""Memory of forwards from some layers of each kind: equal to the byte to a run of all layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from interlace.estimate import identical_layers as alike
+from interlace.estimate import traced
+from interlace.estimate.identical_layers import Alike, NotAlike, Storage
+from interlace.estimate.traced import activations_of
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Checkpointing, MultimodalModel
-from interlace.run import alike, traced
-from interlace.run.alike import Alike, NotAlike, Storage
-from interlace.run.traced import activations_of
 from tests.attention.hf_models import FIVE
 from tests.model import zoo
 
@@ -35,7 +36,7 @@ def gemma3() -> nn.Module:
 
 
 def mixed_experts() -> nn.Module:
-    """A dense layer, then experts, with a dense one in their middle."""
+    """A dense layer, then experts, with a dense layer in their middle."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0, 6]}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **experts, "num_hidden_layers": 12}))
 
@@ -111,7 +112,7 @@ class Everything(Alike):
 
 
 def kinds(text: str) -> list[Any]:
-    """Small letters are kinds of frozen layers, large ones of trained layers."""
+    """Lower-case letters are kinds of frozen layers, upper-case ones of trained layers."""
     return [(letter.lower(), (letter.isupper(),)) for letter in text]
 
 
@@ -141,7 +142,7 @@ def kept(size: int, *layers: int, home: int = -1, edge: int = -1) -> Storage:
 
 
 def given(**changes: Storage) -> list[Storage]:
-    """Of nine layers alike, of which 3, 4 and 5 are not run."""
+    """Nine identical layers, of which 3, 4 and 5 are not run."""
     ran = (0, 1, 2, 6, 7, 8)
     enters = [kept(4, *({i - 1, i} & {*ran}), home=i - 1, edge=i) for i in range(1, 9)]
     return [*enters, *(kept(8, i, home=i) for i in ran), kept(16, *ran), *changes.values()]

@@ -1,9 +1,8 @@
-"""`assign`: which microbatch takes which sample. Tables against the plan; one process is the oracle of steps."""
+"""`assign`: assignment of samples to microbatches. Tables are checked against the plan, steps against one process."""
 
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,34 +13,32 @@ from hypothesis import strategies as st
 
 from bench.lengths import draw
 from interlace import balance
+from interlace.costs.links import Links
+from interlace.costs.step import ScaledCosts
+from interlace.estimate.predictor import Predictor
+from interlace.estimate.step_flops import StepFlops
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan import analytic_costs
-from interlace.plan.links import Links
-from interlace.plan.step_costs import ScaledCosts
 from interlace.run import parallelize
-from interlace.run.assign import METHODS, Assigner, Method
-from interlace.run.flops import StepFlops
-from interlace.run.predictor import Predictor
-from interlace.run.table import Assignment, Lengths, step_table
-from interlace.run.work import ModuleWork, Work
+from interlace.run.tables.assign import METHODS, Assigner, Method
+from interlace.run.tables.table import Assignment, Lengths, step_table
+from interlace.run.tables.work import ModuleWork, Work
 from interlace.schedule import Op, StageGraph, check, gpipe, one_f_one_b
 from interlace.simulate import simulate
-from tests.run.test_parity import assert_same_gradient, oracle
+from tests.run.assign import LLM, NAMES, batch_of, layouts, model_of
+from tests.run.parity import assert_same_gradient, oracle
 from tests.tiny import random_sample, tiny_mllm
-
-LLM = "language_model"
-NAMES = ("vision", "audio", LLM)
 
 
 def graph_of(stages: dict[str, int], replicas: int) -> StageGraph:
-    """Every stage on a rank of its own, each one layer."""
+    """Every stage on its own rank, one layer each."""
     rank = itertools.count()
     ranks = {name: [next(rank) for _ in range(count)] for name, count in stages.items()}
     return StageGraph.build(ranks, [(name, LLM) for name in stages if name != LLM], replicas=replicas)
 
 
 def work_of(stages: dict[str, int]) -> Work:
-    """10 FLOPs a token forward, 20 backward; attention 1 and 2 per pair."""
+    """10 FLOPs per token forward, 20 backward; attention 1 and 2 per pair."""
     ones = lambda count, scale: np.tile(np.array([10, 1]) * scale, (count, 1)).astype(np.int64)  # noqa: E731
     made = {}
     for name, count in stages.items():
@@ -80,7 +77,7 @@ def test_tables_have_the_chunks_of_the_plan_and_their_lists_run(batch: Any) -> N
         for i, chunk in mine:
             assert (found.replica[chunk.samples] == chunk.replica).all()
             assert table.work[i] == sum(found.work[name][s] for s in chunk.samples)
-        # Row by row: slot after slot, first what is read in it, then, as a chunk of its own, what is read later.
+        # Row by row and slot by slot: rows read in the slot come first, then rows read later, as a chunk of their own.
         slot = found.llm_slot if name == LLM else found.encoder_slot
         members: dict[tuple[int, int, bool], list[int]] = {}
         for s in reads.tolist():
@@ -94,14 +91,14 @@ def test_tables_have_the_chunks_of_the_plan_and_their_lists_run(batch: Any) -> N
     has_media = np.any([rows > 0 for rows in lengths.rows.values()], axis=0)
     assert table.deferred.tolist() == np.flatnonzero((late > 0) & has_media).tolist()
     for durations in (None, assigner.durations(table)):
-        check(one_f_one_b(graph, table, durations=durations))  # proves that no rank waits for ever
+        check(one_f_one_b(graph, table, durations=durations))  # proves that no rank deadlocks
     check(gpipe(graph, table))
 
 
 @settings(max_examples=25)
 @given(batches())
-def test_entrain_is_never_simulated_slower_than_tokens_or_deferral(batch: Any) -> None:
-    """Each replica by itself, played by `simulate` on tables that are made here."""
+def test_entrain_is_never_slower_than_tokens_or_deferral(batch: Any) -> None:
+    """Each replica alone, simulated with `simulate` on tables made here."""
     graph, assigner, lengths, count = batch
     entrain = Assigner("entrain", graph.layout, assigner.work)
     found = entrain(lengths, count)
@@ -131,7 +128,7 @@ def test_entrain_is_never_simulated_slower_than_tokens_or_deferral(batch: Any) -
 @settings(max_examples=25)
 @given(batches())
 def test_what_is_compared_are_the_chunks_of_the_table(batch: Any) -> None:
-    """The outline that `Replica.span` plays, against `step_table`: the same chunks, costs and links."""
+    """The outline that `Replica.span` simulates has the same chunks, costs and links as `step_table`."""
     graph, assigner, lengths, count = batch
     one = Assigner(
         "entrain", graph_of({name: graph.layout.spec(name).pp for name in graph.modules}, 1).layout, assigner.work
@@ -146,15 +143,16 @@ def test_what_is_compared_are_the_chunks_of_the_table(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("mix", ["synthchartnet", "chartqa", "cocoqa", "llava_150k", "llava", "video"])
-def test_microbatches_are_as_even_as_they_can_be_at_the_dissertations_sizes(mix: str) -> None:
-    """512 samples, 4 replicas, microbatches of 4 (4.7.1): over all of them the deviation is near the least that any
-    assignment of the whole batch leaves, and on the dissertation's data 10 times below that of static ones."""
+def test_microbatches_are_near_the_least_possible_deviation(mix: str) -> None:
+    """512 samples, 4 replicas, microbatches of 4 (4.7.1): the deviation is near the least of any assignment of the
+    whole batch. On the dissertation's data it is 10 times below that of static assignments.
+    """
     drawn = draw(mix, 512, seed=3)
     graph = graph_of({"vision": 4, LLM: 4}, 4)
     costs = {
         "vision": [300_000, 5],
         LLM: [640_000, 33],
-    }  # kFLOPs a layer, of a token and of a pair: Llama 1b's proportions
+    }  # kFLOPs per layer, of a token and of a pair: proportions of Llama 1b
     made = {}
     for name, each in costs.items():
         forward = np.tile(np.array(each, np.int64), (4, 1))
@@ -195,26 +193,6 @@ def test_as_printed_is_algorithm_4() -> None:
     assert (found.llm_slot > found.encoder_slot).any()
 
 
-def model_of(name: str) -> Any:
-    """The model that runs in layout `name`."""
-    mllm = tiny_mllm()
-    if name == "unequal":
-        mllm.freeze("vision")
-    return mllm.train()
-
-
-def layouts(mllm: Any) -> dict[str, Layout]:
-    def specs(**given: ParallelSpec) -> dict[str, ParallelSpec]:
-        return {name: given.get(name, ParallelSpec()) for name in mllm.modules_order()}
-
-    return {
-        "stages": Layout.from_specs(mllm, specs(language_model=ParallelSpec(pp=2))),
-        "replicas": Layout.from_specs(mllm, {name: ParallelSpec(dp=2) for name in NAMES}),
-        "unequal": Layout.from_specs(mllm, specs(vision=ParallelSpec(dp=2), language_model=ParallelSpec(pp=2))),
-        "colocated": Layout.from_specs(mllm, {name: ParallelSpec(pp=2) for name in NAMES}, placement="colocated"),
-    }
-
-
 def test_replicas_that_are_cut_otherwise() -> None:
     mllm = tiny_mllm(encoders=("vision",)).train()
     ranks = itertools.count()
@@ -240,25 +218,8 @@ def test_replicas_that_are_cut_otherwise() -> None:
         assert_same_gradient(name, parameter.grad, gradients[name])
 
 
-@cache
-def batch_of(method: Method, name: str) -> list[Any]:
-    """Ten samples; of those with an image to defer the first that come."""
-    mllm = model_of(name)
-    assigner = Assigner(method, layouts(mllm)[name], Work.of(mllm))
-    for seed in range(100):
-        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        samples = [
-            random_sample(mllm, generator, images=int(i), clips=int(c), text=int(t))
-            for i, c, t in zip(rng.integers(0, 4, 10), rng.integers(0, 2, 10), rng.integers(2, 40, 10), strict=True)
-        ]
-        table = step_table(assigner.layout, lengths := Lengths.of(samples, NAMES[:2]), assignment=assigner(lengths, 3))
-        if lengths.rows["vision"][table.deferred].any() or method in ("tokens", "stratified"):
-            return samples
-    raise AssertionError(f"{method} defers nothing in {name}")
-
-
 ON = ("stages", "replicas", "unequal", "colocated")
-FAST = {*zip(METHODS, ON), *zip(METHODS, ON[2:] + ON[:2])}  # each method on two layouts, each layout under two methods
+FAST = {*zip(METHODS, ON), *zip(METHODS, ON[2:] + ON[:2])}  # each method on two layouts, each layout with two methods
 
 
 @pytest.mark.parametrize(
@@ -292,7 +253,7 @@ def test_a_predicted_step_is_of_the_table_of_the_run() -> None:
 
 
 def test_ranks_run_the_chunks_in_the_order_of_their_lists() -> None:
-    """What the encoder's stage is really given, forward by forward, is what its list says."""
+    """The input of the encoder's stage, forward by forward, follows its list."""
     mllm = tiny_mllm().train()
     samples = batch_of("as_printed", "stages")
     parallel = parallelize(mllm, layouts(mllm)["stages"], assign="as_printed")
@@ -310,12 +271,12 @@ def test_ranks_run_the_chunks_in_the_order_of_their_lists() -> None:
         assert starts == sorted(starts)
     late = {s for s in table.deferred.tolist() if samples[s].media.get("vision")}
     own = [set(table.chunks[c].samples.tolist()) for c in order]
-    assert late and all(chunk <= late or not chunk & late for chunk in own)  # deferred ones are among themselves
+    assert late and all(chunk <= late or not chunk & late for chunk in own)  # deferred samples are in separate chunks
 
 
 @pytest.mark.slow
 def test_work_is_what_steps_are_counted_to_take() -> None:
-    """`StepFlops` counts every product of a model that it runs on shapes; the estimate does not know convolutions."""
+    """`StepFlops` counts every product of a model that it runs on shapes; the estimate has no convolutions."""
     mllm = tiny_mllm().train()
     generator = torch.Generator().manual_seed(0)
     samples = [random_sample(mllm, generator, images=i % 3, clips=i % 2, text=6 + 5 * i) for i in range(6)]

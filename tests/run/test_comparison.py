@@ -1,4 +1,4 @@
-"""Ranks of a step that were not given the same, or did not sum the same, are told what differs; nobody trains on it."""
+"""Ranks with different inputs or different sums in a step get an error that says what differs, before the update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media
 from interlace.run import parallelize
 from interlace.run.comparison import of_samples
-from tests.run.test_parity import make_layout
+from tests.run.parity import make_layout
 from tests.tiny import random_microbatches, tiny_mllm
 
-# What rank 1 does otherwise, and what both ranks are told.
+# Difference of rank 1, and the error on both ranks.
 DIFFERENT = {
     "freezing": "parameters is fingerprint [0-9a-f]{16} on rank 0 but fingerprint [0-9a-f]{16} on rank 1",
     "layers": "parameters is fingerprint",
@@ -34,7 +34,7 @@ DIFFERENT = {
 
 
 def step(rank: int, ways: list[str]) -> list[tuple[str, bool]]:
-    """(what this rank is told, whether it has gradients afterwards) where rank 1 differs in one of `ways`."""
+    """(error on this rank, whether it has gradients afterwards) if rank 1 differs in one of `ways`."""
     told = []
     for way in ways:
         odd = way if rank == 1 else ""
@@ -79,8 +79,9 @@ def test_ranks_that_were_given_something_else_do_not_start(pool: Any) -> None:
 
 
 def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
-    """(what this rank is told, whether its gradients of the step before are untouched) when batches differ, or one is
-    refused. Without images the language model of dp = 1 talks to nobody."""
+    """(error on this rank, whether its gradients of the previous step are unchanged) if batches differ, or one is
+    refused. Without images the language model of dp = 1 does not communicate.
+    """
     told = []
     for odd in ("differs", "refused"):
         mllm = tiny_mllm(encoders=("vision",) if dp == 1 else ())
@@ -103,7 +104,7 @@ def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_step_that_nobody_runs_leaves_the_gradients_of_earlier_ones(dp: int, pool: Any) -> None:
+def test_refused_step_keeps_the_gradients_of_earlier_steps(dp: int, pool: Any) -> None:
     here, there = pool.returned(2, refused_after_a_step, dp, timeout=180)
     assert "not given the same" in here[0][0] == there[0][0]
     assert "at least one sample" in here[1][0] and "rank 0 refused" in there[1][0]

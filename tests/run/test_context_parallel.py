@@ -1,172 +1,37 @@
-"""Context parallelism inside the lanes of a pipeline: loss, gradients and norm are those of one process."""
+"""Context parallelism inside the lanes of a pipeline: loss, gradients and norm equal those of one process."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from interlace.comm.channel import Tag
-from interlace.comm.channel_local import LocalChannel
-from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.comm.channels.base import Tag
+from interlace.comm.channels.local import LocalChannel
+from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
 from interlace.parallel.context import ORDERS
 from interlace.run import ParallelModel, PipelineError, parallelize
 from tests.distributed.workers import run_ranks
 from tests.model import zoo
-from tests.model.test_encoders import pixtral, yolos
-from tests.model.test_packing import lfm2
-from tests.run.random_cases import _compare_views, kinds, random_checkpointing, random_samples, sweep
-from tests.run.test_parity import oracle
-from tests.run.test_tensor_parallel import (
+from tests.model.encoders import pixtral, yolos
+from tests.model.packing import lfm2
+from tests.run.context_parallel import check_case, compare
+from tests.run.parity import oracle
+from tests.run.random_cases import sweep
+from tests.run.tensor_parallel import (
     DRAWN,
     LLM,
-    PLACEMENTS,
-    accepted,
-    assert_gradient,
-    compare_holders,
     model,
     no_memory,
-    norm_of,
-    random_model,
 )
 from tests.tiny import random_microbatches, random_sample
 
 SEEDS = 4
-WAYS = [(1, 2), (1, 2), (1, 3), (2, 2)]  # tp, cp
 DUE = DRAWN | {"copies", "overlapping lanes", *(f"context_order={order}" for order in ORDERS)}
 DUE |= {f"{side} {degree}" for side in ("encoder", "language") for degree in ("tp2", "cp2", "cp3", "pp2", "dp2")}
-
-
-def random_specs(rng: random.Random, placement: str, names: list[str], layers: int) -> dict[str, ParallelSpec]:
-    def spec(ways: list[tuple[int, int]]) -> ParallelSpec:
-        tp, cp = rng.choice(ways)
-        return ParallelSpec(tp=tp, cp=cp, pp=rng.randint(1, layers), dp=rng.choice([1, 1, 2]))
-
-    any_way = [*WAYS, (1, 1), (2, 1), (3, 1)]
-    if placement == "shared":
-        world = rng.choice([2, 4, 6])
-        ways = [
-            ParallelSpec(tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp))
-            for tp in (1, 2, 3)
-            for cp in (1, 2, 3)
-            for pp in range(1, layers + 1)
-            if world % (tp * cp * pp) == 0
-        ]
-        specs = {name: rng.choice(ways) for name in names}
-        specs[LLM] = rng.choice([way for way in ways if way.cp > 1])
-        return specs
-    if placement == "colocated":
-        merged = spec(any_way)
-        return {**dict.fromkeys(names[:-1], merged), LLM: spec(WAYS)}
-    return {name: spec(WAYS if name == LLM else any_way) for name in names}
-
-
-def custom_layout(rng: random.Random, mllm: MultimodalModel, copied: bool) -> Layout:
-    """Lanes that share ranks in any way, each module's with groups of its own; or encoders on all of the stages' lanes.
-
-    On one lane a module may be tensor parallel where another is context parallel.
-    """
-    modules: dict[str, Any] = {}
-    ways = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4)]}
-    size, pp = rng.choice([2, 2, 3, 4]), rng.randint(1, 2)
-    lanes = [Lane(tuple(range(i * size, (i + 1) * size))) for i in range(pp)]
-    for name in mllm.modules_order():
-        layers = len(mllm.layer_list(name))
-        tp, cp = rng.choice(ways[size][:1] if name == LLM else ways[size])
-        cuts = [0, 1, layers] if pp == 2 else [0, layers]
-        if name == LLM or not copied:
-            at = lanes
-            if not copied:
-                size, pp = rng.choice([1, 2, 3, 4]) if name != LLM else rng.choice([2, 3, 4]), rng.randint(1, 2)
-                tp, cp = rng.choice(ways[size][:1] if name == LLM else ways[size])
-                cuts = [0, 1, layers] if pp == 2 else [0, layers]
-                at = [Lane(tuple(sorted(rng.sample(range(4), size)))) for _ in range(pp)]
-            stages = tuple(Stage(name, i, cuts[i], cuts[i + 1], lane) for i, lane in enumerate(at))
-        else:
-            stages = (Stage(name, 0, 0, layers, lanes[0], tuple(lanes[1:])),)
-        modules[name] = ParallelSpec(tp=tp, cp=cp, pp=len(stages)), (Pipeline(name, 0, stages),)
-    used = sorted({r for _, ps in modules.values() for p in ps for s in p.stages for q in s.lanes for r in q.ranks})
-    new = {rank: i for i, rank in enumerate(used)}
-
-    def moved(lane: Lane) -> Lane:
-        return Lane(tuple(new[rank] for rank in lane.ranks))
-
-    def again(stage: Stage) -> Stage:
-        return Stage(
-            stage.module, stage.index, stage.start, stage.stop, moved(stage.lane), tuple(map(moved, stage.copies))
-        )
-
-    return Layout(
-        {
-            name: (spec, tuple(Pipeline(name, p.replica, tuple(map(again, p.stages))) for p in pipelines))
-            for name, (spec, pipelines) in modules.items()
-        },
-        len(used),
-    )
-
-
-def random_layout(rng: random.Random, mllm: MultimodalModel, placement: str) -> Layout:
-    if placement in ("replicated", "custom"):
-        return custom_layout(rng, mllm, placement == "replicated")
-    names = mllm.modules_order()
-    specs = random_specs(rng, placement, names, len(mllm.layer_list(LLM)))
-    return Layout.from_specs(mllm, specs, placement=placement)
-
-
-def compare(parallel: ParallelModel, batch: Any, times: int = 1, **options: Any) -> None:
-    """A step gives the loss and the gradients of one process, `times` steps' worth of them."""
-    mllm = parallel.mllm
-    groups = batch if isinstance(batch[0], list) else [batch]
-    kept = [p.grad for p in mllm.parameters()]
-    loss, gradients = oracle(mllm, groups)
-    norm = norm_of(gradients, mllm)
-    for parameter, gradient in zip(mllm.parameters(), kept, strict=True):
-        parameter.grad = gradient
-    result = parallel.step(batch, **options)
-    assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"loss {result.loss}, not {loss}"
-    found = parallel.full_gradients()
-    for name, expected in gradients.items():
-        if name in found:
-            assert_gradient(name, found[name], None if expected is None else times * expected, norm)
-    told = parallel.clip_grad_norm_(1e9)
-    assert abs(told - times * norm) <= 1e-6 * times * norm + 1e-9, f"norm {told}, not {times * norm}"
-
-
-def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)) -> set[str]:
-    """One layout, one model, two steps; returns of what kinds they are."""
-    rng = random.Random(seed)
-    placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    mllm, what = random_model(rng, [("vision", "audio"), ("vision",), ("vision", "audio"), ()])
-    samples = random_samples(rng, mllm, rng.randint(2, 6))
-    options: dict[str, Any] = {
-        "checkpointing": random_checkpointing(rng),
-        "schedule": rng.choice(["1f1b", "1f1b", "gpipe"]),
-        "context_order": rng.choice(ORDERS),
-    }
-    if all(not p.requires_grad for p in mllm.parameters()):
-        mllm.unfreeze(LLM)
-    parallel = accepted(
-        lambda: random_layout(rng, mllm, placement), lambda layout: layout.world in worlds, mllm, transport, options
-    )
-    layout = parallel.layout
-    specs = {name: layout.spec(name) for name in layout.modules}
-    where = f"seed {seed}: {placement}, {what}, {options}\n{specs}\n{layout.describe()}\n"
-    mllm.zero_grad()
-    compare_holders(parallel)
-    _compare_views(parallel)
-    for times in (1, 2):
-        try:
-            compare(parallel, samples, times, microbatches=rng.choice([1, 2, 3]))
-        except Exception as error:
-            raise AssertionError(f"{where}step {times}: {type(error).__name__}: {error}") from error
-    with torch.no_grad():
-        loss = float(mllm(**mllm.collate(samples)).loss)
-    assert parallel.evaluate(samples).loss == pytest.approx(loss, rel=1e-5)
-    return {placement, *what, *(f"{name}={value}" for name, value in options.items())} | kinds(layout)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -185,10 +50,10 @@ def of_specs(mllm: MultimodalModel, **specs: dict[str, int]) -> Layout:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_fewer_tokens_than_ranks_and_ranks_without_targets_or_placeholders(order: str) -> None:
-    """Of 2 tokens among 4 ranks, of an image of one patch among 3; targets at the end alone, of neighbours' ranks."""
+def test_few_tokens_and_ranks_without_targets_or_placeholders(order: str) -> None:
+    """2 tokens on 4 ranks, an image of one patch on 3; targets only at the end, or on neighbouring ranks."""
     mllm = model(encoders=("vision",))
-    mllm.freeze(LLM)  # a rank without a placeholder takes gradients back all the same
+    mllm.freeze(LLM)  # a rank without a placeholder still receives gradients
     mllm.train()
     generator = torch.Generator().manual_seed(0)
     batch = [[random_sample(mllm, generator, images=images, text=text)] for images, text in ((1, 2), (0, 1), (2, 3))]
@@ -204,7 +69,7 @@ def test_a_batch_of_text_leaves_the_encoders_untouched() -> None:
 
 
 def test_windows_and_callbacks_of_encoders() -> None:
-    """Layers that narrow the plan, and callbacks that are given whole chunks on every rank."""
+    """Layers that narrow the plan, and callbacks that get whole chunks on every rank."""
 
     def mistral(**changes: Any) -> MistralForCausalLM:
         sizes = {"hidden_size": 16, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}
@@ -266,7 +131,7 @@ def test_each_rank_is_sent_the_rows_of_its_own_placeholders(monkeypatch: pytest.
     assert sum(count for (sender, _), count in sent.items() if sender >= 2) == rows  # their gradients
 
 
-def test_what_cannot_be_dealt_is_refused_and_says_what_to_choose() -> None:
+def test_unsupported_cp_is_refused_with_alternatives() -> None:
     def parallel(mllm: MultimodalModel, **specs: dict[str, int]) -> ParallelModel:
         return parallelize(mllm, of_specs(mllm, **specs))
 
@@ -301,7 +166,7 @@ LAYOUTS = [
 
 
 def fixed(rank: int, numbers: list[int]) -> int:
-    """Some of LAYOUTS with each order in turn; ranks that were told different ones."""
+    """Some of LAYOUTS with each order in turn; orders that differ between ranks."""
     for number in numbers:
         specs = LAYOUTS[number]
         mllm = model(tied=number % 2 == 0, encoders=("vision",) if "vision" in specs else ())

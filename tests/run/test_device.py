@@ -1,4 +1,4 @@
-"""What is different on a GPU, as far as a CPU can show it; the meta device stands in for one."""
+"""Steps on a GPU, as far as a CPU can test them; the meta device replaces the GPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.plan import TENSOR_FIELDS
-from interlace.comm import channel_group
+from interlace.comm.channels import process_group as channel_group
 from interlace.layout import Layout, ParallelSpec
 from interlace.masks import BitfieldMask
 from interlace.model import Media
-from interlace.run import device as devices
 from interlace.run import parallelize
-from interlace.run.batch import collator
-from interlace.run.device import device_of, moved
+from interlace.run.execute import device as devices
+from interlace.run.execute.device import device_of, moved
 from interlace.run.graph import edges
+from interlace.run.tables.batch import collator
 from interlace.schedule import Op
-from tests.distributed.test_pipeline import REPRESENTATIVE, parity
+from tests.distributed.pipeline import REPRESENTATIVE, parity
 from tests.distributed.workers import run_ranks
-from tests.run.test_parity import make_layout
+from tests.run.parity import make_layout
 from tests.tiny import random_microbatches, tiny_mllm
 
 META = torch.device("meta")
@@ -31,7 +31,7 @@ Pair = namedtuple("Pair", "ids names")
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in a value, but for lengths."""
+    """All tensors in a value, except lengths."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, AttentionPlan):
@@ -70,7 +70,7 @@ def test_what_stages_are_given_lies_on_their_device():
     mllm = tiny_mllm()
     samples = [sample for group in random_microbatches(mllm, "all") for sample in group]
     table = parallelize(mllm, make_layout(mllm, "parallel", 3)).table(samples)
-    stages = [(name, stage) for name in mllm.modules_order() for stage in range(3)]  # a first one, and two that follow
+    stages = [(name, stage) for name in mllm.modules_order() for stage in range(3)]  # a first stage, and two later ones
     here, away = (collator(mllm, table, samples, stages, device) for device in (torch.device("cpu"), META))
     for i, chunk in enumerate(table.chunks):
         for first in (True, False):
@@ -120,7 +120,7 @@ def test_events_become_seconds_of_the_programs_clock(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("placement", ["parallel", "colocated", "replicated", "shared"])
 def test_every_message_goes_over_an_edge_of_the_layout(placement: str) -> None:
-    """And on all edges something may go; a communicator is made for each."""
+    """All edges may be used; each has a communicator."""
     mllm = tiny_mllm(layers=2)
     modules = mllm.modules_order()
     for degrees in ({}, {"language_model": 2}, dict.fromkeys(modules, 2)):
@@ -147,19 +147,19 @@ def test_every_message_goes_over_an_edge_of_the_layout(placement: str) -> None:
 
 
 def apart(rank: int, world: int, cases: list[int]) -> int:
-    """Parity with headers on the host's group and tensors on a group per edge, as on GPUs."""
+    """Parity with headers on the host's group and tensors on one group per edge, as on GPUs."""
     channel_group.EDGES, channel_group.SUMS = {"cpu": "gloo"}, {"cpu": "gloo"}
     return parity(rank, world, [REPRESENTATIVE[case] for case in cases])
 
 
 @pytest.mark.parametrize("cases", [[0], pytest.param([3, 5], marks=pytest.mark.slow)], ids=str)
-def test_tensors_on_communicators_of_their_own_equal_one_process(cases: list[int]) -> None:
+def test_separate_communicators_for_tensors_equal_one_process(cases: list[int]) -> None:
     for kind, value in run_ranks(3, apart, 3, cases):
         assert kind == "returned" and value > 0, value
 
 
 def not_an_edge(rank: int) -> str:
-    from interlace.comm.channel import CommError, Tag
+    from interlace.comm.channels.base import CommError, Tag
 
     channel_group.EDGES = {"cpu": "gloo"}
     here = channel_group.GroupChannel(["a"], 20.0)

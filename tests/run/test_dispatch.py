@@ -1,4 +1,4 @@
-"""`train.balance`: which replica takes which sample. One process is the oracle of steps, the library that of loads."""
+"""`train.balance`: assignment of samples to replicas. Steps are checked against one process, loads by the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,26 +18,13 @@ from interlace.data import Loader
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
 from interlace.run import parallel_model, parallelize
-from interlace.run.ahead import TablesAhead
-from interlace.run.batch import GlobalBatch
-from interlace.run.dispatch import BALANCES, Dispatcher, Phase
-from interlace.run.table import Lengths, step_table
-from tests.run.test_parity import assert_same_gradient, oracle
-from tests.tiny import random_sample, tiny_mllm
-
-LLM = "language_model"
-NAMES = ("vision", "audio", LLM)
-
-
-def batch_of(mllm: Any, kind: str, count: int = 11) -> list[Sample]:
-    """uneven: many media in a few samples; one modality: no audio; text: none at all."""
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for i in range(count):
-        images = 0 if kind == "text" else (4 if i in (0, 1) else i % 3 % 2)
-        clips = 0 if kind != "uneven" else (3 if i == 2 else i % 2)
-        found.append(random_sample(mllm, generator, images=images, clips=clips, text=3 + 7 * (i % 4)))
-    return found
+from interlace.run.tables.ahead import TablesAhead
+from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.dispatch import BALANCES, Dispatcher, Phase
+from interlace.run.tables.table import Lengths, step_table
+from tests.run.dispatch import LLM, NAMES, batch_of
+from tests.run.parity import assert_same_gradient, oracle
+from tests.tiny import tiny_mllm
 
 
 def layout_of(mllm: Any, placement: str, degrees: tuple[int, int, int]) -> Layout:
@@ -69,7 +55,7 @@ def check_parity(placement: str, degrees: tuple[int, int, int], method: Any, kin
         assert_same_gradient(name, parameter.grad, gradients[name])
 
 
-REPRESENTATIVE = [  # every method, placement and batch once; the slow test has all of them together
+REPRESENTATIVE = [  # every method, placement and batch once; the slow test has all combinations
     ("parallel", (2, 3, 2), "per_module", "uneven"),
     ("parallel", (4, 1, 2), "llm", "one modality"),
     ("colocated", (3, 3, 2), "none", "uneven"),
@@ -128,7 +114,7 @@ def _mllm() -> Any:
 @settings(max_examples=30, deadline=None)
 @given(dispatched())
 def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
-    """Per module: the cost of each replica's samples, as `post_balance` deals them, in any order of replicas."""
+    """Per module: the cost of each replica's samples, as dealt by `post_balance`, in any order of replicas."""
     dispatcher, lengths, count = drawn
     layout = dispatcher.layout
     found = dispatcher(lengths)
@@ -167,8 +153,8 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
                 assert (c.samples * layout.spec(c.module).dp // len(lengths) == c.replica).all()
 
 
-def test_replicas_on_one_rank_keep_what_they_read_and_nodes_most_of_it() -> None:
-    """Batches of an encoder that each are read by one replica go to that replica, or to its node."""
+def test_dispatch_keeps_rows_on_their_rank_or_node() -> None:
+    """Encoder batches that are read by one replica go to that replica, or to its node."""
     mllm = tiny_mllm(layers=1)
     layout = layout_of(mllm, "shared", (4, 4, 4))
     rows = np.array([50, 40, 30, 20], np.int64)
@@ -223,7 +209,7 @@ def test_what_the_executor_computes_is_what_was_predicted(monkeypatch: pytest.Mo
 
 
 class Counted:
-    """A dataset whose media count how often they are decoded."""
+    """A dataset whose media count their decodings."""
 
     def __init__(self, samples: list[Sample], decoded: Counter[tuple[int, str, int]]) -> None:
         self.samples, self.decoded = samples, decoded
@@ -248,8 +234,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("method", BALANCES)
-def test_a_rank_decodes_each_item_that_it_computes_with_once_and_no_other(method: Any) -> None:
-    """Every rank with a loader of its own, as in processes; the step itself decodes nothing more."""
+def test_rank_decodes_exactly_the_items_it_needs_once(method: Any) -> None:
+    """Every rank has its own loader, as in processes; the step itself decodes nothing more."""
     mllm = tiny_mllm(layers=1)
     samples = batch_of(mllm, "uneven")
     layout = layout_of(mllm, "parallel", (2, 3, 2))
@@ -261,7 +247,7 @@ def test_a_rank_decodes_each_item_that_it_computes_with_once_and_no_other(method
         with Loader(
             Counted(samples, decoded), len(samples), shuffle=False, wanted=lambda batch: parallel.wanted(batch, 2)
         ) as loader:
-            loader._load(loader._make(0, 0))  # what its thread does for each batch
+            loader._load(loader._make(0, 0))  # as its thread does for each batch
         stage = layout.of_rank(rank)[0]
         replica = layout.replica(rank, stage.module)
         mine = [c for c in table.chunks if (c.module, c.replica) == (stage.module, replica)]
@@ -293,7 +279,7 @@ def test_a_table_that_was_planned_is_not_made_again(monkeypatch: pytest.MonkeyPa
         patch.setattr(Dispatcher, "__call__", lambda *_: pytest.fail("planned in the step"))
         result = parallel.step(samples, 2, place=(0, 1, 2))
     assert result.table.digest == expected.digest
-    other = parallel.step(samples, 1)  # cut otherwise: made anew
+    other = parallel.step(samples, 1)  # a different cut: made again
     assert other.table.digest != expected.digest
     timeline = parallel.timeline()
     assert timeline.planning == [[] for _ in range(5)]
@@ -304,7 +290,7 @@ def test_a_table_that_was_planned_is_not_made_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_tables_are_kept_for_as_many_batches_as_are_read_ahead() -> None:
-    """data.prefetch may be any number; of batches that nobody has any more none is kept."""
+    """data.prefetch may be any number; tables of finished batches are dropped."""
     mllm = tiny_mllm(layers=1)
     layout = layout_of(mllm, "parallel", (1, 1, 1))
     tables = TablesAhead()

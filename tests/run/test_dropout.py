@@ -1,4 +1,4 @@
-"""Random numbers in lanes of several ranks: refused where ranks would draw apart, and nowhere else."""
+"""Random numbers in lanes of several ranks: refused where ranks would draw different ones, and only there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from interlace.model import MultimodalModel
 from interlace.run import PipelineError, parallelize
 from tests.comm.pool import Pool
 from tests.model import zoo
-from tests.run.test_parity import oracle
-from tests.run.test_tensor_parallel import LLM, assert_gradient, model, norm_of
+from tests.run.parity import oracle
+from tests.run.tensor_parallel import LLM, assert_gradient, model, norm_of
 from tests.tiny import random_microbatches
 
 
@@ -37,9 +37,9 @@ def test_dropout_in_a_lane_is_refused_before_any_step(degree: str) -> None:
     with pytest.raises(ValueError, match=rf"language_model has .*{degree} = 2.* drops .*{what}.*set that to 0, freeze"):
         parallelize(mllm, several)
     parallelize(mllm, layout_of(mllm, **{"vision": ParallelSpec(**{degree: 2}), LLM: ParallelSpec(pp=2)}))
-    parallelize(mllm.eval(), several)  # to be evaluated
+    parallelize(mllm.eval(), several)  # for evaluation
     mllm.freeze(LLM)
-    parallelize(mllm.train(), several)  # what is frozen drops nothing
+    parallelize(mllm.train(), several)  # frozen modules have no dropout
     mllm.unfreeze(LLM)
     drop(mllm, 0.0)
     for layer in mllm.language_model.model.layers:
@@ -48,7 +48,7 @@ def test_dropout_in_a_lane_is_refused_before_any_step(degree: str) -> None:
 
 
 def test_rates_of_a_config_are_seen() -> None:
-    """Not only modules: HuggingFace keeps rates as numbers, of an attention too."""
+    """Also outside of modules: HuggingFace keeps some rates as numbers, e.g. for attention."""
     for changes, key in (({"dropout": 0.1}, "dropout"), ({"activation_dropout": 0.2}, "activation_dropout")):
         mllm = zoo.build(vision=None, audio=lambda made=changes: zoo.whisper(**made)).train()
         with pytest.raises(ValueError, match=rf"audio has tp = 2.* drops .*encoders.audio.* has {key} = 0\.[12]"):
@@ -59,7 +59,7 @@ def test_rates_of_a_config_are_seen() -> None:
 
 
 class Drawing(nn.Module):
-    """Draws, and changes nothing: one process is the oracle then. No number tells of it."""
+    """Draws random numbers without any effect, so one process is the oracle. It has no dropout rate."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def in_processes(rank: int) -> str:
     loss, gradients = oracle(mllm, batch)
     mllm.zero_grad()
     specs = {"vision": ParallelSpec(dp=2), LLM: ParallelSpec(tp=2)}
-    shared = Layout.from_specs(mllm, specs, placement="shared")  # what a rank draws in a module of its own alone
+    shared = Layout.from_specs(mllm, specs, placement="shared")  # random numbers in a module of a single rank
     parallel = parallelize(mllm, shared, transport="distributed", timeout=30)
     assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in parallel.full_gradients().items():
@@ -91,6 +91,6 @@ def in_processes(rank: int) -> str:
     return "done"
 
 
-def test_what_a_rank_draws_alone_is_its_own_and_what_a_lane_draws_is_refused(pool: Pool) -> None:
+def test_dropout_is_allowed_on_one_rank_and_refused_in_a_lane(pool: Pool) -> None:
     outcomes = pool.run(2, in_processes)
     assert [outcome.value for outcome in outcomes] == ["done"] * 2

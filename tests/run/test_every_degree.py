@@ -1,6 +1,6 @@
-"""Layouts that a config can name, on up to eight processes: loss, gradients and norm are those of one process.
+"""Layouts that a config can name, on up to eight processes: loss, gradients and norm equal those of one process.
 
-Random ones are in test_tensor_parallel, test_sequence_parallel, test_context_parallel and test_sharding.
+Random layouts are in test_tensor_parallel, test_sequence_parallel, test_context_parallel and test_sharding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import parallelize
 from tests.distributed.workers import run_ranks
-from tests.run.test_context_parallel import LLM, compare, model
-from tests.run.test_sharding import check_training
+from tests.run.context_parallel import LLM, compare
+from tests.run.sharding import check_training
+from tests.run.tensor_parallel import model
 from tests.tiny import random_microbatches
 
 # World -> name -> (placement, degrees of the vision encoder, degrees of the language model).
@@ -57,7 +58,7 @@ def every(rank: int, world: int) -> int:
             continue
         compare(parallel, batch)
         parallel.zero_grad()
-        compare(parallel, random_microbatches(mllm, "text", count=2))  # nobody reads the encoder
+        compare(parallel, random_microbatches(mllm, "text", count=2))  # no consumer of the encoder
     return len(LAYOUTS[world])
 
 

@@ -1,5 +1,6 @@
-"""Every schedule on every layout of test_virtual_stages.py, with deferral and without, whatever is frozen: the loss and
-gradients of one process."""
+"""Every schedule on every layout of test_virtual_stages.py, with and without deferral, with any modules frozen: loss
+and gradients equal those of one process.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch
 from interlace.layout import Layout
 from interlace.run import parallelize
 from interlace.schedule import GENERATORS
-from tests.run.test_parity import assert_same_gradient, oracle
-from tests.run.test_virtual_stages import LAYOUTS, made
+from tests.run.parity import assert_same_gradient, oracle
+from tests.run.virtual_stages import LAYOUTS, made
 from tests.tiny import random_sample
 
 FREEZING = {"nothing": (), "an encoder": ("vision",), "encoders": ("vision", "audio"), "all but projectors": None}
@@ -22,7 +23,7 @@ QUICK = PAIRS[::13]  # each schedule once, each on another layout
 
 
 def check_case(number: int, schedule: str, name: str) -> int:
-    """number: chooses what is frozen, deferred and recomputed. Returns how many samples were deferred."""
+    """number: selects the frozen, deferred and recomputed parts. Returns the number of deferred samples."""
     mllm, layout = made(name)
     chosen = list(FREEZING.values())[number // 2 % 4]
     for path in ("vision", "audio", "language_model") if chosen is None else chosen:
@@ -48,7 +49,7 @@ def check_case(number: int, schedule: str, name: str) -> int:
 
 
 def deferrable(layout: Layout) -> bool:
-    """Encoders of a "shared" layout run all samples of a step before anybody reads them."""
+    """Encoders of a "shared" layout run all samples of a step before the first consumer."""
     return layout.placement != "shared"
 
 
@@ -62,6 +63,6 @@ def test_a_case_of_every_schedule():
 def test_every_schedule_on_every_layout(schedule):
     first = list(GENERATORS).index(schedule)
     mine = enumerate(layout for name, layout in PAIRS if name == schedule)
-    # Among the schedules every layout meets deferral and none, and all that is frozen.
+    # Over the schedules, every layout is covered with and without deferral, and with all frozen sets.
     deferred = [check_case(number + first, schedule, layout) for number, layout in mine]
     assert sum(map(bool, deferred)) >= 3

@@ -1,4 +1,4 @@
-"""Experts in tensor-parallel lanes: whole on every rank, on its own rows or on all. One process is the oracle."""
+"""Experts in tensor-parallel lanes: whole on every rank, on its own rows or on all rows. The oracle is one process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from interlace.estimate import traced
+from interlace.estimate.traced import activations_of
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import IGNORE, MultimodalModel
 from interlace.plan.memory import Load
-from interlace.run import parallelize, traced
-from interlace.run.traced import activations_of
+from interlace.run import parallelize
 from tests.attention.hf_models import FIVE
 from tests.model import zoo
-from tests.run.test_parity import oracle
-from tests.run.test_tensor_parallel import LLM, assert_gradient, norm_of
+from tests.run.parity import oracle
+from tests.run.tensor_parallel import LLM, assert_gradient, norm_of
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": zoo.VOCAB}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -60,7 +61,7 @@ def test_experts_equal_one_process(family: str, sequence_parallel: bool, shard: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None:
-    """As autograd keeps it in a real forward of all samples, within what small things round."""
+    """Equal to what autograd keeps in a real forward of all samples, except for rounding of small tensors."""
     mllm = model(family).train()
     generator = torch.Generator().manual_seed(0)
     samples = [zoo.sample(mllm, generator, n) for n in (40, 24)]
@@ -79,7 +80,7 @@ def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None
     found = activations_of(model(family).to("meta").train(), Layout.from_specs(mllm, {LLM: ParallelSpec()}))[LLM]
     load = Load(sum(map(len, samples)), sum(int((sample.labels != IGNORE).sum()) for sample in samples))
     assert found.of_stage(0, 2, load) == pytest.approx(real, rel=0.05)
-    with FakeTensorMode():  # what stands in for PyTorch's own rule, which knows bfloat16 alone
+    with FakeTensorMode():  # the replacement of PyTorch's own rule, which supports only bfloat16
         like = torch.empty(10, 24, dtype=torch.bfloat16), torch.empty(4, 24, 16, dtype=torch.bfloat16)
         offs = torch.empty(4, dtype=torch.int32)
         expected = torch._grouped_mm(*like, offs=offs), torch._grouped_mm(like[0].t(), like[0], offs=offs)
@@ -91,10 +92,10 @@ def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
-def test_a_shard_that_would_leave_trained_experts_whole_is_refused(shard: Any) -> None:
+def test_shard_that_leaves_trained_experts_whole_is_refused(shard: Any) -> None:
     mllm = model("qwen3_moe")
     layout = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2, dp=2, shard=shard)})
     with pytest.raises(ValueError, match=f"shard = '{shard}'.*experts.*stay whole.*set sequence_parallel to false"):
         parallelize(mllm, layout)
-    alone = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2, shard=shard)})  # nobody to share with
+    alone = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2, shard=shard)})  # no other rank in the lane
     parallelize(mllm, alone)

@@ -1,4 +1,4 @@
-"""FLOPs of a step, against those that torch counts in HuggingFace's own modules with eager attention."""
+"""FLOPs of a step, against torch's count for HuggingFace's own modules with eager attention."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from interlace.attention._hf_limits import Limits
+from interlace.attention.hf.limits import Limits
+from interlace.estimate.step_flops import Flops, StepFlops, Uncountable, total
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, loss
 from interlace.model.collate import JOINED, collate_language
+from interlace.model.counting.pairs import Document, visible
 from interlace.model.lora import add_lora
-from interlace.model.pairs import Document, visible
-from interlace.run.flops import Flops, StepFlops, Uncountable, total
+from tests.run.flops import counted
 from tests.tiny import FRAMES, MELS, PATCH, PLACEHOLDERS, VOCAB, tiny_mllm
 
 LLM = "language_model"
-
-
-def counted(run: Any) -> int:
-    """FLOPs of what `run` computes and of its backward."""
-    with FlopCounterMode(display=False) as counter:
-        made = run()
-        if made.requires_grad:
-            made.sum().backward()
-    return int(counter.get_total_flops())
 
 
 def eager(module: nn.Module) -> Any:
@@ -67,13 +58,13 @@ def test_an_encoder_of_pictures_and_one_of_sound() -> None:
         wanted = counted(lambda s=shape: vision(torch.zeros(1, *s), interpolate_pos_encoding=True).last_hidden_state)
         projector = 3 * (2 * n * 16 * 16 * 2)  # two layers of 16 x 16
         assert count.of([with_item(mllm, "vision", shape)])["vision"].model == wanted + projector
-    # Whisper computes, and attends to, the padding of a clip: of a full one there is none.
+    # Whisper also computes and attends to the padding of a clip; a full clip has none.
     wanted = counted(lambda: audio(torch.zeros(1, MELS, FRAMES)).last_hidden_state)
     projector = 3 * (2 * (FRAMES // 4) * 32 * 16)
     assert count.of([with_item(mllm, "audio", (MELS, FRAMES))])["audio"].model == wanted + projector
 
 
-def test_a_frozen_encoder_has_a_forward_and_its_projector_no_input_gradients() -> None:
+def test_frozen_encoder_counts_forward_and_projector_backward() -> None:
     mllm = tiny_mllm(encoders=("vision",))
     mllm.freeze("vision")
     vision = eager(mllm.encoders["vision"].module)
@@ -105,7 +96,7 @@ def test_a_language_model(kind: str) -> None:
         unseen = length * length - visible(Document(length, True))
         wanted -= 3 * 2 * unseen * heads * 2 * size * layers
         assert StepFlops(mllm).of([text(length, length)])[LLM].model == wanted
-    # logits of the positions with a target alone
+    # logits only at positions with a target
     head = 3 * 2 * 16 * VOCAB
     assert StepFlops(mllm).of([text(12, 5)])[LLM].model == wanted - 7 * head
 
@@ -136,7 +127,7 @@ def test_frozen_layers_and_adapters() -> None:
     def wanted() -> int:
         found = counted(lambda: plain(torch.full((1, length), 3), use_cache=False).logits)
         unseen = length * length - visible(Document(length, True))
-        # forward of three layers, backward of the one behind what is trained
+        # forward of three layers, backward of the one after the trained part
         return found - 2 * unseen * 2 * 16 * (3 + 2 * 1)
 
     assert StepFlops(mllm).of([text(length, length)])[LLM].model == wanted()
@@ -146,7 +137,7 @@ def test_frozen_layers_and_adapters() -> None:
     assert StepFlops(mllm).of([text(length, length)])[LLM].model == wanted()
 
 
-def test_only_samples_with_media_take_a_frozen_language_model_backward() -> None:
+def test_frozen_language_model_runs_backward_only_with_media() -> None:
     mllm = tiny_mllm(encoders=("vision",))
     mllm.freeze("vision")
     mllm.freeze(LLM)
@@ -161,7 +152,7 @@ def test_only_samples_with_media_take_a_frozen_language_model_backward() -> None
     silent = n * n - visible(Document(n, True))
     assert count.of([sample])[LLM].model == both - attention * unseen * 3 - head * 2 * (n - 4)
     assert count.of([text(n, 4)])[LLM].model == forward - attention * silent - head * (n - 4)
-    # A chunk goes backward as a whole.
+    # The backward covers a whole chunk.
     together, apart = (count.of(each)[LLM] for each in ([sample, text(n, 4)], [text(n, 4)]))
     assert together.model == count.of([sample])[LLM].model + apart.model
     assert together.executed > count.of([sample])[LLM].executed + apart.executed
@@ -193,12 +184,12 @@ def test_sizes_without_a_rule_are_run_up_to_a_number(monkeypatch: pytest.MonkeyP
     mllm = tiny_mllm(encoders=("vision",))
     count = StepFlops(mllm)
     encoder = count.encoders["vision"]
-    monkeypatch.setattr("interlace.model.flops.KEPT", 4)
+    monkeypatch.setattr("interlace.model.counting.flops.KEPT", 4)
     sizes = [with_item(mllm, "vision", (3, PATCH, PATCH * n)) for n in range(1, 9)]
     for sample in sizes:
         count.of([sample])
         assert len(encoder._works) <= 4
-    monkeypatch.setattr("interlace.model.flops.SHAPES", len(encoder._works) + 1)
+    monkeypatch.setattr("interlace.model.counting.flops.SHAPES", len(encoder._works) + 1)
     encoder._rule = None
     count.of(sizes[:1])
     with pytest.raises(Uncountable, match="the work of vision does not follow from the size of an item"):
@@ -227,7 +218,7 @@ def test_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     mllm = tiny_mllm(encoders=())
     sample = text(100, 50)
     needed, executed = StepFlops(mllm).of([sample])[LLM]
-    # One block holds all pairs; five products in the backward where mathematics has four.
+    # One block holds all pairs; five products in the backward, four in theory.
     width, seen = 2 * 2 * 8 * 2, visible(Document(100, True))
     assert executed - needed == width * 2 * (100 * 100) * (1 + 2.5) - width * 2 * seen * 3
     again = StepFlops(mllm, recompute=True).of([sample])[LLM]
@@ -237,7 +228,7 @@ def test_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert StepFlops(mllm).of([sample])[LLM] == Flops(needed, executed + 2 * 50 * 16 * VOCAB)
 
 
-def test_microbatches_need_the_same_and_frozen_models_are_counted_in_all() -> None:
+def test_flops_do_not_depend_on_microbatches() -> None:
     mllm = tiny_mllm()
     samples = [with_item(mllm, "vision", (3, 4 * PATCH, n * PATCH)) for n in (1, 2, 3)] + [text(30, 3), text(7, 2)]
     count = StepFlops(mllm)

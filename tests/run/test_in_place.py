@@ -1,4 +1,4 @@
-"""The local transport trains the model that it was given, whatever the layout; what it cannot do right it refuses."""
+"""The local transport trains the given model in place, in any layout. Unsupported cases are refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from interlace.estimate.traced import weights_of
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import Media
 from interlace.plan.memory import summed_bytes
 from interlace.run import PipelineError, parallelize
-from interlace.run.traced import weights_of
-from tests.run.test_parity import assert_same_gradient, oracle
+from tests.run.parity import assert_same_gradient, oracle
 from tests.sampling import given_by_tier
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -35,7 +35,7 @@ def make(mllm, ranks=None, pp=1, dp=1, placement="parallel"):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_optimizer_over_the_model_trains_it_as_one_process_would(name):
+def test_optimizer_over_the_model_trains_like_one_process(name):
     mllm = tiny_mllm(tied=True)
     alone = copy.deepcopy(mllm)
     batch = random_microbatches(mllm, "no_image")
@@ -94,7 +94,7 @@ def test_weights_that_were_replaced_are_followed():
         assert_same_gradient(name, parameter.grad, gradients[name])
 
 
-def test_clipping_scales_all_gradients_and_knows_when_it_must_look_again():
+def test_clipping_scales_gradients_and_refuses_a_stale_norm():
     mllm = tiny_mllm()
     batch = random_microbatches(mllm, "all")
     _, gradients = oracle(mllm, batch)
@@ -104,7 +104,7 @@ def test_clipping_scales_all_gradients_and_knows_when_it_must_look_again():
     with pytest.raises(ValueError, match="no gradient norm yet"):
         parallel.clip_grad_norm_(1.0)
     parallel.step(batch)
-    parallel.evaluate(batch)  # changes no gradient
+    parallel.evaluate(batch)  # leaves gradients unchanged
     assert parallel.clip_grad_norm_(norm / 4) == pytest.approx(norm, rel=1e-5)
     for name, parameter in mllm.named_parameters():
         if gradients[name] is not None:
@@ -118,7 +118,7 @@ def test_clipping_scales_all_gradients_and_knows_when_it_must_look_again():
     assert parallel.clip_grad_norm_(1e9, recompute=True) == pytest.approx(norm / 2, rel=1e-4)
 
 
-def test_random_numbers_in_several_threads_are_refused_and_in_one_rank_are_not():
+def test_dropout_is_refused_in_threads_and_allowed_on_one_rank():
     mllm = tiny_mllm(encoders=())
     mllm.language_model.config.attention_dropout = 0.0
 
@@ -162,7 +162,7 @@ CUTS = st.lists(st.integers(1, 2), unique=True, max_size=2).map(sorted)  # of th
     lane=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]),
     frozen=st.booleans(),
 )
-def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(replicas, lane, frozen):
+def test_tied_weights_may_be_split_in_some_replicas_only(replicas, lane, frozen):
     """replicas: the cuts of each, and whether its stages are on one lane. frozen: nothing else of the layers trains."""
     tp, cp = lane
     mllm = tiny_mllm(tied=True, encoders=(), layers=3, kv_heads=2)
@@ -189,7 +189,7 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
         sums = [each.ranks for each in parallel.graph.reductions if each.tied == number]
         assert len(sums) == tp and set().union(*sums) == holders
     weights = weights_of(mllm, layout)
-    for reduction in parallel.graph.reductions:  # what is predicted to travel is what ranks bring
+    for reduction in parallel.graph.reductions:  # predicted traffic equals the traffic of the ranks
         for rank in map(parallel._ranks.__getitem__, reduction.ranks):
             brought = sum(p.nbytes for p in rank.parameters(reduction) if p.requires_grad)
             assert summed_bytes(layout, weights, reduction) == brought
@@ -206,7 +206,7 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
     "cuts", [([1], [1]), ([1], [2]), ([], [1, 2]), ([1], [1, 2])], ids=["alike", "two each", "together", "more apart"]
 )
 def test_several_weights_that_are_the_same_in_three_layers(cuts):
-    """All are summed once, also where each replica has two stages, but other layers together."""
+    """All are summed once, also if each replica has two stages with different groups of layers."""
     mllm = tiny_mllm(encoders=(), layers=3)
     layers = mllm.language_model.model.layers
     layers[1].mlp = layers[2].mlp = layers[0].mlp

@@ -1,4 +1,4 @@
-"""What the ranks of a lane say goes through the transport that they are given, and nothing else does."""
+"""Communication inside a lane uses the given transport, and no other communication does."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import threading
 
 import pytest
 
-from interlace.comm.transports.base import NO_ARGUMENTS, Forwarding
+from interlace.comm.process.agreement import NO_ARGUMENTS
+from interlace.comm.transports.base import Forwarding
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import parallelize
-from tests.run.test_parity import oracle
+from tests.run.parity import oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
 
 class Counting(Forwarding):
-    """Counts the batches of all of its kind, in the order of their making: one of each group and rank."""
+    """Counts the batches of all instances, in the order of their creation: one per group and rank."""
 
     def __init__(self, inner, counts):
         super().__init__(inner)

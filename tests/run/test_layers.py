@@ -1,4 +1,4 @@
-"""Weights that are gathered layer by layer: when which of them is there, what it does not touch, what it refuses."""
+"""Weights that are gathered layer by layer: lifetime of each, unaffected state, and refused cases."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
+from interlace.estimate.traced import weights_of
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, PipelineError, parallelize
-from interlace.run.executor import Executor
-from interlace.run.layers import LayerByLayer
-from interlace.run.traced import weights_of
+from interlace.run.execute.executor import Executor
+from interlace.run.execute.layers import LayerByLayer
 from interlace.schedule import Op
-from tests.model.test_packing import qwen2_audio
-from tests.run.test_parity import oracle
-from tests.run.test_sequence_parallel import mixing
-from tests.run.test_sharding import two_replicas
-from tests.run.test_tensor_parallel import LLM, assert_gradient, model, norm_of
+from tests.model.packing import qwen2_audio
+from tests.run.parity import oracle
+from tests.run.sequence_parallel import mixing
+from tests.run.sharding import two_replicas
+from tests.run.tensor_parallel import LLM, assert_gradient, model, norm_of
 from tests.tiny import PLACEHOLDERS, random_microbatches
 
 
@@ -32,7 +32,7 @@ def gathers_by_layer(parallel: ParallelModel, module: str = LLM) -> bool:
 
 
 def check_step(parallel: ParallelModel, alone: MultimodalModel, batch: Any) -> None:
-    """Gradients begin at none."""
+    """Gradients are None at the start."""
     loss, gradients = oracle(alone, batch)
     assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
     for name, parameter in parallel.mllm.named_parameters():
@@ -40,7 +40,7 @@ def check_step(parallel: ParallelModel, alone: MultimodalModel, batch: Any) -> N
 
 
 def test_no_more_than_a_layer_and_what_lies_beside_is_there() -> None:
-    """Where the middle of each layer computes, forward and backward; with its gradients."""
+    """During the computation in the middle of each layer, forward and backward; including its gradients."""
     mllm = model(encoders=())
     alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
     parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
@@ -74,7 +74,7 @@ def test_no_more_than_a_layer_and_what_lies_beside_is_there() -> None:
 
 @pytest.fixture
 def sequence(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the stages of the module "vision" begin (gather, sum) and wait for, in order; of all ranks."""
+    """Gathers and sums that the stages of the module "vision" begin and wait for, in order, on all ranks."""
     said: list[str] = []
     for name in ("_gather", "_await", "_sum"):
         method = getattr(LayerByLayer, name)
@@ -90,7 +90,7 @@ def sequence(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("trained", ["all", "last layer"])
 def test_the_next_layer_is_on_its_way_while_one_computes(sequence: list[str], trained: str) -> None:
-    """And nothing is gathered for a backward that comes to no trained layer."""
+    """And nothing is gathered for a backward that reaches no trained layer."""
     mllm = model(encoders=("vision",))
     if trained != "all":
         mllm.freeze("vision")
@@ -115,7 +115,7 @@ def test_the_next_layer_is_on_its_way_while_one_computes(sequence: list[str], tr
 
 
 def test_autocast_changes_nothing_of_what_is_gathered() -> None:
-    """The same numbers as with weights that are there all the time."""
+    """The same numbers as with weights that stay in memory."""
     mllm = model(encoders=("vision",))
     batch = random_microbatches(mllm, "all")
     found = []
@@ -131,7 +131,7 @@ def test_autocast_changes_nothing_of_what_is_gathered() -> None:
 
 
 def test_gradients_of_chunks_add_up_in_fp32() -> None:
-    """Eight chunks with bf16 weights: the sum is off by its own rounding, and not by that of every addition."""
+    """Eight chunks with bf16 weights: the sum has its own rounding error, not that of every addition."""
     mllm = model(encoders=()).bfloat16()
     batch = [random_microbatches(mllm, "text")[0] for _ in range(16)]
     one = copy.deepcopy(mllm)
@@ -191,7 +191,7 @@ def test_what_gathering_for_one_layer_cannot_serve_is_refused() -> None:
     def reads(_: Any, __: Any, output: Any, first: Any) -> Any:
         return output + first.mlp.up_proj.weight.sum()
 
-    for s in stages:  # of a layer that is not there
+    for s in stages:  # of a layer that is not gathered
         s.layers[1].mlp.register_forward_hook(lambda *given, s=s: reads(*given, s.layers[0]))
     assert parallel.evaluate(batch).loss != parallel.evaluate(batch).loss  # NaN
 
@@ -228,7 +228,7 @@ def over_the_limit() -> MultimodalModel:
 @pytest.mark.parametrize(
     ("make", "module"), [(rows_of_an_encoder, "audio"), (samples_alone, LLM), (over_the_limit, LLM)]
 )
-def test_layers_that_run_several_times_for_a_chunk_are_gathered_once(make: Any, module: str) -> None:
+def test_layers_that_run_repeatedly_per_chunk_are_gathered_once(make: Any, module: str) -> None:
     mllm = make()
     assert mllm.packing[module] == {rows_of_an_encoder: "rows", samples_alone: "alone"}.get(make, "packed")
     alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "all")
@@ -241,7 +241,7 @@ def test_layers_that_run_several_times_for_a_chunk_are_gathered_once(make: Any, 
 
 
 def test_a_step_leaves_no_sums_behind() -> None:
-    """Also one that fails, whose error is kept; without the help of Python's collector of circles."""
+    """Also after a failed step whose error is kept, and without the garbage collector."""
     mllm = model(encoders=("vision",))
     batch = random_microbatches(mllm, "all")
     parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)

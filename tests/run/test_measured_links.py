@@ -1,14 +1,14 @@
-"""Links between ranks that are threads, two of which say that they are on another host."""
+"""Links between ranks that are threads; two of them report another host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
-from interlace.plan.links import NO_LINK, Links
-from interlace.run.measured_links import measure_links
-from interlace.run.threads import run_threads
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
+from interlace.costs.links import NO_LINK, Links
+from interlace.estimate.measured_links import measure_links
+from interlace.run.execute.threads import run_threads
 
 
 def measured(hosts: list[str]) -> list[Links]:

@@ -12,52 +12,8 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media
 from interlace.run import PipelineError, StepResult, parallelize
 from interlace.schedule import Op, check
+from tests.run.parity import FREEZING, assert_same_gradient, make_layout, oracle
 from tests.tiny import random_microbatches, tiny_mllm
-
-FREEZING = {
-    "nothing": (),
-    "encoders": ("vision", "vision.projector", "audio", "audio.projector"),
-    "encoders but projectors": ("vision", "audio"),
-    "language model": ("language_model",),
-    "encoders and language model": ("vision", "audio", "language_model"),
-    "all but one encoder": ("vision", "vision.projector", "language_model", "audio.projector"),
-}
-
-
-def oracle(mllm, microbatches):
-    """Loss and gradients in one process, each parameter under all of its names."""
-    samples = [sample for group in microbatches for sample in group]
-    mllm.zero_grad()
-    output = mllm(**mllm.collate(samples))
-    if output.loss.requires_grad:  # not so if only encoders train and no sample has their modality
-        output.loss.backward()
-    return float(output.loss.detach()), {
-        name: None if p.grad is None else p.grad.clone() for name, p in mllm.named_parameters(remove_duplicate=False)
-    }
-
-
-def assert_same_gradient(name, found, expected):
-    if expected is None:
-        assert found is None, f"{name} has a gradient in the pipeline but none in one process"
-        return
-    assert found is not None, f"{name} has no gradient in the pipeline"
-    error = (found - expected).norm() / expected.norm().clamp_min(1e-12)
-    scale = expected.norm()
-    assert error <= 1e-5 or (found - expected).norm() <= 1e-9, f"{name}: relative error {error:.2e} (norm {scale:.2e})"
-
-
-def make_layout(mllm, placement, ranks):
-    """The language model is cut in two where that leaves a stage for every rank; neighbours share the others."""
-    pp = dict.fromkeys(mllm.modules_order(), 1)
-    if placement == "replicated":
-        pp["language_model"] = ranks
-    elif ranks == 3:
-        pp["language_model"] = 2
-    elif ranks == 2 and placement == "colocated":
-        pp.update(dict.fromkeys(mllm.encoders, 2))
-    specs = {name: ParallelSpec(pp=pp[name]) for name in mllm.modules_order()}
-    return Layout.from_specs(mllm, specs, placement=placement, ranks=ranks)
-
 
 # batch, activation checkpointing, tied embeddings, ranks
 VARIANTS = list(itertools.product(("all", "no_image", "text"), ("none", "full", "selective"), (False, True), (1, 2, 3)))
@@ -89,13 +45,13 @@ def check_variant(placement, freezing, kind, checkpointing, tied, ranks):
 
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[f"{p}, {f} frozen" for p, f in LAYOUTS])
 def test_layouts_equal_one_process(layout):
-    """Each layout with one variant: every placement meets each value of each factor."""
+    """Each layout with one variant: every placement is combined with each value of each factor."""
     check_variant(*LAYOUTS[layout], *VARIANTS[(25 * layout + layout // 6) % len(VARIANTS)])
 
 
 @pytest.mark.slow
 def test_each_variant_equals_one_process():
-    """Each layout with three variants of its own: among the layouts each variant occurs once."""
+    """Each layout with three variants: over the layouts each variant occurs once."""
     for number, layout in enumerate(LAYOUTS):
         for variant in VARIANTS[number::18]:
             check_variant(*layout, *variant)
@@ -104,13 +60,13 @@ def test_each_variant_equals_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[f"{p}, {f} frozen" for p, f in LAYOUTS])
 def test_layouts_equal_one_process_in_more_variants(layout):
-    """Every fifth one each, starting elsewhere each time."""
+    """Every fifth variant, with a different start for each layout."""
     for variant in VARIANTS[layout % 5 :: 5]:
         check_variant(*LAYOUTS[layout], *variant)
 
 
 def test_every_variant_is_played_with_several_layouts():
-    """54 is no multiple of 5, so that a layout meets each value of each factor."""
+    """54 is no multiple of 5, so each layout is combined with each value of each factor."""
     played = [VARIANTS[layout % 5 :: 5] for layout in range(len(LAYOUTS))]
     assert all(sum(variant in each for each in played) >= 3 for variant in VARIANTS)
     for each in played:
@@ -185,7 +141,7 @@ def gradients_of(parallel):
     ("placement", "pp", "ranks", "dp"),
     [("parallel", 2, 1, 2), ("parallel", 2, 4, 1), ("replicated", 2, 2, 1), ("colocated", 2, 3, 2)],
 )
-def test_gradients_of_several_steps_add_up_where_ranks_share_weights(placement, pp, ranks, dp):
+def test_gradients_accumulate_over_steps_with_shared_weights(placement, pp, ranks, dp):
     mllm = tiny_mllm(tied=True)
     microbatches = random_microbatches(mllm, "no_image")
     loss, gradients = oracle(mllm, microbatches)
@@ -201,9 +157,11 @@ def test_gradients_of_several_steps_add_up_where_ranks_share_weights(placement, 
 
 
 def test_the_ranks_run_the_very_lists_that_were_checked(monkeypatch):
-    """Reductions included: tied embeddings on two ranks, and a replica without the images that the other one has."""
+    """Reductions included: tied embeddings on two ranks, and a replica without images that the other one has."""
     checked = []
-    monkeypatch.setattr("interlace.run.lists.check", lambda schedule: checked.append((schedule, check(schedule))))
+    monkeypatch.setattr(
+        "interlace.run.tables.lists.check", lambda schedule: checked.append((schedule, check(schedule)))
+    )
     mllm = tiny_mllm(tied=True, encoders=("vision",))
     groups = [random_microbatches(mllm, kind, seed=i, count=2) for i, kind in enumerate(("all", "text"))]
     loss, gradients = oracle(mllm, [*groups[0], *groups[1]])

@@ -1,4 +1,4 @@
-"""bf16 is autocast over fp32 weights: what travels, what is summed, and that layouts agree to bf16's rounding."""
+"""bf16 is autocast over fp32 weights: dtypes of transfers and sums, and agreement of layouts to bf16's rounding."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm.channel_local import LocalChannel
+from interlace.comm.channels.local import LocalChannel
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import loss as losses
 from interlace.run import parallelize
-from tests.run.test_parity import oracle
+from tests.run.parity import oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
 LLM = "language_model"
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, dict[str, ParallelSpec]] = {
     "tp": {"vision": ParallelSpec(tp=2), LLM: ParallelSpec(tp=2)},
     "all": {"vision": ParallelSpec(tp=3), LLM: ParallelSpec(tp=2, pp=2, dp=2)},
 }
-SAME_CHUNKS = ("pp",)  # every operation has the operands that it has on one rank
+SAME_CHUNKS = ("pp",)  # every operation has the same operands as on one rank
 
 
 def step(specs: dict[str, ParallelSpec], autocast: torch.dtype | None, checkpointing: Any) -> tuple[float, dict]:
@@ -82,8 +82,8 @@ def test_layouts_agree_to_the_rounding_of_bf16(name: str, chunked: bool, monkeyp
         assert dtypes == {torch.bfloat16 if last_of_encoder else torch.float32}, (module, stage)
 
 
-def test_weights_that_are_used_several_times_in_a_forward_have_fp32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cast that is kept for the next use would add up their gradients in bf16."""
+def test_reused_weights_accumulate_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cast cached for reuse would accumulate their gradients in bf16."""
     one = {"vision": ParallelSpec(), LLM: ParallelSpec()}
     loss, gradients = step(one, torch.bfloat16, "none")
     call = torch.nn.Module.__call__

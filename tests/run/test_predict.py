@@ -1,4 +1,4 @@
-"""Predicted steps against figures worked out by hand, and against a replay written independently."""
+"""Predicted steps against hand-computed figures and an independent replay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlace.costs.links import NO_LINK, Link, Links
+from interlace.costs.outside_lists import NOTHING_AROUND, Around
+from interlace.costs.step import Size
+from interlace.estimate.predict import Traffic, durations, layered_backward, layered_forward, predict, predict_arrays
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan import LayerTimes, LinkModel, ModuleCosts
-from interlace.plan.around import NOTHING_AROUND, Around
-from interlace.plan.links import NO_LINK, Link, Links
 from interlace.plan.memory import WeightSize
-from interlace.plan.step_costs import Size
-from interlace.run.predict import Traffic, durations, layered_backward, layered_forward, predict, predict_arrays
 from interlace.schedule import Action, Chunk, Edge, Op, StageGraph, StepTable, check, one_f_one_b
 from interlace.simulate.reference import simulate_in_python
 
@@ -28,8 +28,9 @@ LINKS = Links(host=Link(LinkModel(0.5, 0.01), LinkModel(0.25, 0.002)))
 
 @dataclass
 class PerRow:
-    """Each layer: `forward` seconds a row, twice that for its input, three times for its weights, four for these alone;
-    on each stage 0.125 s in a forward and 0.0625 s in a backward."""
+    """Costs of each layer: `forward` seconds per row; twice that for its input gradient; three times for its weights;
+    four times for these alone. Each stage adds 0.125 s in a forward and 0.0625 s in a backward.
+    """
 
     layers: Mapping[str, int]
     forward: float = 1.0
@@ -50,7 +51,7 @@ class PerRow:
 def graph_of(
     stages: Mapping[str, list[list[tuple[int, ...]]]], specs: Mapping[str, ParallelSpec], trainable: Any = None
 ) -> StageGraph:
-    """module -> per replica the ranks of each stage, a layer each."""
+    """module -> per replica the ranks of each stage, one layer each."""
     modules = {}
     for name, replicas in stages.items():
         pipelines = tuple(
@@ -73,10 +74,10 @@ def weight(name: str, module: str, layers: tuple[int, ...], rows: int, **more: A
 
 
 def test_a_step_by_hand() -> None:
-    """An encoder of one layer on rank 0 feeds a language model of two on ranks 1 and 2; one chunk each.
+    """An encoder of one layer on rank 0 feeds a language model of two layers on ranks 1 and 2; one chunk each.
 
-    The encoder's first layer has no gradient of its input: 4 s a row. Messages: 5 rows of 8 bytes of features,
-    0.5 + 0.4 s; 6 rows of 10 bytes between the stages, 0.5 + 0.6 s. All of it one after the other.
+    The encoder's first layer computes no gradient of its input: 4 s per row. Messages: 5 rows of 8 bytes of features,
+    0.5 + 0.4 s; 6 rows of 10 bytes between the stages, 0.5 + 0.6 s. All of it is sequential.
     """
     specs = {"vision": ParallelSpec(), LLM: ParallelSpec(pp=2)}
     graph = graph_of({"vision": [[(0,)]], LLM: [[(1,), (2,)]]}, specs)
@@ -100,7 +101,7 @@ def test_a_step_by_hand() -> None:
     seen = {record.action: (record.start, record.finish) for record in found.records()}
     for action, (start, finish) in ways.items():
         assert seen[action] == pytest.approx((start, finish))
-    # The optimizer waits for all: 2 s and half a second a byte of 12, 20 and 28.
+    # The optimizer waits for all: 2 s, and half a second per byte of 12, 20 and 28.
     ends = [(r.rank, r.start, r.finish) for r in found.records() if r.action.op is Op.OPTIMIZER_STEP]
     assert ends == [
         (rank, *map(pytest.approx, (91.5625, 91.5625 + 2 + size / 2))) for rank, size in enumerate((12, 20, 28))
@@ -112,7 +113,7 @@ def test_a_step_by_hand() -> None:
     whole = predict_arrays(schedule, costs, sizes, LINKS, traffic, optimizer=True)
     assert whole.makespan == pytest.approx(found.makespan) and whole.bubble == pytest.approx(found.bubble)
     assert whole.bubble > predict_arrays(schedule, costs, sizes, LINKS, traffic).bubble
-    # Made of samples alike, where a row stands for two.
+    # Made of equal samples, with a row for two.
     doubled = predict(schedule, costs, sizes, LINKS, replace(traffic, rows_of={"vision": 2.0}), optimizer=False)
     assert doubled.makespan == pytest.approx(91.5625 + 2 * 0.4)
 
@@ -123,7 +124,7 @@ def test_halves_of_a_backward_and_recomputed_layers() -> None:
     graph = replace(graph, trainable={LLM: (True,)})
     table = StepTable(chunks((LLM, 0, 0)))
     found = durations(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS)
-    # The first layer that trains: 4 s a row for its weights alone, of which 3 can wait.
+    # The first trained layer: 4 s per row for its weights alone, of which 3 can wait.
     assert found[Op.BACKWARD, LLM, 0, 0] == pytest.approx(8.0625)
     assert found[Op.BACKWARD_INPUT, LLM, 0, 0] == pytest.approx(2.0625)
     assert found[Op.BACKWARD_WEIGHT, LLM, 0, 0] == pytest.approx(6.0)
@@ -157,7 +158,7 @@ def test_sums_of_replicas_by_hand(shard: str, summed: float) -> None:
     check(schedule)
     traffic, sizes = Traffic({LLM: [0, 10, 0]}, 0.0, weights), [Size(1, 0), Size(2, 0)]
     found = predict_arrays(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic)
-    # The slower replica computes 2 + 2 forward, then 10 and 8 backward, with what a stage spends beside; the sum of its
+    # The slower replica computes 2 + 2 forward, then 10 and 8 backward, plus the overhead of the stage. The sum of its
     # layer 1 ends long before that of layer 0 begins.
     computed = 2 * 2.125 + 10.0625 + 8.0625
     first = {"none": 2 * (0.25 + 20 * 0.002), "optimizer": 0.25 + 20 * 0.002}[shard]
@@ -170,20 +171,20 @@ def test_sums_of_replicas_by_hand(shard: str, summed: float) -> None:
     assert len(lengths) == 2
     alone = sum(predicted_sums(schedule, traffic))
     assert alone == pytest.approx(summed)
-    # The optimizer updates all rows, or those that the rank owns.
+    # The optimizer updates all rows, or those owned by the rank.
     last = max(r.finish - r.start for r in timeline.records() if r.action.op is Op.OPTIMIZER_STEP)
     assert last == pytest.approx(2 + 0.5 * {"none": 140, "optimizer": 5 * 4 + 13 * 4}[shard])
 
 
 def predicted_sums(schedule: Any, traffic: Traffic) -> list[float]:
-    from interlace.run.predict import _Step
+    from interlace.estimate.predict import _Step
 
     return _Step(schedule, PerRow({LLM: 2}), [Size(1, 0), Size(2, 0)], LINKS, traffic, False).sums
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Any:
-    """A chain of 1 to 3 stages behind an encoder or not, 1 or 2 replicas, some chunks of any size."""
+    """A chain of 1 to 3 stages, with or without an encoder before it, 1 or 2 replicas, a few chunks of any size."""
     pp, dp, fed = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.booleans())
     count = draw(st.integers(1, 3))
     rank = 0
@@ -210,7 +211,7 @@ def steps(draw: st.DrawFn) -> Any:
 @settings(max_examples=40, deadline=None)
 @given(steps())
 def test_against_a_replay_in_python(step: Any) -> None:
-    """What each action costs is written down anew here, and played by the simulator's oracle."""
+    """The cost of each action is computed independently here, and simulated with the simulator's oracle."""
     graph, table, sizes, traffic = step
     schedule = one_f_one_b(graph, table)
     costs = PerRow({name: len(graph.layout.pipelines(name)[0].stages) for name in graph.modules})
@@ -245,12 +246,13 @@ def test_against_a_replay_in_python(step: Any) -> None:
 
 
 def test_layer_by_layer_by_hand() -> None:
-    # Beside 1 s, layers 2 s each: the first is there at 3, the second at 5, while the first computes until 7.
+    # Weights outside the layers 1 s, layers 2 s each. The first is there at 3, the second at 5; the first computes
+    # until 7.
     assert layered_forward([4.0, 4.0], [1, 2, 2]) == 11.0
     # The first computes for 1 s: the second, begun at 3, comes at 10.
     assert layered_forward([1.0, 1.0], [1, 2, 7]) == 11.0
-    # Beside and layer 2 at 3; layer 1 comes while 2 goes back (until 7), whose sum follows (to 8); 1 goes back until
-    # 11, its sum to 12, what lies beside to 13.
+    # Weights outside the layers, and layer 2, at 3. Layer 1 comes during the backward of 2 (until 7), whose sum follows
+    # (to 8). The backward of 1 takes until 11, its sum to 12, that of the weights outside the layers to 13.
     assert layered_backward([4.0, 4.0], [1, 2, 2], [1, 1, 1]) == 13.0
     # Nothing before layer 2 is trained: layer 1 is neither gathered nor summed.
     assert layered_backward([4.0, 4.0], [1, 2, 2], [1, 1, 1], lowest=2) == 9.0
@@ -258,7 +260,9 @@ def test_layer_by_layer_by_hand() -> None:
 
 
 class Recorded:
-    """The order in which `interlace.run.layers.LayerByLayer` begins, awaits and computes, on clocks: one link."""
+    """The order in which `interlace.run.execute.layers.LayerByLayer` begins, awaits and computes, on clocks, with one
+    link.
+    """
 
     def __init__(self) -> None:
         self.now = self.link = 0.0
@@ -322,8 +326,8 @@ def test_layer_by_layer_is_what_the_executor_does(count: int, data: st.DataObjec
     assert layered_backward(compute, gathers, scatters, lowest) == play.now
 
 
-def test_weights_gathered_layer_by_layer_cost_what_they_wait_for() -> None:
-    """Two replicas with shard = "full" and one chunk each, of different sizes: both take as long as the slower."""
+def test_layerwise_gathers_cost_their_waiting_time() -> None:
+    """Two replicas with shard = "full" and one chunk each, of different sizes: both take as long as the slower one."""
     stages = tuple(Pipeline(LLM, r, (Stage(LLM, 0, 0, 2, Lane((r,))),)) for r in (0, 1))
     graph = StageGraph(Layout({LLM: (ParallelSpec(dp=2, shard="full"), stages)}, 2), (), {LLM: (True, True)})
     table = StepTable(chunks((LLM, 0, 0), (LLM, 1, 0)))
@@ -345,8 +349,8 @@ def test_weights_gathered_layer_by_layer_cost_what_they_wait_for() -> None:
         assert spans[Op.BACKWARD] == pytest.approx((forward, forward + backward))
 
 
-def test_replicas_that_gather_layer_by_layer_wait_for_the_one_whose_inputs_come_last() -> None:
-    """Two replicas of one size; the encoder's chunk for the second is made behind that for the first."""
+def test_layerwise_gathers_wait_for_the_last_replica() -> None:
+    """Two replicas of one size; the encoder's chunk for the second comes after the one for the first."""
     vision = Pipeline("vision", 0, (Stage("vision", 0, 0, 1, Lane((0,))),))
     stages = tuple(Pipeline(LLM, r, (Stage(LLM, 0, 0, 1, Lane((1 + r,))),)) for r in (0, 1))
     links, trainable = (("vision", LLM),), {"vision": (False,), LLM: (True,)}
@@ -358,7 +362,7 @@ def test_replicas_that_gather_layer_by_layer_wait_for_the_one_whose_inputs_come_
     costs, sizes = PerRow({"vision": 1, LLM: 1}), [Size(3, 0), Size(5, 0), Size(1, 0), Size(1, 0)]
 
     def begin(shard: Any) -> list[float]:
-        """When each replica begins its forward."""
+        """Time at which each replica begins its forward."""
         layout = Layout({"vision": (ParallelSpec(), (vision,)), LLM: (ParallelSpec(dp=2, shard=shard), stages)}, 3)
         schedule = one_f_one_b(StageGraph(layout, links, trainable), table)
         check(schedule)
@@ -376,7 +380,7 @@ def test_replicas_that_gather_layer_by_layer_wait_for_the_one_whose_inputs_come_
 
 
 def test_what_a_rank_does_beside_its_lists_is_in_the_step() -> None:
-    """Reading slows the first actions of the rank that reads, and what follows them; the trainer's work comes last."""
+    """Reading slows the first actions of the reading rank and all later ones; the trainer's work comes last."""
     specs = {"vision": ParallelSpec(), LLM: ParallelSpec()}
     graph = graph_of({"vision": [[(0,)]], LLM: [[(1,)]]}, specs)
     pieces = np.array([[0, 0, 1, 0, 5]], np.int32)
@@ -409,7 +413,7 @@ def test_what_a_rank_does_beside_its_lists_is_in_the_step() -> None:
 
 
 def test_reading_that_takes_longer_than_all_actions_of_a_rank() -> None:
-    """What is left over lies on the last action: a step cannot be shorter than the reading of its data."""
+    """The remaining reading is added to the last action: a step cannot be shorter than the reading of its data."""
     graph = graph_of({LLM: [[(0,)]]}, {LLM: ParallelSpec()})
     table = StepTable((Chunk(LLM, 0, 0, np.arange(4, dtype=np.int32)),))
     schedule = one_f_one_b(graph, table)

@@ -1,4 +1,4 @@
-"""Layers timed one by one: what is called, and what follows from the clock."""
+"""Layers timed one by one: the calls, and the results for a given clock."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.costs.fitted import LinkModel
+from interlace.costs.links import Link
+from interlace.estimate import profiling
+from interlace.estimate.profiling import profile_costs
 from interlace.model import Sample
-from interlace.plan.cost_model import LinkModel
-from interlace.plan.links import Link
-from interlace.run import profiling
-from interlace.run.profiling import profile_costs
-from interlace.run.sizes import chunk_sizes, size_of
+from interlace.run.tables.sizes import chunk_sizes, size_of
 from interlace.schedule import StepTable
 from tests.tiny import random_sample, tiny_mllm
 
@@ -34,10 +34,10 @@ def drawn(mllm: Any, count: int, seed: int = 0) -> list[Sample]:
 
 
 class Clock:
-    """Takes the place of `time_layer`: a slice of n layers takes what is said here, exactly.
+    """Replacement of `time_layer`: a slice of n layers takes exactly the time defined here.
 
-    Forward: 3 s + n (2 s + 0.5 s a row); backward: 5 s + n times (1 s for inputs, 4 s for weights) a row. To collate a
-    chunk takes `COLLATE` seconds, and nothing else takes time.
+    Forward: 3 s + n (2 s + 0.5 s per row); backward: 5 s + n times (1 s for inputs, 4 s for weights) per row. To
+    collate a chunk takes `COLLATE` seconds. All else takes no time.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +95,14 @@ def test_modules_of_few_layers(monkeypatch: pytest.MonkeyPatch, layers: int) -> 
     costs = profile_costs(mllm, drawn(mllm, 8), budget=0.0)
     size = size_of(mllm, LLM, drawn(mllm, 5, seed=3))
     found, (once, _) = costs.of(LLM, size), costs.beside(LLM, size)
-    # One layer says nothing of what a stage spends beside it: that is part of its own time.
+    # One layer does not show the overhead of a stage: it counts as part of the layer's time.
     assert found.times.forward.sum() + once - COLLATE == pytest.approx(3.0 + layers * (2 + 0.5 * size.rows))
     assert (once - COLLATE == pytest.approx(3.0)) == (layers > 1)
 
 
 @pytest.mark.slow
 def test_it_keeps_within_its_budget_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 layers of a module 4 slices at 5 sizes at most, twice: once to warm up. Nothing more for more layers."""
+    """Of 7 layers of a module at most 4 slices at 5 sizes, twice: once to warm up. More layers need no more calls."""
     clock = Clock(monkeypatch)
     mllm = tiny_mllm(layers=7)
     profile_costs(mllm, drawn(mllm, 12), budget=0.0)
@@ -133,7 +133,7 @@ def test_only_what_is_trained_goes_backward(monkeypatch: pytest.MonkeyPatch) -> 
     assert vision.trainable.tolist() == [False, False, True]
 
 
-def test_absent_modules_random_numbers_and_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiling_keeps_weights_and_rng_state_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     mllm = tiny_mllm(layers=2)
     before = {name: p.detach().clone() for name, p in mllm.named_parameters()}
@@ -154,7 +154,7 @@ def plain() -> Sample:
     return Sample.from_unshifted(ids, ids.clone())
 
 
-def test_a_model_without_memory_is_timed_and_its_transfers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_model_is_timed_and_its_traffic_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     with torch.device("meta"):
         mllm = tiny_mllm(layers=5, heads=2, kv_heads=2, encoders=())
@@ -164,9 +164,9 @@ def test_a_model_without_memory_is_timed_and_its_transfers_are_counted(monkeypat
     size = size_of(mllm, LLM, samples)
     assert costs.of(LLM, size, tp=2).times.forward.sum() > 0.0
     fits = costs.modules[LLM]
-    # Rows are cut: attention and the block behind it each gather them and scatter their sums. The other rank is sent
-    # half of the rows each time, 16 numbers of 4 bytes; where the stage ends, this rank's half again. The embedding's
-    # sum is both a scatter and a gather.
+    # Rows are sharded: attention and the block after it each gather them and scatter their sums. Each time the other
+    # rank is sent half of the rows, 16 numbers of 4 bytes. At the end of the stage, this rank's half is sent again. The
+    # embedding's sum is both a scatter and a gather.
     half, kinds = 16 * 4 / 2, fits.kinds[2]
     assert kinds["like 1"].traffic.forward_bytes == pytest.approx(4 * half, rel=0.05)
     assert kinds["like 1"].traffic.backward_bytes >= 4 * half * 0.95

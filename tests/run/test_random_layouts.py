@@ -1,7 +1,7 @@
 """Random layouts, freezings, batches and tables: each gives the loss and gradients of one process, or is refused.
 
-Tables are also such as `interlace.run.table` never makes: samples deferred to any later chunk, encoded in two chunks
-or on two replicas, chunks in any order, replicas without any.
+Tables include some that `interlace.run.tables.table` never makes: samples deferred to any later chunk, encoded in two
+chunks or on two replicas, chunks in any order, replicas without chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.run.random_cases import PLACEMENTS, check_layout, check_table, sweep
 
 SEEDS = st.integers(0, 1 << 30)
-DUE = {*PLACEMENTS, "copies"}  # kinds of layouts that a sweep has to meet; see `random_cases.sweep`
+DUE = {*PLACEMENTS, "copies"}  # kinds of layouts that a sweep must cover; see `random_cases.sweep`
 DUE |= {f"{side} {way}" for side in ("encoder", "language") for way in ("pp2", "pp3", "dp2", "dp3")}
 RANDOM = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism inside the stages of a pipeline: loss, gradients and norm are those of one process."""
+"""Sequence parallelism inside the stages of a pipeline: loss, gradients and norm equal those of one process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from interlace.model import Checkpointing, ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Op
 from tests.model import zoo
-from tests.model.test_encoders import internvit, pixtral, siglip2
+from tests.model.encoders import internvit, pixtral, siglip2
+from tests.run.parity import FREEZING
 from tests.run.random_cases import sweep
-from tests.run.test_parity import FREEZING, oracle
-from tests.run.test_tensor_parallel import DUE, LLM, assert_gradient, check_case, encoder_and_model, model, norm_of
+from tests.run.sequence_parallel import check_step, mixing
+from tests.run.tensor_parallel import DUE, LLM, check_case, encoder_and_model, model
 from tests.tiny import random_microbatches, random_sample
 
 MORE = {"clip": zoo.clip, "pixtral": pixtral}
-FIRST = 1000  # of the seeds, which are others than those of whole rows
+FIRST = 1000  # first seed, different from those of whole rows
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 2))
@@ -39,20 +40,8 @@ def test_many_random_layouts_equal_one_process() -> None:
     sweep(partial(check_case, sequence_parallel=True), range(FIRST + 2, FIRST + 36), DUE)
 
 
-def check_step(mllm: MultimodalModel, batch: Any, layout: Layout, **options: Any) -> ParallelModel:
-    """A step in the layout is that of one process."""
-    loss, gradients = oracle(mllm, batch)
-    mllm.zero_grad()
-    parallel = parallelize(mllm, layout, timeout=30, **options)
-    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
-    for name, parameter in mllm.named_parameters():
-        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
-    assert parallel.clip_grad_norm_(1e9) == pytest.approx(norm_of(gradients, mllm), rel=1e-6)
-    return parallel
-
-
 def rows_seen(parallel: ParallelModel) -> dict[tuple[int, str], list[int]]:
-    """(rank, what) -> the rows that it was given in each call from now on: norms, attentions, heads, projectors."""
+    """(rank, kind) -> rows of each call from now on: norms, attentions, heads, projectors."""
     seen: dict[tuple[int, str], list[int]] = {}
 
     def note(key: tuple[int, str]) -> Any:
@@ -78,10 +67,12 @@ def rows_seen(parallel: ParallelModel) -> dict[tuple[int, str], list[int]]:
     st.sampled_from(get_args(Checkpointing)),
 )
 @settings(deadline=None, derandomize=True, max_examples=6, suppress_health_check=list(HealthCheck))
-def test_any_number_of_rows_is_cut_and_none_is_added_to_an_attention(
+def test_rows_are_sharded_for_norms_but_not_for_attention(
     tp: int, pp: int, lengths: list[int], checkpointing: Checkpointing
 ) -> None:
-    """Also fewer than ranks: norms work on as many rows on each rank, attentions on those of the microbatch."""
+    """Also fewer rows than ranks: norms work on equally many rows on each rank, attentions on all rows of the
+    microbatch.
+    """
     mllm = model(encoders=())
     generator = torch.Generator().manual_seed(0)
     batch = [[random_sample(mllm, generator, text=length)] for length in lengths]
@@ -118,7 +109,7 @@ def test_what_is_frozen_passes_gradients_on(freezing: str, checkpointing: Checkp
 
 @pytest.mark.parametrize("name", ["internvit", "siglip2", *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_encoders_with_class_tokens_and_images_of_any_size(name: str) -> None:
-    """17 tokens of an image with its class token; several images in one row. Qwen3 has norms within heads."""
+    """17 tokens per image with its class token; several images in one row. Qwen3 has norms within heads."""
 
     def qwen3(**changes: Any) -> Qwen3ForCausalLM:
         sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
@@ -134,7 +125,7 @@ def test_encoders_with_class_tokens_and_images_of_any_size(name: str) -> None:
 
 
 def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
-    """By an action of the checked lists, over the lanes of all replicas, and not inside any backward."""
+    """By an action of the checked lists, over the lanes of all replicas, and outside every backward."""
     mllm = model()
     specs = {"vision": ParallelSpec(tp=2, dp=2), "audio": ParallelSpec(), LLM: ParallelSpec(tp=3, pp=2)}
     parallel = check_step(mllm, random_microbatches(mllm, "all"), Layout.from_specs(mllm, specs))
@@ -150,7 +141,7 @@ def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
             assert not any(parameter._backward_hooks for parameter in stage.parameters())
 
 
-def test_a_weight_that_is_used_in_part_here_and_whole_there_is_refused() -> None:
+def test_weight_tied_across_sharded_and_whole_use_is_refused() -> None:
     mllm = model(encoders=())
     mllm.language_model.model.norm.weight = mllm.language_model.model.layers[0].input_layernorm.weight
     with pytest.raises(ValueError, match=r"model.norm.weight and .*input_layernorm.weight are one weight, .*untie it"):
@@ -165,19 +156,7 @@ def cuts_rows(stage: Any) -> bool:
     return any(getattr(part, "sequence_parallel", False) for part in stage.modules())
 
 
-def mixing(mllm: MultimodalModel) -> None:
-    """Have the first block of the language model add to each row what the one before it has, as token shifts do."""
-    layer = mllm.language_model.model.layers[0]
-    kind = type(layer)
-
-    class Mixing(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(hidden_states + 0.5 * hidden_states.roll(1, -2), *args, **kwargs)
-
-    layer.__class__ = Mixing
-
-
-def test_a_module_that_mixes_tokens_outside_attention_keeps_whole_rows() -> None:
+def test_module_that_mixes_tokens_keeps_whole_rows() -> None:
     plain = model(encoders=("vision",))
     mixing(plain)
     mllm = MultimodalModel(
@@ -190,7 +169,7 @@ def test_a_module_that_mixes_tokens_outside_attention_keeps_whole_rows() -> None
 
 
 class Reader(nn.Module):
-    """A projector with a block of its own, which a plan can cut, on rows that are not those of the encoder."""
+    """A projector with a block of its own, which a plan can shard, on rows that are not those of the encoder."""
 
     def __init__(self) -> None:
         super().__init__()

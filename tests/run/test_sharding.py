@@ -1,11 +1,9 @@
-"""Sharded optimizer state and weights: loss, gradients, norm and training are those of one process."""
+"""Sharded optimizer state and weights: loss, gradients, norm and training equal those of one process."""
 
 from __future__ import annotations
 
 import copy
-import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,126 +13,34 @@ from torch import nn
 from interlace.layout import Layout, ParallelSpec, Shard
 from interlace.model import MultimodalModel
 from interlace.parallel.region import Region
-from interlace.run import ParallelModel, PipelineError, parallelize
+from interlace.run import PipelineError, parallelize
+from interlace.run.execute.ranks import make_ranks
+from interlace.run.execute.sharding import Sharded
+from interlace.run.execute.weights import Pieces, Views
 from interlace.run.graph import stage_graph
 from interlace.run.lanes import with_lanes
-from interlace.run.ranks import make_ranks
-from interlace.run.sharding import Sharded
-from interlace.run.weights import Pieces, Views
 from interlace.schedule import Op
 from tests.distributed.workers import run_ranks
 from tests.model import zoo
-from tests.run.random_cases import kinds, random_checkpointing, random_samples, sweep
-from tests.run.test_context_parallel import random_layout as dealt_layout
-from tests.run.test_parity import oracle
-from tests.run.test_tensor_parallel import (
+from tests.run.parity import oracle
+from tests.run.random_cases import sweep
+from tests.run.sharding import GATHERED, check_case, check_training, shared, two_replicas
+from tests.run.tensor_parallel import (
     DRAWN,
     LLM,
-    PLACEMENTS,
-    accepted,
     assert_gradient,
-    compare_holders,
     model,
     no_memory,
     norm_of,
-    random_layout,
-    random_model,
 )
 from tests.tiny import random_microbatches
 
 SEEDS = 3
-STEPS = 3
 DUE = DRAWN - {"custom"} | {"copies", "sets of slices"}
-GATHERED = {Op.UNSHARD_LAYERS: "gathered by layer", Op.UNSHARD: "gathered once"}
 DUE |= set(GATHERED.values())
 DUE |= {
     f"{side} {kind}" for side in ("encoder", "language") for kind in ("tp2", "cp2", "pp2", "dp2", "optimizer", "full")
 }
-
-
-def sharded(rng: random.Random, layout: Layout) -> Layout:
-    """The same with state or weights of every module sharded, or not, in sets of a size that fits."""
-    modules = {}
-    for name, (spec, pipelines) in layout.modules.items():
-        shard = rng.choice(["optimizer", "full", "full", "none"])
-        holders = {sum(len(lane.ranks) for lane in layout.holders(name, s.start)) for p in pipelines for s in p.stages}
-        sizes = [n for n in (2, 3, 4) if all(count // spec.tp % n == 0 for count in holders)]
-        size = rng.choice([None, *sizes]) if shard != "none" else None
-        modules[name] = replace(spec, shard=shard, shard_ranks=size), pipelines
-    return Layout(modules, layout.world, layout.placement)
-
-
-def adamw(named: Any) -> torch.optim.AdamW:
-    """Vectors are not decayed, as by the trainer: slices have the dimensions of their weights."""
-    named = [p for _, p in named if p.requires_grad]
-    groups = [{"params": [p for p in named if (p.dim() > 1) == more], "weight_decay": 0.1 * more} for more in (0, 1)]
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
-
-
-def check_training(
-    parallel: ParallelModel, alone: MultimodalModel, samples: list[Any], where: str, **step: Any
-) -> None:
-    """Steps of AdamW, against one process: the loss, gradients and norm of each, then the weights.
-
-    The first gradient is held against the oracle's to 1e-5; later ones of weights that have drifted by rounding.
-    """
-    ours = adamw(parallel.named_parameters()) if list(parallel.named_parameters()) else None
-    theirs = adamw(alone.named_parameters())
-    groups = samples if isinstance(samples[0], list) else [samples]
-    for number in range(STEPS):
-        loss, gradients = oracle(alone, groups)
-        norm = norm_of(gradients, alone)
-        result = parallel.step(samples, **step)
-        assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"{where}step {number}: loss {result.loss}, not {loss}"
-        found = parallel.full_gradients()
-        for name, expected in gradients.items():
-            if name in found and number == 0:
-                try:
-                    assert_gradient(name, found[name], expected, norm)
-                except AssertionError as error:
-                    raise AssertionError(f"{where}step {number}: {error}") from None
-            elif name in found:
-                assert (found[name] is None) == (expected is None), f"{where}step {number}: {name}"
-        told = parallel.clip_grad_norm_(1e9)
-        bound = 1e-6 if number == 0 else 1e-4
-        assert abs(told - norm) <= bound * norm + 1e-9, f"{where}step {number}: norm {told}, not {norm}"
-        if ours is not None:
-            ours.step()
-        theirs.step()
-        parallel.zero_grad()
-    weights = dict(alone.named_parameters(remove_duplicate=False))
-    here = parallel._ranks[parallel.ranks[0]]
-    for name, parameter in parallel.named_parameters():
-        cut = None if parallel.channel is None else here.cut.get(name)
-        due = weights[name] if cut is None else cut.piece(weights[name])
-        assert torch.allclose(parameter, due, atol=1e-5), f"{where}{name} is {float((parameter - due).abs().max())} off"
-    loss, _ = oracle(alone, groups)
-    assert parallel.evaluate(samples).loss == pytest.approx(loss, rel=1e-5), where
-
-
-def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)) -> set[str]:
-    """One layout, one model, steps of training; returns of what kinds they are."""
-    rng = random.Random(seed)
-    placement = PLACEMENTS[seed % (len(PLACEMENTS) - 1)]  # "custom" ones have one replica
-    mllm, what = random_model(rng, [("vision", "audio"), ("vision",)])
-    alone = copy.deepcopy(mllm)
-    samples = random_samples(rng, mllm, rng.randint(2, 6))
-    options = {"checkpointing": random_checkpointing(rng), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
-    parallel = accepted(
-        lambda: sharded(rng, rng.choice([random_layout, dealt_layout])(rng, mllm, placement)),
-        lambda layout: layout.world in worlds and bool(layout.shard_groups()),
-        mllm, transport, options,
-    )  # fmt: skip
-    layout = parallel.layout
-    specs = {name: (spec.shard, spec.shard_ranks) for name, (spec, _) in layout.modules.items()}
-    where = f"seed {seed}: {placement}, {specs}, {what}, {options}\n{layout.describe()}\n"
-    if transport == "local":
-        compare_holders(parallel)
-    check_training(parallel, alone, samples, where, microbatches=rng.choice([1, 2, 3]))
-    rows = [action for actions in parallel.schedule(parallel.table(samples)).actions for action in actions]
-    full = [action.op for action in rows if action.op in GATHERED and parallel.graph.shards[action.other].full]
-    found = {placement, *what, *(f"{name}={value}" for name, value in options.items()), *(GATHERED[op] for op in full)}
-    return found | kinds(layout)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -148,15 +54,10 @@ def test_many_random_layouts_train_as_one_process_does() -> None:
     sweep(check_case, range(SEEDS, SEEDS + 28), DUE)
 
 
-def two_replicas(mllm: MultimodalModel, shard: str, **more: Any) -> Layout:
-    specs = {name: ParallelSpec(dp=2, shard=shard, **more) for name in mllm.modules_order()}
-    return Layout.from_specs(mllm, specs, placement="shared")
-
-
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
 def test_absent_modules_keep_no_gradient_and_gradients_add_up(shard: str) -> None:
     mllm = model(encoders=("vision",))
-    mllm.language_model.model.layers[0].mlp.unused = nn.Parameter(torch.ones(5))  # in a sum with what is used
+    mllm.language_model.model.layers[0].mlp.unused = nn.Parameter(torch.ones(5))  # in one sum with used weights
     alone = copy.deepcopy(mllm)
     text, images = random_microbatches(mllm, "text"), random_microbatches(mllm, "all")
     parallel = parallelize(mllm, two_replicas(mllm, shard), timeout=30)
@@ -197,7 +98,7 @@ def test_weights_that_were_replaced_are_followed(shard: str) -> None:
     ],
 )
 def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bool, words: int) -> None:
-    """As checkpoints need it: parts are the same or apart, also of ties, uneven pieces and rows that do not divide."""
+    """As checkpoints need it: parts are equal or disjoint, also for ties, uneven pieces and indivisible rows."""
     mllm = zoo.build(vision=None, audio=None, vocab_size=words, num_key_value_heads=2, tie_word_embeddings=True)
     if frozen:
         mllm.freeze(LLM)
@@ -223,7 +124,7 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
 
 
 def test_slices_are_even_in_bytes() -> None:
-    """Also of weights that have fewer rows than there are ranks: what is left over is dealt out in turn."""
+    """Also for weights with fewer rows than ranks: the remainder is dealt in turn."""
     weights = {f"w{i}": nn.Parameter(torch.zeros(rows, 4)) for i, rows in enumerate([1, 1, 2, 5, 7, 1, 1, 3])}
     owners = (4, 2, 9, 7)
     layers = dict.fromkeys(weights, 0)
@@ -244,10 +145,6 @@ def test_slices_are_even_in_bytes() -> None:
 # ---------------------------------------------------------------------- between processes
 
 
-def shared(vision: ParallelSpec, language: ParallelSpec) -> dict[str, ParallelSpec]:
-    return {"vision": vision, LLM: language}
-
-
 LAYOUTS = {
     "full, dp 2 x tp 2": shared(ParallelSpec(tp=2, dp=2, shard="full"), ParallelSpec(tp=2, dp=2, shard="full")),
     "optimizer, dp 4": shared(ParallelSpec(dp=4, shard="optimizer"), ParallelSpec(dp=4, shard="optimizer")),
@@ -259,7 +156,7 @@ LAYOUTS = {
 
 
 def with_a_gate() -> MultimodalModel:
-    """A model that has a weight of one element, too."""
+    """A model that also has a weight of one element."""
     mllm = model(tied=True, encoders=("vision",))
     mllm.encoders["vision"].projector.gate = nn.Parameter(torch.ones(1))
     mllm.freeze("vision")
@@ -267,7 +164,7 @@ def with_a_gate() -> MultimodalModel:
 
 
 def train(rank: int, layouts: list[str]) -> dict[str, dict[str, list[int]]]:
-    """Trains with some layouts; returns the shapes of what the rank keeps."""
+    """Trains with some layouts; returns the shapes of the rank's own parts."""
     kept = {}
     for layout in layouts:
         mllm, specs = with_a_gate(), LAYOUTS[layout]
@@ -284,7 +181,7 @@ def train(rank: int, layouts: list[str]) -> dict[str, dict[str, list[int]]]:
         for stage in parallel._ranks[rank].stages.values():
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad and name in parallel._ranks[rank]._in_part:
-                    continue  # norms and biases whose gradients a whole lane sums
+                    continue  # norms and biases whose gradients are summed over a whole lane
                 if specs[LLM if name.startswith(LLM) else "vision"].shard == "full":
                     assert parameter.untyped_storage().nbytes() <= 4 and parameter.isnan().all(), name
                     if parameter.numel() == 1:
@@ -343,7 +240,7 @@ def distributed(rank: int, seeds: list[int]) -> int:
 
 @pytest.mark.slow
 def test_random_layouts_of_four_processes_train_as_one_does() -> None:
-    seeds = [102, 103, 106, 107, 110, 111]  # shared and replicated modules: others seldom have replicas on four ranks
+    seeds = [102, 103, 106, 107, 110, 111]  # shared and replicated: others seldom have replicas on four ranks
     results = run_ranks(4, distributed, seeds, timeout=240)
     assert results == [("returned", len(seeds))] * 4, results
 
@@ -360,7 +257,7 @@ def shares_other_ranks(rank: int) -> str:
     return "no error"
 
 
-def test_a_rank_that_fails_is_named_by_those_that_share_its_slices() -> None:
+def test_failed_rank_is_named_by_its_shard_peers() -> None:
     (_, other), (_, failed) = run_ranks(2, shares_other_ranks)
     assert re.fullmatch(r"rank 1, FORWARD language_model\[0\] chunk \d+: OSError: no memory", failed)
     assert "lost rank 1" in other

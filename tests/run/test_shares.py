@@ -1,4 +1,4 @@
-"""Replicas of unequal speed: each has as many microbatches as it is told, and a step over them is one process's."""
+"""Replicas of unequal speed: each has its given number of microbatches, and the step equals that of one process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.run import parallelize
-from interlace.run.table import Lengths, step_table
+from interlace.run.tables.table import Lengths, step_table
 from tests.tiny import random_sample, tiny_mllm
 
 
 def chains(cuts: dict[str, list[list[int]]]) -> Layout:
-    """Pipelines with cuts of their own, every stage on a rank of its own. cuts: module -> boundaries by replica."""
+    """Pipelines with different cuts, every stage on its own rank. cuts: module -> boundaries by replica."""
     modules, first = {}, 0
     homes: dict[tuple[str, int], int] = {}
     for replica in range(len(next(iter(cuts.values())))):
@@ -46,7 +46,7 @@ LAYOUT = chains({"vision": [[0, 2], [0, 1, 2]], "language_model": [[0, 1, 2], [0
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=12),
     st.tuples(st.integers(1, 4), st.integers(1, 4)),
 )
-def test_each_replica_has_its_number_and_every_sample_is_in_one_chunk(samples, shares) -> None:
+def test_replicas_get_their_shares_and_each_sample_one_chunk(samples, shares) -> None:
     tokens = np.array([length + rows for length, rows in samples], np.int64)
     rows = np.array([rows for _, rows in samples], np.int64)
     table = step_table(LAYOUT, Lengths(tokens, tokens, {"vision": rows}), microbatches=shares)
@@ -59,10 +59,10 @@ def test_each_replica_has_its_number_and_every_sample_is_in_one_chunk(samples, s
         assert [chunk.index for chunk in mine] == list(range(len(mine)))
     home = {int(i): chunk.replica for chunk in chunks for i in chunk.samples}
     encoded = [(int(i), chunk.replica) for chunk in table.chunks if chunk.module == "vision" for i in chunk.samples]
-    assert sorted(encoded) == [(i, home[i]) for i in range(len(samples)) if rows[i]]  # in the pipeline that reads them
+    assert sorted(encoded) == [(i, home[i]) for i in range(len(samples)) if rows[i]]  # in the reading pipeline
 
 
-def test_a_step_with_shares_and_cuts_of_their_own_is_one_process_s() -> None:
+def test_step_with_unequal_shares_and_cuts_equals_one_process() -> None:
     whole = tiny_mllm(encoders=("vision",))
     generator = torch.Generator().manual_seed(3)
     samples = [random_sample(whole, generator, images=i % 3) for i in range(7)]
@@ -70,7 +70,8 @@ def test_a_step_with_shares_and_cuts_of_their_own_is_one_process_s() -> None:
     loss.backward()
     expected = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
     rows = [samples[:3], samples[3:4], samples[4:6], samples[6:]]
-    # rows: packed, each a microbatch; the last batch of an epoch may have fewer than there are microbatches or replicas
+    # rows: packed, one per microbatch. The last batch of an epoch may have fewer than there are microbatches or
+    # replicas
     for given_samples in (samples, rows, [samples[:4], samples[4:]], [samples]):
         mllm = tiny_mllm(encoders=("vision",))
         parallel = parallelize(mllm, LAYOUT, transport="local", timeout=30)

@@ -1,4 +1,4 @@
-"""Backwards in two halves: the gradients of one process, the bits of whole ones, one recomputation, little kept."""
+"""Split backwards: gradients equal one process, bits equal unsplit backwards, one recomputation, little memory kept."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from interlace.comm.deferred import DeferredForward, DeferredGradients
+from interlace.comm.overlap.deferred import DeferredForward, DeferredGradients
 from interlace.comm.transports.silent import SilentTransport
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import ModalityModule, MultimodalModel, StageModule
 from interlace.model import loss as losses
 from interlace.parallel import Ranks, tensor_parallel
 from interlace.run import ParallelModel, PipelineError, parallelize
-from interlace.run.deferred import LinearLayers
-from interlace.run.executor import METHODS
-from interlace.run.layers import LayerByLayer
+from interlace.run.execute.deferred import LinearLayers
+from interlace.run.execute.executor import METHODS
+from interlace.run.execute.layers import LayerByLayer
 from interlace.schedule import Op, Schedule
 from interlace.schedule.actions import CODES
 from interlace.simulate.trace import trace_events
 from tests.comm.pool import Pool
 from tests.parallel.processes import PLAN, Gated, example
-from tests.run import random_cases, test_context_parallel, test_full, test_sharding, test_tensor_parallel
+from tests.run import context_parallel, full, random_cases, sharding
+from tests.run import tensor_parallel as tensor_cases
+from tests.run.adapters import with_adapters
+from tests.run.parity import FREEZING, assert_same_gradient, make_layout, oracle
+from tests.run.sharding import two_replicas
 from tests.run.split_lists import halves, splitting
-from tests.run.test_adapters import with_adapters
-from tests.run.test_parity import FREEZING, assert_same_gradient, make_layout, oracle
-from tests.run.test_sharding import two_replicas
-from tests.run.test_tensor_parallel import LLM, model
+from tests.run.tensor_parallel import LLM, model
 from tests.tiny import random_microbatches, tiny_mllm
 
 Gradients = dict[str, torch.Tensor | None]
@@ -52,7 +53,7 @@ def assert_same_bits(found: Gradients, expected: Gradients) -> None:
 
 
 def both(make: Callable[[], tuple[ParallelModel, Any]], **step: Any) -> tuple[ParallelModel, Gradients]:
-    """A step with whole backwards, and one with split ones, which has its bits. Returns the latter."""
+    """A step with whole backwards, and one with split ones; both have equal bits. Returns the latter."""
     parallel, batch = make()
     loss = parallel.step(batch, **step).loss
     whole = gradients_of(parallel.mllm)
@@ -69,13 +70,13 @@ def both(make: Callable[[], tuple[ParallelModel, Any]], **step: Any) -> tuple[Pa
 # ---------------------------------------------------------------------- parity
 
 
-# placement and ranks, activation checkpointing, what is frozen, tied embeddings (on one rank or on two)
+# placement and ranks, activation checkpointing, frozen parts, tied embeddings (on one rank or on two)
 LAYOUTS = [("parallel", 3), ("colocated", 2), ("replicated", 2), ("parallel", 1)]
 VARIANTS = list(itertools.product(LAYOUTS, ("none", "full", "selective"), FREEZING, (False, True)))
 
 
 def check_variant(layout: tuple[str, int], checkpointing: Any, freezing: str, tied: bool) -> None:
-    """Of halves as of whole backwards: the bits. The gradients are those of one process."""
+    """Split and whole backwards have equal bits. The gradients equal those of one process."""
     mllm = tiny_mllm(tied=tied, layers=2)
     for path in FREEZING[freezing]:
         mllm.freeze(path)
@@ -92,8 +93,8 @@ def check_variant(layout: tuple[str, int], checkpointing: Any, freezing: str, ti
         assert_same_gradient(name, gradient, due[name])
 
 
-@pytest.mark.parametrize("number", range(0, len(VARIANTS), 35))  # coprime to how many values each factor has
-def test_halves_have_the_bits_of_whole_backwards_and_the_gradients_of_one_process(number: int) -> None:
+@pytest.mark.parametrize("number", range(0, len(VARIANTS), 35))  # coprime to the number of values of each factor
+def test_split_backward_equals_whole_backward_and_one_process(number: int) -> None:
     check_variant(*VARIANTS[number])
 
 
@@ -107,14 +108,14 @@ def test_so_they_have_in_more_variants(first: int) -> None:
 SWEEPS: dict[str, Callable[[int], Any]] = {
     "layouts": random_cases.check_layout,
     "tables": random_cases.check_table,
-    "tensor parallel": test_tensor_parallel.check_case,
-    "context parallel": test_context_parallel.check_case,
-    "sharded": test_sharding.check_case,
+    "tensor parallel": tensor_cases.check_case,
+    "context parallel": context_parallel.check_case,
+    "sharded": sharding.check_case,
 }
 
 
 def sweep(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random case whose backwards are split, some or all of them, each chunk's weights wherever they may be."""
+    """A random case with some or all backwards split; the weights of each chunk are anywhere allowed."""
     splitting(monkeypatch, seed, share=0.8 if seed % 2 else 1.0, in_order=False)
     SWEEPS[name](seed)
 
@@ -135,7 +136,7 @@ def test_more_random_cases_equal_one_process(name: str) -> None:
 def train_in_halves(rank: int, name: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         splitting(patch)
-        return test_full.train(rank, name)
+        return full.train(rank, name)
 
 
 @pytest.mark.slow
@@ -143,7 +144,7 @@ def train_in_halves(rank: int, name: str) -> int:
 def test_four_processes_that_gather_weights_train_as_one_does(name: str, pool: Pool) -> None:
     outcomes = pool.run(4, train_in_halves, name)
     assert (raised := [o.value for o in outcomes if o.kind == "raised"]) == [], "\n".join(raised)
-    assert [o.value for o in outcomes] == [test_full.CASES[name].layers] * 4
+    assert [o.value for o in outcomes] == [full.CASES[name].layers] * 4
 
 
 def test_precision_loss_scale_and_a_head_that_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,7 @@ def test_the_layers_of_gpt2_whose_weights_lie_the_other_way() -> None:
 
 
 def noted_weights(run: Callable[[], ParallelModel]) -> set[str]:
-    """Names of the weights that BACKWARD_WEIGHT gives gradients."""
+    """Names of the weights that get gradients from BACKWARD_WEIGHT."""
     seen: set[int] = set()
     compute = DeferredGradients.compute
 
@@ -204,7 +205,7 @@ def noted_weights(run: Callable[[], ParallelModel]) -> set[str]:
     return {name for stage in stages for name, parameter in stage.named_parameters() if id(parameter) in seen}
 
 
-# ---------------------------------------------------------------------- what waits, and what is computed when
+# ---------------------------------------------------------------------- pending work, and order of computation
 
 
 def test_all_weights_of_linear_layers_wait_and_no_others() -> None:
@@ -219,7 +220,7 @@ def test_all_weights_of_linear_layers_wait_and_no_others() -> None:
     }
 
 
-def test_all_weights_that_tensor_parallelism_has_cut_wait_but_the_head() -> None:
+def test_all_tensor_parallel_weights_are_deferred_but_the_head() -> None:
     def make() -> tuple[ParallelModel, Any]:
         mllm = model(encoders=("vision",)).train()
         specs = {"vision": ParallelSpec(tp=2), LLM: ParallelSpec(tp=2)}
@@ -231,8 +232,8 @@ def test_all_weights_that_tensor_parallelism_has_cut_wait_but_the_head() -> None
     assert noted_weights(lambda: both(make)[0]) == names - {"language_model.lm_head.weight"}
 
 
-def test_a_column_layer_that_does_not_wait_shares_its_product_with_one_that_does() -> None:
-    """Of the two that a gated MLP gathers its rows for, `up` stands for one whose weight is in several places."""
+def test_deferred_and_immediate_column_layers_share_a_product() -> None:
+    """Of the two layers for which a gated MLP gathers rows, `up` represents a weight in several places."""
     ranks = Ranks.at(0, 2)
     block: Any = tensor_parallel(Gated(), PLAN, ranks)
     ranks.connect(SilentTransport(2))
@@ -294,8 +295,9 @@ def test_a_layer_that_is_recomputed_runs_exactly_twice(checkpointing: Any, monke
 
 
 def test_gradients_wait_for_their_row_and_the_graph_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After BACKWARD_INPUT of the only chunk: no weight of a layer has a gradient, all others have, and what is kept is
-    an input and an output gradient of each layer."""
+    """After BACKWARD_INPUT of the only chunk, no weight of a layer has a gradient, and all others have. Only an input
+    and an output gradient of each layer are kept.
+    """
 
     splitting(monkeypatch, most=0)
     mllm = tiny_mllm(encoders=(), layers=3).train()
@@ -317,10 +319,10 @@ def test_gradients_wait_for_their_row_and_the_graph_does_not(monkeypatch: pytest
     parallel.step([batch])
     tokens = sum(len(sample) for sample in batch)
     hidden, middle, keys, vocabulary = 16, 24, 8, 48
-    layer = hidden * 2  # given to attention and to the MLP (norms' results)
-    layer += hidden + middle  # given to the layers back from these
+    layer = hidden * 2  # input of attention and of the MLP (results of norms)
+    layer += hidden + middle  # input of the layers that project back
     layer += hidden + 2 * keys  # gradients of queries, keys, values
-    layer += 2 * middle + 2 * hidden  # of gate and up, and of what the layers back give
+    layer += 2 * middle + 2 * hidden  # of gate and up, and of the outputs of the layers that project back
     targets = sum(int((sample.labels != -100).sum()) for sample in batch)
     assert seen == [4 * (3 * layer * tokens + (hidden + vocabulary) * targets)]
     assert all(p.grad is not None for p in mllm.parameters())
@@ -328,8 +330,8 @@ def test_gradients_wait_for_their_row_and_the_graph_does_not(monkeypatch: pytest
         assert not any(isinstance(vars(m).get("forward"), DeferredForward) for m in stage.modules())
 
 
-def test_weights_that_are_gathered_by_layer_get_their_gradients_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more than those of one layer are there in whole, though all of a stage wait."""
+def test_weights_gathered_by_layer_get_gradients_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one layer's gradients are there in whole, though all of a stage wait."""
     splitting(monkeypatch)
     mllm = model(encoders=())
     alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
@@ -364,11 +366,11 @@ def test_hooks_of_weights_see_one_gradient_per_chunk(monkeypatch: pytest.MonkeyP
     assert len(seen) == len(batch) and torch.equal(seen[-1], weight.grad)
 
 
-# ---------------------------------------------------------------------- errors, and what a step tells
+# ---------------------------------------------------------------------- errors and reports of a step
 
 
 def test_a_chunk_without_its_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the checker's back."""
+    """Bypasses the checker."""
     splitting(monkeypatch)
     mllm = tiny_mllm(encoders=()).train()
     parallel = parallelize(mllm, make_layout(mllm, "parallel", 1))

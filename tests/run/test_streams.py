@@ -1,4 +1,4 @@
-"""Streams: items go from the rank that read them to those that compute with them; numbers are those of one process."""
+"""Streams: items move from the rank that read them to the ranks that compute with them. Results equal one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from interlace.data import StreamLoader
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Sample, SampleOutline
 from interlace.run import parallelize
+from tests.run.parity import assert_same_gradient, oracle
 from tests.run.streamed import Counted, names_of
-from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import tiny_mllm
 
 LLM = "language_model"
@@ -74,7 +74,7 @@ def test_ranks_without_tokens_cannot_compute_with_them() -> None:
     mllm, parallel, data = made({"vision": P(), "audio": P(), LLM: P()}, "parallel", MIXED)
     with StreamLoader(data.stream, parallel, 4, timeout=30) as loader:
         held = next(loader).given.of_rank
-    assert {type(sample) for sample in held[2]} == {Sample}  # the language model's
+    assert {type(sample) for sample in held[2]} == {Sample}  # those of the language model
     assert {type(sample) for sample in held[0]} == {type(sample) for sample in held[1]} == {SampleOutline}
     with pytest.raises(RuntimeError, match="on another rank"):
         mllm.collate_module(LLM, held[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import Routes, put, take
-from interlace.run.table import Lengths, nominal_table, step_table
+from interlace.run.tables.table import Lengths, nominal_table, step_table
 from interlace.schedule.table import Chunk, Edge, StepTable, merged
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -21,7 +21,7 @@ LLM = "language_model"
 
 
 def layout(dp: dict[str, int], *, placement: str = "parallel") -> Layout:
-    """Every replica on a rank of its own."""
+    """Every replica on its own rank."""
     modules: dict[str, Any] = {}
     rank = itertools.count()
     for name, count in dp.items():
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> tuple[Layout, Lengths, dict[str, Any]]:
 
 
 @given(steps())
-def test_every_sample_and_row_is_there_once_and_comes_where_it_is_read(step: Any) -> None:
+def test_every_sample_and_row_is_routed_once_to_its_reader(step: Any) -> None:
     where, lengths, options = step
     table = step_table(where, lengths, **options)
     encoders = [name for name in where.modules if name != LLM]
@@ -105,7 +105,7 @@ def test_tables_are_alike_where_their_steps_are(step: Any) -> None:
     assert moved.digest != step_table(where, lengths, **options).digest
 
 
-def test_one_encoder_chunk_for_several_chunks_of_the_language_model_and_the_reverse() -> None:
+def test_encoder_chunks_may_be_fewer_or_more_than_llm_chunks() -> None:
     lengths = Lengths(np.full(8, 5), np.full(8, 1), {"vision": np.full(8, 2)})
 
     def read(chunks: int, placement: str = "parallel") -> list[list[int]]:
@@ -156,13 +156,13 @@ def test_lengths_are_read_without_media() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), max_size=14), st.randoms())
-def test_pieces_are_joined_where_they_follow_each_other_and_links_are_their_pairs(drawn: Any, random: Any) -> None:
-    """(source chunk, destination chunk, rows) one after the other in both; by the rows of each, one by one."""
+def test_adjacent_pieces_are_merged_and_links_are_their_pairs(drawn: Any, random: Any) -> None:
+    """(source chunk, destination chunk, rows), consecutive on both sides; checked row by row."""
     at: dict[tuple[str, int], int] = {}
     pieces = []
     for source, destination, count in drawn:
         here, there = at.get(("from", source), 0), at.get(("to", destination), 0)
-        skip = random.randint(0, 1)  # rows that somebody else reads
+        skip = random.randint(0, 1)  # rows read by another chunk
         pieces.append((source, here + skip, 4 + destination, there, count))
         at["from", source], at["to", destination] = here + skip + count, there + count
     given = pieces.copy()
@@ -174,7 +174,7 @@ def test_pieces_are_joined_where_they_follow_each_other_and_links_are_their_pair
 
     told = [tuple(piece) for piece in found.tolist()]
     assert rows(told) == sorted(rows(pieces))
-    for a, b in itertools.pairwise(told):  # no two could be one
+    for a, b in itertools.pairwise(told):  # no two could be merged
         assert (a[0], a[1] + a[4], a[2], a[3] + a[4]) != b[:4]
     chunks = [Chunk(name, i, 0, np.array([i], np.int32)) for name in ("vision", LLM) for i in range(4)]
     table = StepTable(tuple(chunks), (Edge("vision", LLM, "embeds", found),))
@@ -182,7 +182,7 @@ def test_pieces_are_joined_where_they_follow_each_other_and_links_are_their_pair
 
 
 def test_a_nominal_table_of_many_replicas_stays_small() -> None:
-    """792 and 1,546 replicas have some 20 million samples in common; links between chunks would be as many."""
+    """792 and 1,546 replicas have some 20 million common samples; links between chunks would be as many."""
     table = nominal_table(layout({"vision": 792, LLM: 1546}), 32)
     for module, dp in (("vision", 792), (LLM, 1546)):
         sizes = np.array([len(chunk.samples) for chunk in table.chunks if chunk.module == module])

@@ -1,21 +1,21 @@
-"""Messages timed as arrays are those of the definition, one by one, and the step is the same to the last bit."""
+"""Vectorized timing of messages equals the definition, message by message, and the step is bitwise equal."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from interlace.costs.links import Link, Links
+from interlace.estimate.travel import message_seconds
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import pairs
 from interlace.plan import LinkModel
-from interlace.plan.links import Link, Links
-from interlace.run.travel import message_seconds
 from interlace.schedule import Chunk, Edge, Op, Schedule, StageGraph, StepTable, one_f_one_b
 from tests.schedule.graphs import random_case
 
 
 def one_by_one(schedule: Schedule, rows: list[float], links: Links, row_bytes: dict, read_bytes: list[float]) -> list:
-    """The definition, an action at a time."""
+    """The definition, one action at a time."""
     layout, chunks = schedule.graph.layout, schedule.table.chunks
     read: dict[tuple[int, int], int] = {}
     for edge in schedule.table.edges:
@@ -70,7 +70,7 @@ def test_random_steps(first: int) -> None:
 
 
 def test_by_hand() -> None:
-    """A lane of two ranks hands 6 rows of 10 bytes to one of four on the next host: four parts of 15 bytes."""
+    """A lane of two ranks sends 6 rows of 10 bytes to one of four on the next host: four parts of 15 bytes."""
     stages = (Stage("m", 0, 0, 1, Lane((0, 1))), Stage("m", 1, 1, 2, Lane((4, 5, 6, 7))))
     with pytest.raises(ValueError, match="need lanes of 2"):
         Layout({"m": (ParallelSpec(tp=2, pp=2), (Pipeline("m", 0, stages),))}, 8)
@@ -84,5 +84,5 @@ def test_by_hand() -> None:
     slow, fast = Link(LinkModel(1.0, 1.0)), Link(LinkModel(0.5, 0.1))
     links = Links(host=fast, network=slow, ranks_per_host=4)
     found = message_seconds(schedule, [6.0, 6.0], links, {"a": [10.0] * 2, "b": [10.0] * 2}, [10.0, 10.0])
-    # Rows 0..2 go to ranks 2 and 3 on this host, 3..5 to 4 and 5 on the next; gradients come back the same ways.
+    # Rows 0..2 go to ranks 2 and 3 on this host, 3..5 to 4 and 5 on the next; gradients return on the same routes.
     assert found.tolist() == [2.0, 16.0, 2.0, 2.0, 16.0, 16.0]

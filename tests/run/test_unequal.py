@@ -1,4 +1,4 @@
-"""Every module its own data-parallel degree, chunks of its own, and ranks shared or not: the numbers of one process."""
+"""Modules with different data-parallel degrees and chunks, on shared or separate ranks: results equal one process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.run import parallelize
-from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
+from tests.run.parity import FREEZING, assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
 DEGREES = [(1, 2), (2, 1), (3, 2), (2, 3), (4, 1), (1, 4)]  # vision, language model
 BATCHES = ("all", "no_image", "text", "one replica without")
 EVERY = list(itertools.product(DEGREES, FREEZING, BATCHES))
-# Their numbers, black and white as on a chess board: each half has all pairs of degrees, freezings and batches.
+# Case numbers in a checkerboard pattern: each half has all pairs of degrees, freezings and batches.
 PLACES = list(itertools.product(range(len(DEGREES)), range(len(FREEZING)), range(len(BATCHES))))
 HALVES = [[number for number, place in enumerate(PLACES) if sum(place) % 2 == colour] for colour in (0, 1)]
 
 
 def variant(number: int) -> dict[str, Any]:
-    """What else differs from case to case, each on its own turn: audio's degree, chunks, stages, checkpointing."""
+    """Other options of a case, each with its own cycle: audio's degree, chunks, stages, checkpointing."""
     return {
         "audio": (None, 1, 2, 3)[number % 4],
         "chunks": (None, 2.0, 0.5)[number % 3],
@@ -62,7 +62,7 @@ def check_case(degrees: tuple[int, int], freezing: str, kind: str, number: int) 
     result = parallel.step(batch, chunks=chunks)
     where = f"{degrees}, {freezing} frozen, {kind}, {more}"
     assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
-    for name, parameter in mllm.named_parameters():  # the model that was given is the one that is trained
+    for name, parameter in mllm.named_parameters():  # the given model is the one that is trained
         try:
             assert_same_gradient(name, parameter.grad, gradients[name])
         except AssertionError as error:
@@ -88,7 +88,7 @@ def test_the_other_half_of_unequal_degrees_equals_one_process() -> None:
         check_case(*EVERY[number], number)
 
 
-def test_each_half_has_all_pairs_of_degrees_freezings_and_batches() -> None:
+def test_each_half_covers_all_pairs_of_test_parameters() -> None:
     assert sorted(HALVES[0] + HALVES[1]) == list(range(len(EVERY)))
     for half in HALVES:
         for one, other in itertools.combinations(range(3), 2):
@@ -133,7 +133,7 @@ def check_shared(freezing: str, kind: str, chunks: int | None) -> None:
         assert vision == ["F"] if FREEZING[freezing] and "vision.projector" in FREEZING[freezing] else ["F", "B"]
 
 
-def test_colocated_encoders_may_have_another_degree_than_the_language_model() -> None:
+def test_colocated_encoders_may_have_another_dp_degree() -> None:
     mllm = tiny_mllm(layers=2)
     batch = random_microbatches(mllm, "no_image", count=6)
     loss, gradients = oracle(mllm, batch)
@@ -150,8 +150,8 @@ def test_colocated_encoders_may_have_another_degree_than_the_language_model() ->
     assert wanted == {id(item) for sample in flat for items in sample.media.values() for item in items}
 
 
-def test_tied_weights_wait_for_other_sums_without_holding_up_the_pipeline() -> None:
-    """Rank 1 sums its output embedding while rank 0, whose sum of the encoder's that follows, needs more backwards."""
+def test_tied_weights_wait_for_sums_without_blocking() -> None:
+    """Rank 1 sums its output embedding while rank 0, with a pending encoder sum, needs more backwards."""
     mllm = tiny_mllm(tied=True, layers=3, encoders=("vision",))
     batch = random_microbatches(mllm, "text", count=1) + random_microbatches(mllm, "all", count=1)
     batch[1].pop()

@@ -1,45 +1,16 @@
-"""Several stages of a module on one rank: the loss and gradients of one process, whatever the schedule's order."""
+"""Several stages of a module on one rank: loss and gradients equal one process, for any order of the schedule."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from interlace.layout import Layout, ParallelSpec
 from interlace.plan import analytic_costs
 from interlace.run import parallelize, stage_durations
 from interlace.schedule import Op, check
-from tests.run.test_parity import assert_same_gradient, oracle
-from tests.tiny import random_microbatches, tiny_mllm
-
-LLM = "language_model"
-LOOP, V = {"pp": 2, "virtual": 2}, {"pp": 2, "virtual": 2, "order": "v"}
-
-# placement, spec of the vision encoder, of the language model, other things of the model, of the layout
-LAYOUTS = {
-    "parallel": ("parallel", {}, LOOP, {}),
-    "parallel, v, tied on one rank": ("parallel", {}, V, {"tied": True}),
-    "parallel, tied on two ranks": ("parallel", {}, LOOP, {"tied": True}),
-    "parallel, three laps, tied, dp": ("parallel", {"dp": 2}, {"pp": 2, "virtual": 3, "dp": 2}, {"tied": True}),
-    "parallel, v, tied on one rank, dp": ("parallel", {"dp": 2}, {**V, "dp": 2}, {"tied": True}),
-    "colocated, v in both": ("colocated", V, V, {}),
-    "shared": ("shared", {"pp": 2}, LOOP, {"tied": True}),
-    "shared, whole weights for a layer at a time": ("shared", {"dp": 2}, {"virtual": 2, "dp": 2, "shard": "full"}, {}),
-    "replicated": ("replicated", {}, LOOP, {}),
-    "parallel, one rank": ("parallel", {}, {"virtual": 4}, {}),
-    "parallel, tp": ("parallel", {}, {**V, "tp": 2}, {"tied": True, "kv_heads": 2}),
-    "parallel, optimizer's state shared": ("parallel", {"dp": 2}, {**LOOP, "dp": 2, "shard": "optimizer"}, {}),
-}
-
-
-def made(name):
-    placement, vision, language, about = LAYOUTS[name]
-    mllm = tiny_mllm(layers=6, **about)
-    dp = language.get("dp", 1)
-    specs = dict.fromkeys(mllm.modules_order(), ParallelSpec(**vision)) | {LLM: ParallelSpec(**language)}
-    assert all(spec.dp == dp for spec in specs.values()) or placement == "shared"
-    return mllm, Layout.from_specs(mllm, specs, placement=placement)
-
+from tests.run.parity import assert_same_gradient, oracle
+from tests.run.virtual_stages import LAYOUTS, LLM, made
+from tests.tiny import random_microbatches
 
 QUICK = ("parallel, v, tied on one rank", "parallel, three laps, tied, dp", "colocated, v in both", "shared")
 OTHERS = [("interleaved", name) for name in LAYOUTS if name not in QUICK] + [("1f1b", name) for name in LAYOUTS]
@@ -82,7 +53,7 @@ def test_the_measured_order_is_the_list_and_laps_take_turns():
     assert parallel.timeline().actions == schedule.actions
     (first,) = layout.pipelines(LLM)[0].stages[0].ranks
     warm_up = [a for a in schedule.actions[first] if a.module == LLM and a.op is Op.FORWARD][:4]
-    # Two chunks through stage 0, then the same two through stage 2 (two ranks, two laps).
+    # Two chunks through stage 0, then the same two through stage 2 (two ranks, two rounds).
     assert [(table.chunks[a.chunk].index, a.stage) for a in warm_up] == [(0, 0), (1, 0), (0, 2), (1, 2)]
 
 
@@ -101,14 +72,14 @@ def test_options_of_a_schedule_reach_its_lists():
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_automatic_schedules_count_another_forward_where_products_are_repeated(checkpointing):
+def test_auto_schedule_counts_recomputation_of_matmuls(checkpointing):
     mllm, layout = made("parallel, one rank")
     parallel = parallelize(mllm, layout, schedule="auto", checkpointing=checkpointing)
     counted = stage_durations(mllm, layout, analytic_costs(mllm), recompute=checkpointing == "full")
     assert parallel._lists._options["durations"] == counted
 
 
-def test_halves_of_a_stage_are_its_backward_and_nothing_trains_for_free():
+def test_backward_halves_sum_to_the_whole_backward():
     mllm, layout = made("parallel, v, tied on one rank")
     for frozen in ((), ("vision",), ("vision", "language_model")):
         for path in frozen:

@@ -1,4 +1,4 @@
-"""A language model's words among the ranks of a lane: loss, gradients and norm are those of one process."""
+"""Vocabulary-parallel language models in a lane: loss, gradients and norm equal those of one process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 from interlace.run import parallelize
 from tests import tiny
 from tests.distributed.workers import run_ranks
-from tests.parallel.test_vocabulary import gemma3
-from tests.run.test_parity import oracle
-from tests.run.test_tensor_parallel import LLM, assert_gradient, compare_holders, model, norm_of
+from tests.parallel.vocabulary import gemma3
+from tests.run.parity import oracle
+from tests.run.tensor_parallel import LLM, assert_gradient, compare_holders, model, norm_of
 from tests.tiny import random_microbatches, random_sample
 
-WORDS = 53  # divides among neither 2 nor 3 ranks
+WORDS = 53  # divisible by neither 2 nor 3 ranks
 EIGHT = {"tp": 2, "pp": 2, "dp": 2}
 
 
@@ -62,7 +62,7 @@ def check(mllm, layout, batch, *, steps=2, **options):
     ids=str,
 )
 def test_words_among_the_ranks_of_a_lane(monkeypatch, spec, tied):
-    """A few rows of logits at a time; tied weights on one stage and on two, of one replica and of several."""
+    """A few rows of logits at a time; tied weights on one stage and on two, with one replica and with several."""
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * WORDS * 3)
     mllm = model(tied=tied, encoders=("vision",))
     specs = {"vision": ParallelSpec(), LLM: ParallelSpec(**spec)}
@@ -114,7 +114,7 @@ def test_words_in_bfloat16():
 
 
 def halved(inputs, output):
-    """A callback that needs the logits of all words: it takes away their mean."""
+    """A callback that needs the logits of all words: it subtracts their mean."""
     output.logits = 0.5 * (output.logits - output.logits.mean(-1, keepdim=True))
     return output
 
@@ -156,14 +156,14 @@ def cohere():
 
 
 def lora_like():
-    """A head that is more than a product: both stay whole."""
+    """A head that is more than a product: both weights stay whole."""
     language = model(encoders=()).language_model
     language.lm_head = nn.Sequential(language.lm_head)
     return language
 
 
 @pytest.mark.parametrize("language", [cohere, lora_like])
-def test_words_stay_whole_where_logits_are_not_what_a_plain_head_gives(language):
+def test_vocabulary_stays_whole_if_the_head_is_not_plain(language):
     torch.manual_seed(0)
     mllm = MultimodalModel(encoders={}, language_model=language())
     parallel = check(

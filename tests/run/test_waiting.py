@@ -1,7 +1,7 @@
-"""What would make the program wait for a GPU: nothing in a stage's forward or backward, once in a step.
+"""Waits for a GPU: none in a stage's forward or backward, one in a step.
 
-There is no GPU here. Inside stages all tensors count as the GPU's, and operations whose result has to be read, or whose
-shape has to be known, are refused.
+No GPU is needed. Inside stages all tensors count as GPU tensors. Operations that read a result, or that need a
+data-dependent shape, are refused.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel, StageModule
-from interlace.model.places import KEY, media_in, targets_in
+from interlace.model.inputs.places import KEY, media_in, targets_in
 from interlace.run import parallelize
-from interlace.run.batch import collated
-from interlace.run.device import ON_THE_HOST
 from interlace.run.errors import PipelineError
+from interlace.run.execute.device import ON_THE_HOST
+from interlace.run.tables.batch import collated
 from tests.tiny import PLACEHOLDERS, VOCAB, random_microbatches, tiny_mllm
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "item")
 
 
 class NoWaiting(TorchDispatchMode):
-    """host: storages that are the host's."""
+    """host: storages in host memory."""
 
     def __init__(self, host: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Watched:
-    """Refuses what waits, while `on`, inside of stages and of their backwards; tells which ran."""
+    """Refuses operations that wait, while `on`, inside of stages and of their backwards; records which stages ran."""
 
     def __init__(self) -> None:
         self.on, self.ran = True, list[str]()
@@ -75,7 +75,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def gemma() -> MultimodalModel:
-    """Layers that look back 4 tokens only, and logits that are capped after the head."""
+    """Layers with a window of 4 tokens, and logits that are capped after the head."""
     config = Gemma3TextConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, sliding_window=4, attn_implementation="interlace", pad_token_id=0,
@@ -93,7 +93,7 @@ def test_no_microbatch_waits_for_a_gpu(make: Any, watched: Watched) -> None:
     mllm = make()
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), transport="local")
-    if make is gemma:  # the first forward tells which windows its layers have: plans come with them from then on
+    if make is gemma:  # the first forward finds the windows of its layers; later plans include them
         watched.on = False
         parallel.evaluate(random_microbatches(mllm, "all", count=1))
         assert {limits.back for limits in mllm.language_settings.limits} == {4}
@@ -104,7 +104,7 @@ def test_no_microbatch_waits_for_a_gpu(make: Any, watched: Watched) -> None:
 
 
 def test_what_waits_is_noticed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("interlace.run.batch.KEY", "elsewhere")  # as if nobody had looked on the host
+    monkeypatch.setattr("interlace.run.tables.batch.KEY", "elsewhere")  # as if the host had no copy
     mllm = tiny_mllm()
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), transport="local")

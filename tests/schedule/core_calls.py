@@ -1,4 +1,4 @@
-"""One answered call of every compiled function of schedule/, which test_core.py repeats with hostile arguments."""
+"""One valid call of every compiled function of schedule/, which test_core.py repeats with hostile arguments."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def checked(found, *arguments) -> bool:
 
 
 def schedule_calls() -> dict[str, tuple[tuple, Callable[..., bool]]]:
-    """Name -> (arguments, what is true of the result and them). An encoder has copies, what reads it tied weights."""
+    """Name -> (arguments, check of the result and them). An encoder has copies; its consumer has tied weights."""
     graph = StageGraph.build({"a": [(0, 1)], "b": [0, 1]}, [("a", "b")], tied=[(("b", 0), ("b", 1))], replicas=2)
     fields, *chunks = step_arrays(graph, StepTable.aligned(graph.links, [{"b"}, {"a", "b"}], replicas=2))
     step = list(fields), *chunks

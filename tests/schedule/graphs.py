@@ -17,7 +17,7 @@ SHARDS = ("none", "none", "optimizer", "full")
 
 @dataclass(frozen=True)
 class Case:
-    """A graph and a table that fit together."""
+    """A graph and a matching table."""
 
     graph: StageGraph
     table: StepTable

@@ -1,8 +1,8 @@
-"""What the lists of a schedule must be, written from the definitions alone.
+"""Oracle of the lists of a schedule, written from the definitions alone.
 
-The oracle makes of the lists of a schedule one graph of events, the compute actions of all ranks of a lane joined into
-one, those of lanes that gather weights layer by layer too, and asks whether it has a cycle. No queues, no replay,
-nothing of the package but its data.
+The oracle builds one graph of events from the lists of a schedule and checks it for cycles. Compute actions of all
+ranks of a lane are joined into one event, also those of lanes that gather weights layer by layer. It uses no queues and
+no replay, and nothing of the package except its data classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Job = tuple[int, int]
 
 @dataclass
 class Demand:
-    """What a step needs, from the definitions: jobs, who reads whom, and per rank every action that must be there."""
+    """Requirements of a step, from the definitions: jobs, their inputs, and all required actions of each rank."""
 
     graph: StageGraph
     table: StepTable
@@ -60,7 +60,7 @@ class Demand:
 
     @cached_property
     def feeds(self) -> dict[Job, list[Job]]:
-        """Job -> the jobs whose output it reads."""
+        """Job -> the jobs that supply its input."""
         found: dict[Job, list[Job]] = {job: [] for job in self.forwards}
         for n, c in self.forwards:
             if self.graph.nodes[n].stage > 0:
@@ -109,7 +109,7 @@ class Demand:
 
     @cached_property
     def messages(self) -> set[tuple[Job, Job, bool]]:
-        """(producer, consumer, is it the gradient on its way back)."""
+        """(producer, consumer, True for a gradient in the backward direction)."""
         return {
             (source, job, grad)
             for job, sources in self.feeds.items()
@@ -124,9 +124,9 @@ class Demand:
         return replace(self.compute(op, source), other=job[1], peer=peer, grad=grad)
 
     def adds(self, node: int, reduction: Reduction) -> bool:
-        """Whether a backward of this node adds to what is summed: it has one of the layers on one of the ranks.
+        """True if a backward of this node contributes to the sum: it has one of the layers on one of the ranks.
 
-        A tied weight is summed of sums over all replicas, so there a node adds wherever it runs.
+        A tied weight sums the sums over all replicas, so every node of it contributes, on any rank.
         """
         where = self.graph.nodes[node]
         stage = self.graph.pipelines[where.pipeline].stages[where.stage]
@@ -138,7 +138,7 @@ class Demand:
 
     @cached_property
     def reductions(self) -> dict[int, list[Job]]:
-        """Active reductions -> the jobs whose backwards add to them."""
+        """Active reductions -> the jobs whose backwards contribute to them."""
         found = {}
         for place, reduction in enumerate(self.graph.reductions if self.reduce_grad else ()):
             jobs = [job for job in self.backwards if self.trains(job[0]) and self.adds(job[0], reduction)]
@@ -152,7 +152,7 @@ class Demand:
         return Action(Op.REDUCE_GRAD, reduction.module, self.graph.nodes[mine[0]].stage, other=place)
 
     def uses(self, node: int, rank: int) -> list[int]:
-        """The shards whose weights a rank computes with at a node, under one of their names."""
+        """The shards whose weights a rank uses at a node, under one of their names."""
         where = self.graph.nodes[node]
         stage = self.graph.pipelines[where.pipeline].stages[where.stage]
         layers = {(stage.module, layer) for layer in range(stage.start, stage.stop)}
@@ -169,7 +169,7 @@ class Demand:
 
     @cached_property
     def shards(self) -> set[int]:
-        """Active ones: some rank computes with their weights."""
+        """Active shards: some rank computes with their weights."""
         return {place for n, _ in self.forwards for rank in self.ranks(self.lane(n)) for place in self.uses(n, rank)}
 
     def shard_row(self, op: Op, place: int, rank: int) -> Action:
@@ -178,7 +178,7 @@ class Demand:
 
     @cached_property
     def rows(self) -> list[Counter[Action]]:
-        """Per rank, what its list must hold (every BACKWARD in one piece)."""
+        """Required list of each rank (every BACKWARD in one piece)."""
         found: list[Counter[Action]] = [Counter() for _ in range(self.graph.layout.world)]
         for op, jobs in ((Op.FORWARD, self.forwards), (Op.BACKWARD, self.backwards)):
             for job in jobs:
@@ -201,11 +201,11 @@ class Demand:
 
     @cached_property
     def distances(self) -> dict[int, int]:
-        """Node -> changes of lane on its longest path to a node that nobody reads."""
+        """Node -> changes of lane on its longest path to a node without consumers."""
         after: dict[int, set[int]] = {}
         for (n, _), readers in self.readers.items():
             after.setdefault(n, set()).update(m for m, _ in readers)
-        for p in self._nodes.values():  # stages feed each other whether they have a chunk or not
+        for p in self._nodes.values():  # stages are linked even if they have no chunk
             for n in p:
                 after.setdefault(n, set()).update(
                     m for m in p if self.graph.nodes[m].stage == self.graph.nodes[n].stage + 1
@@ -220,7 +220,7 @@ class Demand:
         return {n: distance(n) for n in after}
 
     def places(self, chunk: int) -> tuple[int, int]:
-        """First and last place of a chunk among those that read it."""
+        """First and last position of a chunk among those that read it."""
         readers = [consumer for producer, consumer in self.table.links.tolist() if producer == chunk]
         if not readers:
             return self.table.chunks[chunk].index, self.table.chunks[chunk].index
@@ -228,14 +228,14 @@ class Demand:
         return min(first for first, _ in found), max(last for _, last in found)
 
     def time(self, op: Op, job: Job) -> int:
-        """When it happens in virtual time."""
+        """Virtual time of the event."""
         first, last = self.places(job[1])
         d = self.distances[job[0]]
         return 2 * first - d if op is Op.FORWARD else 2 * last + d + 1
 
 
 class Unsound(Exception):
-    """What the oracle found wrong."""
+    """Error found by the oracle."""
 
 
 @dataclass
@@ -273,7 +273,7 @@ class Events:
                 raise Unsound("not complete")
 
     def _needs(self, rank: int) -> Iterator[tuple[Action, list[Action]]]:
-        """(action, what must stand before it in the rank's own list), a BACKWARD standing for its first half."""
+        """(action, its predecessors in the rank's own list), a BACKWARD represented by its first half."""
         d = self.demand
         mine = [job for job in d.forwards if rank in d.ranks(d.lane(job[0]))]
         for job in mine:
@@ -345,7 +345,7 @@ class Events:
         )
 
     def _meetings(self) -> dict[object, object]:
-        """What a lane computes -> the one of it and of what others compute at that time that stands for all."""
+        """Compute action of a lane -> the representative of all actions computed at the same time."""
         d, graph = self.demand, self.schedule.graph
         found: dict[object, object] = {}
 
@@ -395,7 +395,7 @@ class Events:
                 queues[rank].pop(0)
 
     def _edges(self) -> dict[object, set[object]]:
-        """Event -> what it waits for. An event is (rank, place), or ("lane", lane, action) for all of its ranks."""
+        """Event -> its predecessors. An event is (rank, place), or ("lane", lane, action) for all of its ranks."""
         d = self.demand
         sent: dict[tuple[int, int, int], list[tuple[Action, object]]] = {}  # (rank, its lane, to lane)
         got: dict[tuple[int, int, int], list[tuple[Action, object]]] = {}  # (rank, from lane, its lane)
@@ -465,7 +465,7 @@ class Events:
         return order
 
     def span(self, seconds: Mapping[Op, float] | object) -> float:
-        """Seconds until all is over; seconds: op -> seconds, or a function of an action. Transfers take none."""
+        """Seconds until all actions end; seconds: op -> seconds, or a function of an action. Transfers take no time."""
         cost = seconds if callable(seconds) else lambda a: seconds[a.op]  # type: ignore[index]
         finish: dict[object, float] = {}
         for event in self.order:
@@ -475,7 +475,7 @@ class Events:
 
 
 def runs(schedule: Schedule) -> bool:
-    """Whether the oracle finds the lists sound."""
+    """True if the oracle accepts the lists."""
     try:
         Events(schedule)
     except Unsound:
@@ -484,7 +484,7 @@ def runs(schedule: Schedule) -> bool:
 
 
 def in_flight(actions: Sequence[Action], module: str, stage: int, held: set[int]) -> int:
-    """The most chunks of `held` that a stage holds at any place of a rank's list."""
+    """The most chunks of `held` in flight on a stage at any place of a rank's list."""
     most = count = 0
     for a in actions:
         if (a.module, a.stage) == (module, stage) and a.chunk in held:

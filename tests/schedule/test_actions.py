@@ -19,7 +19,7 @@ def actions(draw: st.DrawFn) -> Action:
     if op in (Op.SEND, Op.RECV):
         chunk = abs(chunk)
         return Action(op, draw(names), draw(numbers), chunk, draw(numbers), draw(numbers), draw(st.booleans()))
-    # Of these the text form leaves out `other` where it is the chunk itself, which no action but a message says.
+    # The text form omits `other` if it is the chunk itself; only messages have another one.
     other = draw(st.integers(-1, 10_000).filter(lambda value: value < 0 or value != chunk))
     return Action(op, draw(names), draw(numbers), chunk, other, draw(st.integers(-1, 5)))
 

@@ -1,4 +1,4 @@
-"""The checker: every kind of damage is found and named, and it agrees with an oracle that shares nothing with it."""
+"""The checker: every kind of damage is found and named, and it agrees with an independent oracle."""
 
 import random
 import re
@@ -64,7 +64,7 @@ def swap(actions: list[Action], one: str, other: str) -> None:
 
 def test_a_deadlock_names_every_rank_that_waits_and_for_what() -> None:
     graph = StageGraph.build({"m": [0, 1]})
-    # Rank 0 wants a gradient before it sends what that gradient depends on.
+    # Rank 0 waits for a gradient before it sends the input of that gradient.
     damaged = changed(
         gpipe(graph, StepTable.aligned([], [{"m"}] * 2)),
         lambda lists: move(lists[0], "RECV_GRAD:m/0@0<1", "SEND:m/0@0>1"),
@@ -117,7 +117,7 @@ def test_messages_out_of_order_are_found() -> None:
 def test_actions_out_of_order_are_found(rank: int, text: str, before: str, says: str | None) -> None:
     damaged = changed(schedule(), lambda lists: move(lists[rank], text, before))
     if says is None:
-        check(damaged)  # another order of forwards is sound as long as messages match
+        check(damaged)  # another order of forwards is valid as long as messages match
     else:
         assert refused(damaged, f"rank {rank} runs .* {says}").rank == rank
 
@@ -196,7 +196,7 @@ def test_reductions_keep_one_order() -> None:
         changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must sum and gather in one"
     )
     assert error.action is not None and error.action.op is Op.REDUCE_GRAD
-    check(changed(sound, lambda lists: later(lists, 0, 2)))  # another order, but one for all
+    check(changed(sound, lambda lists: later(lists, 0, 2)))  # another order, but the same on all ranks
 
 
 def test_weights_are_whole_where_they_are_used() -> None:
@@ -253,7 +253,7 @@ def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
     swapped = changed(sound, lambda lists: swap(lists[1], "UNSHARD:a/0+0", "UNSHARD:b/0+1"))
     refused(swapped, "all ranks must sum and gather in one common order")
 
-    def late(lists: list[list[Action]]) -> None:  # one order of gathers, but who computes in between waits for ever
+    def late(lists: list[list[Action]]) -> None:  # one order of gathers, but ranks that compute in between wait forever
         for actions, module in zip(lists, "ab", strict=True):
             for text in (f"UNSHARD:{module}/0", f"F:{module}/0", f"RESHARD:{module}/0"):
                 actions.append(actions.pop(next(i for i, a in enumerate(actions) if str(a).startswith(text))))
@@ -262,7 +262,7 @@ def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
 
 
 def gather(lists: list[list[Action]], op: Op, shards: Collection[int] | None = None) -> None:
-    """Have all ranks gather `shards`, or all, by `op`."""
+    """Makes all ranks gather `shards`, or all shards, by `op`."""
     for actions in lists:
         for i, action in enumerate(actions):
             if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS) and (shards is None or action.other in shards):
@@ -270,7 +270,7 @@ def gather(lists: list[list[Action]], op: Op, shards: Collection[int] | None = N
 
 
 def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
-    """Two modules of two replicas on the same ranks, whose chunks nobody waits for."""
+    """Two modules of two replicas on the same ranks; no rank waits for their chunks."""
     graph = two_full_modules()
     sound = gpipe(graph, StepTable.aligned([], [{"a", "b"}] * 2, replicas=2))
     assert {a.op for a in sound.actions[0]} >= {Op.UNSHARD_LAYERS}
@@ -285,7 +285,7 @@ def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
     once = changed(sound, lambda lists: gather(lists, Op.UNSHARD))
     check(changed(once, forwards))
 
-    def late(lists: list[list[Action]]) -> None:  # a sum of the same ranks before what gathers, and behind it
+    def late(lists: list[list[Action]]) -> None:  # a sum of the same ranks before the gathers, and after them
         move(lists[1], "REDUCE_GRAD:b/0+1", "RESHARD:a/0+0")
 
     refused(changed(sound, late), "all ranks must sum and gather in one common order")
@@ -322,7 +322,7 @@ def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
 
 
 def test_checker_and_oracle_agree_on_gathers_layer_by_layer() -> None:
-    """Also where generators found nothing for it: some of these would wait for ever."""
+    """Also for gathers that generators would not make: some of these would hang."""
     found = {False: 0, True: 0}
     for seed in range(3 * COUNT):
         rng = random.Random(seed)
@@ -429,7 +429,7 @@ def test_a_forward_that_only_another_lane_needs_is_still_due() -> None:
 
 
 def damage(rng: random.Random, lists: list[list[Action]]) -> None:
-    """One thing that could go wrong, or that only looks like it."""
+    """One error, or a change that only looks like one."""
     rank = rng.choice([r for r, actions in enumerate(lists) if actions])
     actions = lists[rank]
     i, j = rng.randrange(len(actions)), rng.randrange(len(actions))
@@ -462,7 +462,7 @@ def damage(rng: random.Random, lists: list[list[Action]]) -> None:
 
 
 def verdict(damaged: Schedule) -> bool:
-    """The checker's, which must be the oracle's."""
+    """The checker's verdict, which must equal the oracle's."""
     sound = runs(damaged)
     if sound:
         check(damaged)
@@ -480,7 +480,7 @@ def test_checker_and_oracle_agree_on_damaged_schedules() -> None:
         whole = rng.choice([gpipe, one_f_one_b])(case.graph, case.table)
         times = rng.choice([1, 1, 2])
         sound += verdict(changed(whole, lambda lists, rng=rng, times=times: [damage(rng, lists) for _ in range(times)]))
-    assert COUNT // 10 < sound < COUNT // 2  # it would say little if all were of one kind
+    assert COUNT // 10 < sound < COUNT // 2  # the test needs verdicts of both kinds
 
 
 def test_shuffled_lists_run_or_are_refused() -> None:

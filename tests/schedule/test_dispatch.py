@@ -1,4 +1,4 @@
-"""DISPATCH: one on every rank of a step of streams, in one order with what ranks sum and gather; none elsewhere."""
+"""DISPATCH: one on every rank of a step of streams, in one order with reductions and gathers; absent elsewhere."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_it_is_named_after_the_first_stage_of_its_rank() -> None:
 
 
 def test_it_keeps_one_order_with_sums() -> None:
-    """Ranks that begin a common sum and the exchange in another order would wait for each other on some networks."""
+    """Ranks that start a common sum and the exchange in different orders could deadlock on some networks."""
     sound = schedule()
     lists = [list(actions) for actions in sound.actions]
     lists[0].append(lists[0].pop(0))  # behind its sums on this rank alone
@@ -75,7 +75,7 @@ def test_it_keeps_one_order_with_sums() -> None:
         check(with_lists(sound, lists))
     for mine in lists[1:]:
         mine.append(mine.pop(0))
-    check(with_lists(sound, lists))  # at the end of all lists: late, but sound
+    check(with_lists(sound, lists))  # at the end of all lists: late, but valid
 
 
 def test_random_graphs_run_with_it() -> None:

@@ -1,4 +1,4 @@
-"""GPipe and 1F1B: textbook orders, and what must hold for every layout, freezing and table."""
+"""GPipe and 1F1B: textbook orders, and invariants for every layout, freezing and table."""
 
 import random
 from collections.abc import Callable
@@ -129,7 +129,7 @@ def test_merged_encoders_share_a_rank_and_its_depth() -> None:
     ]  # fmt: skip
 
 
-def test_replicated_encoders_run_everywhere_but_learn_where_they_are_read() -> None:
+def test_replicated_encoders_run_backward_only_where_read() -> None:
     graph = StageGraph.build({"vision": [(0, 1, 2)], LLM: [0, 1, 2]}, BOTH[:1])
     schedule = one_f_one_b(graph, aligned(graph, 2))
     for rank, actions in enumerate(schedule.actions):
@@ -148,7 +148,7 @@ def test_frozen_encoders_send_no_gradients() -> None:
     assert any(a.grad and a.stage == 1 for a in schedule.actions[1])
 
 
-def test_a_frozen_llm_has_a_backward_where_its_chunk_reads_what_is_trained() -> None:
+def test_frozen_llm_has_a_backward_only_for_trainable_inputs() -> None:
     graph = StageGraph.build({"vision": [0], LLM: [1, 2]}, BOTH[:1], trainable={LLM: False})
     table = StepTable.aligned(BOTH[:1], [{LLM}, {"vision", LLM}])
     schedule = one_f_one_b(graph, table)
@@ -164,7 +164,7 @@ def test_absent_modules_have_no_actions() -> None:
     check(schedule)
 
 
-def test_replicas_without_a_chunk_join_the_sums_of_those_with_one() -> None:
+def test_replicas_without_a_chunk_join_gradient_reductions() -> None:
     graph = StageGraph.build({"vision": [0], LLM: [1]}, BOTH[:1], replicas=2)
     table = table_of({("vision", 0): 1, (LLM, 0): 1, (LLM, 1): 1}, [("vision", 0, 0, LLM, 0, 0)])
     schedule = one_f_one_b(graph, table)
@@ -175,8 +175,8 @@ def test_replicas_without_a_chunk_join_the_sums_of_those_with_one() -> None:
     check(without)
 
 
-def test_a_replica_without_a_chunk_sums_its_tied_weights_like_the_others() -> None:
-    """What it has of each by then is the sum over replicas, in two parts on two ranks."""
+def test_replica_without_a_chunk_reduces_its_tied_weights() -> None:
+    """At that point it has the sum over replicas of each weight, in two parts on two ranks."""
     graph = StageGraph.build({LLM: [0, 1]}, tied=[((LLM, 0), (LLM, 1))], replicas=2)
     for generate in (gpipe, one_f_one_b):
         schedule = generate(graph, aligned(graph, 2, 1))
@@ -214,7 +214,7 @@ def test_one_encoder_chunk_feeds_several_chunks_of_two_replicas() -> None:
 
 
 def test_a_deferral_longer_than_the_pipeline_does_not_get_stuck() -> None:
-    # The first encoder chunk is read last: a limit of d + 1 chunks would keep the others out for ever.
+    # The first encoder chunk is read last: a limit of d + 1 chunks would block the others forever.
     graph = StageGraph.build({"vision": [0], LLM: [1]}, BOTH[:1])
     pairs = [("vision", 0, 0, LLM, 0, 7), *(("vision", 0, k, LLM, 0, k - 1) for k in range(1, 8))]
     pairs += [("vision", 0, 0, LLM, 0, 0)]
@@ -258,7 +258,7 @@ def step_of(shares: dict[str, float]) -> dict[tuple[Op, str], float]:
 def test_stages_that_share_a_rank_share_a_round(
     homes: dict[str, list[int]], shares: dict[str, float], span: float
 ) -> None:
-    """Not told what stages take, no rank runs its forwards and backwards in bursts for having several of them."""
+    """Without durations, a rank with several stages does not run its forwards and backwards in bursts."""
     graph = StageGraph.build(homes, [(module, LLM) for module in homes if module != LLM])
     schedule = one_f_one_b(graph, aligned(graph, 12))
     check(schedule)
@@ -266,8 +266,8 @@ def test_stages_that_share_a_rank_share_a_round(
     assert Events(schedule).span(lambda a: seconds[a.op, a.module]) == pytest.approx(span)
 
 
-def test_true_durations_do_not_stand_in_the_way_of_a_better_order() -> None:
-    """Here lists by the true seconds alone end after 75.6: a lane that is the slowest has them run in bursts."""
+def test_exact_durations_do_not_prevent_a_better_order() -> None:
+    """Lists from the exact durations alone would end after 75.6, since the slowest lane gets them in bursts."""
     graph = StageGraph.build({"vision": [0], "audio": [0], LLM: [1, 2, 3]}, BOTH)
     seconds = step_of({"vision": 1.0, "audio": 0.8, LLM: 1.0})
     spans = [
@@ -279,8 +279,10 @@ def test_true_durations_do_not_stand_in_the_way_of_a_better_order() -> None:
 
 @pytest.mark.parametrize(("chunks", "spans"), [(8, [43.6, 40.2]), (16, [77.2, 71.4])])
 def test_encoders_on_shared_ranks_come_last(chunks: int, spans: list[float]) -> None:
-    """Four replicas, which encode once each, on the four ranks of a language model: each of their backwards, as soon as
-    it could run, would hold up the pipeline for as long as it takes."""
+    """Four replicas, each encoding once, on the four ranks of a language model.
+
+    If a backward of an encoder ran as early as possible, it would delay the pipeline by its whole duration.
+    """
     modules = {
         "vision": (
             ParallelSpec(dp=4),
@@ -320,7 +322,7 @@ def test_every_schedule_is_sound() -> None:
         schedule = generate(case.graph, case.table, **options)
         report = check(schedule)
         assert report.actions == sum(map(len, schedule.actions))
-        Events(schedule)  # raises what it finds wrong
+        Events(schedule)  # raises an error if invalid
 
 
 def test_known_durations_never_make_it_slower() -> None:
@@ -342,7 +344,7 @@ def test_known_durations_never_make_it_slower() -> None:
 
 
 def late_chunks(graph: StageGraph, table: StepTable) -> set[int]:
-    """Those that are all a pipeline encodes, on a rank of a module that feeds nobody, and whatever they read."""
+    """Chunks that are alone in their pipeline, on a rank of a module without consumers, and all chunks they read."""
     feeders = {producer for producer, _ in graph.links}
     modules, lanes = [pipeline.module for pipeline in graph.pipelines], graph.layout.lanes()
     ends = {r for node in graph.nodes if modules[node.pipeline] not in feeders for r in lanes[node.lane].ranks}
@@ -361,7 +363,7 @@ def late_chunks(graph: StageGraph, table: StepTable) -> set[int]:
     return late
 
 
-def test_gpipe_goes_by_virtual_time_and_1f1b_holds_no_more_than_that_needs() -> None:
+def test_gpipe_follows_virtual_time_and_1f1b_bounds_in_flight() -> None:
     for seed in range(COUNT // 2):
         case = random_case(seed)
         demand = Demand(case.graph, case.table)

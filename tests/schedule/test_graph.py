@@ -1,4 +1,4 @@
-"""Stage graphs: what is refused, who sums with whom, and the arrays that compiled code takes."""
+"""Stage graphs: refused inputs, reduction groups, and the arrays for compiled code."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_only_what_is_trained_is_summed_tied_weights_last() -> None:
         Reduction(LLM, 0, 3, (3, 5), 0),
     )
     members = [[graph.nodes[n][:2] for n in graph.members(r)] for r in graph.reductions]
-    tied = [(2, 0), (2, 2), (3, 0), (3, 2)]  # each replica sums what comes of both
+    tied = [(2, 0), (2, 2), (3, 0), (3, 2)]  # each replica sums the contributions of both
     assert members == [[(2, 0), (3, 0)], [(2, 2), (3, 2)], tied, tied]
     copies = StageGraph.build({"vision": [(0, 1)], LLM: [0, 1]}, [LINK])
     assert copies.reductions == (Reduction("vision", 0, 1, (0, 1)),)

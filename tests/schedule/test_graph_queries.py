@@ -1,4 +1,4 @@
-"""What layouts and graphs answer by rank is what a walk over all of their stages finds."""
+"""Queries of layouts and graphs by rank, against a walk over all of their stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step tables: what is refused, links, pieces that are joined, and the digest."""
+"""Step tables: refused inputs, links, joined pieces, and the digest."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Interleaved, zero-bubble and automatic schedules: textbook bubbles, and what must hold for every graph and limit."""
+"""Interleaved, zero-bubble and automatic schedules: textbook bubbles, and invariants for every graph and limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from interlace.schedule import (
 )  # fmt: skip
 from interlace.schedule.actions import OP, OPS
 from interlace.simulate import simulate, simulate_arrays
-from tests.plan.test_place import model
+from tests.plan.place import model
 from tests.schedule.graphs import Case, random_case, table_of
 from tests.schedule.oracle import Demand, Events, Job, compute_text
 
@@ -46,7 +46,7 @@ def equal(scale: float = 1.0) -> dict[Op, float]:
 
 
 def chain(ranks: int, virtual: int = 1, order: str = "loop") -> StageGraph:
-    """One module of as many layers as stages, as a layout places it."""
+    """One module with one layer per stage, as placed by a layout."""
     spec = ParallelSpec(pp=ranks, virtual=virtual, order=order)
     layout = Layout.from_specs(model(language_model=spec.stages), {"language_model": spec})
     return StageGraph(layout, (), {"language_model": (True,) * spec.stages})
@@ -57,7 +57,7 @@ def aligned(graph: StageGraph, chunks: int) -> StepTable:
 
 
 def times(generate, graph, chunks, scale=1.0, **options):
-    """(timeline at F = I = W, most bytes of any rank where a stage of a whole rank holds 1 per chunk)."""
+    """(timeline at F = I = W, peak bytes of any rank if a stage of a whole rank holds 1 per chunk)."""
     schedule = generate(graph, aligned(graph, chunks), **options)
     sizes = {(s.module, s.index): scale for s in graph.layout.stages()}
     return simulate(schedule, equal(scale)), max(check(schedule, activation_bytes=sizes).peak_memory)
@@ -135,7 +135,7 @@ def test_zb_h1_is_the_textbook_written_out() -> None:
 
 
 def limits_of(case: Case, rng: random.Random) -> dict[str, object]:
-    """Sizes of all chunks, and what 1F1B needs at them, or somewhat more, as the limit."""
+    """Sizes of all chunks, and a memory limit of at least the need of 1F1B."""
     jobs = {(s.module, s.index) for s in case.graph.layout.stages()}
     sizes = {(*job, c): float(rng.randint(1, 9)) for job in sorted(jobs) for c in range(len(case.table.chunks))}
     needed = check(one_f_one_b(case.graph, case.table), activation_bytes=sizes).peak_memory
@@ -152,7 +152,7 @@ def seconds_of(case: Case, rng: random.Random) -> dict[object, float]:
 
 
 def assert_split_where_something_trains(schedule: Schedule, always: bool) -> None:
-    """Every backward of a stage that trains has two halves (or may have one piece), any other one is one piece."""
+    """Backwards of trained stages have two halves (or may be whole); all others are whole."""
     demand = Demand(schedule.graph, schedule.table, schedule.backward, schedule.reduce_grad)
     ops = {}
     for actions in schedule.actions:
@@ -175,7 +175,7 @@ def test_every_schedule_is_sound() -> None:
         schedule = OURS[name](case.graph, case.table, **options)
         report = check(schedule)
         assert schedule.name == name and report.actions == sum(map(len, schedule.actions))
-        Events(schedule)  # raises what it finds wrong
+        Events(schedule)  # raises an error if invalid
         assert_split_where_something_trains(schedule, name.startswith("zb_"))
 
 
@@ -190,9 +190,9 @@ def test_limits_are_kept_or_refused_with_rank_and_bytes() -> None:
         except ValueError as error:
             assert "would hold" in str(error) and "over its limit of" in str(error)
             refused += 1
-            assert name != "auto"  # 1F1B itself keeps them
+            assert name != "auto"  # 1F1B itself respects them
             continue
-        check(schedule, **limits)  # raises what is over
+        check(schedule, **limits)  # raises an error if exceeded
         kept += 1
     assert kept > 10 * refused
 
@@ -245,7 +245,7 @@ def spans(case: Case, seconds: dict[object, float], **limits: object) -> dict[st
     return found
 
 
-def test_automatic_is_never_worse_than_a_named_one_nor_better_than_the_bound() -> None:
+def test_auto_is_between_the_lower_bound_and_named_schedules() -> None:
     better = tight = 0
     for seed in range(COUNT // 3):
         rng, case = random.Random(seed), random_case(seed)
@@ -261,7 +261,7 @@ def test_automatic_is_never_worse_than_a_named_one_nor_better_than_the_bound() -
 
 
 def test_no_order_is_below_the_bound() -> None:
-    """Nor is what the generators find below the least span of all orders, by brute force."""
+    """Results of generators are not below the minimal span of all orders, by brute force."""
     graph = StageGraph.build({"a": [0], "b": [1, 0]}, [("a", "b")], trainable={"b": [True, False]})
     table = aligned(graph, 2)
     rng = random.Random(1)
@@ -297,7 +297,7 @@ def best_of_all(graph: StageGraph, table: StepTable, seconds: dict[object, float
 
 @dataclass
 class Orders:
-    """All orders of work in which every rank starts one after the other of what is ready, each as early as it can."""
+    """All orders in which every rank starts ready jobs one after the other, each as early as possible."""
 
     needs: dict[Work, set[Work]]
     costs: dict[Work, float]
@@ -305,7 +305,7 @@ class Orders:
     seen: dict[frozenset[Work], list[tuple[float, ...]]] = field(default_factory=dict)
 
     def least(self, finish: dict[Work, float], clock: tuple[float, ...], best: float) -> float:
-        """The least span from here on, where that is below `best`."""
+        """The least span from here on, if it is below `best`."""
         if len(finish) == len(self.needs):
             return min(best, max(clock))
         left = [work for work in self.needs if work not in finish]

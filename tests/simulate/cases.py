@@ -1,4 +1,4 @@
-"""Random schedules that can run, made without the generators of the package, and what their times must obey."""
+"""Random valid schedules, made without the generators of the package, and rules for their times."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def lanes_graph(modules: dict[str, list[tuple[int, ...]]], world: int) -> StageG
 
 
 def by_hand(graph: StageGraph, lists: list[str], microbatches: int = 1) -> Schedule:
-    """The schedule of lists in text form, actions separated by spaces; all modules run in each microbatch."""
+    """A schedule from lists in text form, actions separated by spaces; all modules run in each microbatch."""
     table = StepTable.aligned(graph.links, [graph.modules] * microbatches)
     actions = [[Action.parse(cell) for cell in own.split()] for own in lists]
     return Schedule.of_actions("by hand", graph, table, actions)
 
 
 def random_graph(rng: np.random.Generator) -> StageGraph:
-    """Up to two encoders and a language model, each with degrees of its own, on ranks of its own or on shared ones."""
+    """Up to two encoders and a language model, each with its own degrees, on separate or shared ranks."""
     names = [*("audio", "vision")[: rng.integers(0, 3)], LLM]
     modules, end, world = {}, 0, 0
     for name in names:
         tp, dp, pp = (int(degree) for degree in rng.integers(1, 3, 3))
         folded = rng.random() < 0.2  # all stages of a replica on one lane
-        begin = 0 if rng.random() < 0.3 else end  # shares the ranks of those before it
+        begin = 0 if rng.random() < 0.3 else end  # shares the ranks of the modules before it
 
         def lane(replica: int, index: int) -> Lane:
             first = begin + tp * (replica if folded else replica * pp + index)  # noqa: B023
@@ -89,7 +89,7 @@ def random_table(rng: np.random.Generator, graph: StageGraph) -> StepTable:
 
 
 def random_schedule(rng: np.random.Generator) -> Schedule:
-    """All work in some order that its dependencies allow; each rank's list is its part of that order."""
+    """All actions in a random order that respects dependencies; each rank's list is its part of that order."""
     graph = random_graph(rng)
     table = random_table(rng, graph)
     layout, chunks = graph.layout, table.chunks
@@ -155,7 +155,7 @@ def random_schedule(rng: np.random.Generator) -> Schedule:
 
 
 def add_reductions(rng: np.random.Generator, graph: StageGraph, lists: list[list[Action]]) -> None:
-    """Some of them, in one order on all ranks, tied ones last, anywhere in the lists."""
+    """Adds some reductions anywhere in the lists, in one order on all ranks, tied ones last."""
     order = [r for r in rng.permutation(len(graph.reductions)).tolist() if rng.random() < 0.8]
     lowest = [0] * len(lists)
     for r in sorted(order, key=lambda r: graph.reductions[r].tied >= 0):
@@ -167,10 +167,10 @@ def add_reductions(rng: np.random.Generator, graph: StageGraph, lists: list[list
 
 
 def assert_times_obey_the_model(schedule: Schedule, timeline, seconds, transfer: float, overhead: float, reduce: float):
-    """Every time follows from the others as the model says; the lists have no cycle, so only one solution does."""
+    """Checks every time against the equations of the model; the lists have no cycle, so the solution is unique."""
     graph, chunks, lists = schedule.graph, schedule.table.chunks, schedule.actions
     layout = graph.layout
-    at = {}  # (rank, action, of a reduction its number alone) -> place; no action stands twice in a list
+    at = {}  # (rank, action, of a reduction its number alone) -> place; actions are unique in a list
     for rank, actions in enumerate(lists):
         at |= {(rank, a.other if a.op is Op.REDUCE_GRAD else a): i for i, a in enumerate(actions)}
 
@@ -220,7 +220,7 @@ def assert_times_obey_the_model(schedule: Schedule, timeline, seconds, transfer:
 
 
 def source_lanes(a: Action, chunks, lanes_of, rank: int) -> Lane:
-    """The lane on `rank` whose SEND or RECV this is."""
+    """Lane on `rank` of this SEND or RECV."""
     chunk, index = chunks[a.chunk], a.stage
     if (a.op is Op.SEND) == a.grad:
         chunk, index = (chunk, index + 1) if a.other == a.chunk else (chunks[a.other], 0)

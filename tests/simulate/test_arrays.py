@@ -1,4 +1,4 @@
-"""The compiled simulator against the one in Python: equal to the last bit, also where nothing ever finishes."""
+"""The compiled simulator against the Python one: bitwise equal, also if an action never finishes."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def outcome(play, *args, **options):
 
 
 def costs_of(schedule: Schedule, rng: np.random.Generator) -> dict:
-    """Seconds that round, of every compute action."""
+    """Random seconds of every compute action, whose sums are rounded."""
     names = list(dict.fromkeys((a.op, a.module, a.stage, a.chunk) for own in schedule.actions for a in own))
     return dict(zip(names, (rng.random(len(names)) * rng.integers(0, 3, len(names))).tolist()))
 
@@ -34,7 +34,7 @@ def costs_of(schedule: Schedule, rng: np.random.Generator) -> dict:
 def agree(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng)
-    if rng.random() < 0.3:  # exchange two actions or take one away: often a deadlock
+    if rng.random() < 0.3:  # exchange two actions or remove one: often a deadlock
         lists = [list(actions) for actions in schedule.actions]
         actions = lists[rng.integers(len(lists))]
         if len(actions) > 1:
@@ -66,7 +66,7 @@ def agree(seed: int) -> None:
     found, expected = (play(schedule, general, **options) for play in (simulate, simulate_in_python))
     assert found.start == expected.start and found.finish == expected.finish
 
-    # On arrays alone: what the Timeline derives in Python.
+    # On arrays alone: values that the Timeline derives in Python.
     every = [action for actions in schedule.actions for action in actions]
     own = [seconds[a.op, a.module, a.stage, a.chunk] if a.op in COMPUTE else 0.0 for a in every]
     bytes_of = {("audio", 0): 3.5, (LLM, 0): 1.25, (LLM, 1): 0.75} | {(LLM, 0, k): float(k) for k in range(0, 9, 2)}
@@ -102,7 +102,7 @@ def paired() -> StageGraph:
 VISION = "F:vision/0@0 SEND:vision/0@0+1>1"
 
 
-def test_ranks_of_a_lane_may_differ_in_cost_and_the_slowest_counts():
+def test_slowest_rank_of_a_lane_determines_its_cost():
     schedule = by_hand(paired(), [VISION, VISION, "RECV:vision/0@0+1<0 F:llm/0@1"])
     found = simulate_arrays(schedule, [1.0, 0.0, 3.0, 0.0, 0.0, 2.0], transfer=[0.0, 1.0, 0.0, 0.5, 0.0, 0.0])
     assert found.finish.tolist() == [3.0, 3.0, 3.0, 3.0, 4.0, 6.0]
@@ -110,7 +110,7 @@ def test_ranks_of_a_lane_may_differ_in_cost_and_the_slowest_counts():
 
 
 def test_the_codes_are_the_order_of_op():
-    """csrc/schedule/step_graph.h counts on it."""
+    """csrc/schedule/step_graph.h depends on it."""
     assert [
         op.value for op in OPS
     ] == "F B I W SEND RECV DISPATCH UNSHARD UNSHARD_LAYERS RESHARD REDUCE_GRAD OPTIMIZER_STEP".split()
@@ -268,7 +268,7 @@ def test_random_integers_never_crash(seed):
 
 
 def test_a_million_actions_are_one_call():
-    """Nothing of Python is called for an action. (Seconds: `bench.scheduling`.)"""
+    """No Python is called per action. (Seconds: `bench.scheduling`.)"""
     graph = StageGraph.build({"m": list(range(64))})
     table = StepTable.aligned((), [graph.modules] * 528)
     schedule = one_f_one_b(graph, table, reduce_grad=False)

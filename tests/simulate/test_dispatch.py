@@ -1,12 +1,12 @@
-"""The exchange of a coming step's items in simulated time: beside the computing, and never shorter than its slowest."""
+"""Exchange of the next step's items in simulated time: overlaps with compute, never shorter than its slowest rank."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from interlace.plan.links import Link, LinkModel, Links
-from interlace.run.predict import dispatch_seconds
+from interlace.costs.links import Link, LinkModel, Links
+from interlace.estimate.predict import dispatch_seconds
 from interlace.schedule import Op, StageGraph, StepTable
 from interlace.schedule.generate import make
 from interlace.simulate import simulate
@@ -50,7 +50,7 @@ def test_seconds_follow_from_bytes_and_links() -> None:
     link = Link(LinkModel(1e-3, 1e-6), LinkModel(0.0, 0.0))
     links = Links(link, link, link)
     volume = np.array([[0, 1000, 0], [0, 0, 500], [4000, 0, 0]], float)
-    # Rank 0 sends 1 ms + 1 ms and is sent 1 + 4 ms; rank 1 is sent 2 ms and sends 1.5; rank 2 sends 5 ms.
+    # Rank 0 sends 1 ms + 1 ms and receives 1 + 4 ms; rank 1 receives 2 ms and sends 1.5; rank 2 sends 5 ms.
     assert dispatch_seconds(volume, links) == pytest.approx([5e-3, 2e-3, 5e-3])
     assert dispatch_seconds(np.zeros((2, 2)), links) == [0.0, 0.0]
 

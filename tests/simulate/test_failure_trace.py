@@ -1,4 +1,4 @@
-"""Traces of nodes: what is written is read again, errors name the line, and spot traces keep their range."""
+"""Node traces: files round-trip, errors name the line, and spot traces keep their range."""
 
 from __future__ import annotations
 
@@ -15,21 +15,7 @@ from interlace.simulate.failure_trace import (
     spot_trace,
     trace_lines,
 )
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> list[Change]:
-    """Nodes of any name that are there and away by turns; several may change at one time."""
-    names = draw(st.lists(st.text("abc019-.", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
-    there = {name: draw(st.booleans()) for name in names}
-    times = sorted(draw(st.lists(st.integers(0, 20).map(float) | st.floats(0, 1e6), max_size=12)))
-    found = []
-    for time in times:
-        name = draw(st.sampled_from(names))
-        warning = draw(st.sampled_from([0.0, 30.0, 120.0])) if there[name] else 0.0
-        found.append(Change(time, name, "fail" if there[name] else "join", warning))
-        there[name] = not there[name]
-    return found
+from tests.simulate.failure_trace import traces
 
 
 @settings(max_examples=25)

@@ -1,4 +1,4 @@
-"""Groups of ranks: who is in which, how busy they are, and what page, picture and trace say of them."""
+"""Groups of ranks: members, utilization, and their display in page, picture and trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interlace.schedule import Op, Schedule, StageGraph, StepTable, one_f_one_b
 from interlace.schedule.actions import CODES, COMPUTE, OP
 from interlace.simulate import Simulated, simulate_arrays
 from interlace.simulate.groups import RankGroups, Utilisation, spread_over
-from interlace.simulate.overview import plot_overview, write_overview
+from interlace.simulate.pictures.overview import plot_overview, write_overview
 from interlace.simulate.sampled_trace import timeline_of, write_sampled_trace
 from tests.simulate.cases import random_schedule
 
@@ -61,7 +61,7 @@ def test_replicas_are_groups_and_small_ones_join() -> None:
         f"{LLM} 2",
     )
     assert groups.sizes.tolist() == [6, 6, 6, 2, 6, 6, 6]
-    alike = RankGroups.of(cluster(3, 3))  # a replica of the whole model, wherever its ranks are
+    alike = RankGroups.of(cluster(3, 3))  # a replica of the whole model, on any ranks
     assert alike.names == ("replica 0", "replica 1", "replica 2")
     assert alike.ranks(1).tolist() == [1, 9, 10, 11, 12, 13, 14]
     assert len(RankGroups.of(cluster(1000, 1000), most=16).names) <= 17
@@ -105,7 +105,7 @@ def data_of(page: Path) -> dict[str, Any]:
     text = page.read_text(encoding="utf-8")
     found = re.search(r'id="data">(.*?)</script>', text, re.S)
     assert found is not None and "@" not in re.sub(r"[\w.]+@[\w.]+", "", text.split("<script")[0])
-    assert not re.search(r'(src|href)="', text)  # nothing from elsewhere
+    assert not re.search(r'(src|href)="', text)  # no input from other groups
     return json.loads(found[1])
 
 
@@ -206,8 +206,10 @@ def test_a_timeline_of_some_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 10])
 def test_a_cluster_is_its_replicas_and_the_sums_between_them(replicas: int) -> None:
-    """Where replicas tell each other sums of gradients only, each alone takes the times that it has in the whole, to
-    the last bit, and a sum ends its seconds after the last of its ranks has come."""
+    """If replicas exchange only gradient sums, each has bitwise equal times alone and in the whole.
+
+    A sum ends its duration after its last rank has arrived.
+    """
     encoders = replicas
     layout = cluster(encoders, replicas)
     trained = {"vision": (True,) * 2, LLM: (True,) * 3}

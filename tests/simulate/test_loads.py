@@ -1,4 +1,4 @@
-"""Bars and deferrals: what is drawn is what was computed, read back from pixels and from the shapes in the figure."""
+"""Bars and deferrals: drawn values equal computed ones, read back from pixels and from the shapes in the figure."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Annotation
 
 from interlace import balance
-from interlace.simulate import loads, plot_deferral, plot_loads
-from interlace.simulate.style import IDLE, canvas, module_colours, shade
+from interlace.simulate import plot_deferral, plot_loads
+from interlace.simulate.pictures import loads
+from interlace.simulate.pictures.style import IDLE, canvas, module_colours, shade
 
 BLUE, ORANGE = module_colours(["language_model", "vision"]).values()
 ENCODER = [1, 3, 1, 0, 1, 1, 1, 3, 1, 1, 0, 1, 2, 0, 2]
@@ -21,7 +22,7 @@ LLM = [1, 2, 1, 1, 1, 6, 1, 3, 1, 2, 4, 4, 1, 6, 2]
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are drawn from here on."""
+    """Figures drawn from here on."""
     kept: list[Any] = []
 
     def keep(*size: Any) -> Any:
@@ -44,7 +45,7 @@ def test_areas_are_loads(values: Any, tmp_path: Path) -> None:
     blue, orange, grey = (share(image, c) - share(none, c) for c in (shade(BLUE, 0.25), ORANGE, IDLE))
     heaviest, total = float(max(values)), float(sum(values))
     area = blue + orange + grey
-    # Edges between bars and the mean's line are in no colour of these.
+    # Edges between bars and the mean's line have colours that are not among these.
     assert (blue + orange) / area == pytest.approx(total / (heaviest * len(values)), abs=0.03)
     assert orange / area == pytest.approx(1 / len(values), abs=0.01)
 

@@ -1,4 +1,4 @@
-"""Weights that are gathered layer by layer: who shares them meets in simulated time, and waits for the others."""
+"""Weights gathered layer by layer: ranks that share them synchronize in simulated time and wait for each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lanes_of(dp: int, tp: int, cp: int, pp: int) -> list[list[tuple[int, ...]]]:
 
 
 def replicas(dp: int, tp: int = 1, cp: int = 1, pp: int = 1, trained: bool = True) -> StageGraph:
-    """An encoder on rank 0, and what reads it: replicas with shard = "full" on ranks of their own."""
+    """An encoder on rank 0, and its consumer: replicas with shard = "full" on separate ranks."""
     pipelines = tuple(
         Pipeline(LLM, d, tuple(Stage(LLM, i, i, i + 1, Lane(ranks)) for i, ranks in enumerate(own)))
         for d, own in enumerate(lanes_of(dp, tp, cp, pp))
@@ -43,7 +43,7 @@ def replicas(dp: int, tp: int = 1, cp: int = 1, pp: int = 1, trained: bool = Tru
 
 
 def table_of(graph: StageGraph, chunks: int) -> StepTable:
-    """`chunks` chunks of each replica, each with one of the encoder that it reads, in turn."""
+    """`chunks` chunks of each replica, each with the encoder chunk that it reads, in turn."""
     dp = graph.layout.spec(LLM).dp
     counts = {("vision", 0): dp * chunks} | {(LLM, d): chunks for d in range(dp)}
     pairs = [("vision", 0, d + dp * k, LLM, d, k) for d in range(dp) for k in range(chunks)]
@@ -81,7 +81,7 @@ def test_a_replica_whose_inputs_come_later_holds_up_the_other() -> None:
 
 
 def played(schedule: Schedule, rng: random.Random) -> tuple[Timeline, dict[Any, float]] | None:
-    """Both simulators agree on all times to the last bit, or on that something never finishes."""
+    """Both simulators agree on all times to the last bit, or report a deadlock."""
     seconds = {
         (a.op, a.module, a.stage, a.chunk): rng.choice([0.0, rng.random(), 2 * rng.random()])
         for actions in schedule.actions
@@ -104,7 +104,7 @@ def played(schedule: Schedule, rng: random.Random) -> tuple[Timeline, dict[Any, 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS)
 def test_ranks_that_share_weights_meet(seed: int) -> None:
-    """The k-th forward or backward of all of them starts when the last has reached its own, and takes the longest."""
+    """The k-th forward or backward of all ranks starts when the last rank reaches it, and takes the longest time."""
     rng = random.Random(seed)
     degrees = [rng.choice([1, 2]) for _ in range(3)]
     dp = rng.choice([2, 3])
@@ -112,7 +112,7 @@ def test_ranks_that_share_weights_meet(seed: int) -> None:
     make = rng.choice([gpipe, one_f_one_b, zb_h1])
     schedule = make(graph, table_of(graph, rng.choice([1, 2, 3])))
     check(schedule)
-    assume(by_layer(schedule))  # else some replica has another order
+    assume(by_layer(schedule))  # otherwise some replica has another order
     found = played(schedule, rng)
     assert found is not None
     timeline, seconds = found
@@ -133,7 +133,7 @@ def test_ranks_that_share_weights_meet(seed: int) -> None:
 
 
 def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
-    """Two actions of a rank exchanged: often what never finishes."""
+    """Two actions of a rank exchanged: often a deadlock."""
     lists = [list(actions) for actions in schedule.actions]
     own = rng.choice(lists)
     if len(own) > 1:
@@ -143,7 +143,7 @@ def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
 
 
 def full_case(rng: random.Random) -> tuple[StageGraph, StepTable]:
-    """Any stages of `random_case`, sharded "full", with as many chunks in each replica: of index k read k."""
+    """Any stages of `random_case`, sharded "full". Replicas have equal numbers of chunks; index k reads index k."""
     graph = graphs.random_case(rng.randrange(5000)).graph
     modules = {name: (replace(spec, shard="full"), found) for name, (spec, found) in graph.layout.modules.items()}
     graph = replace(graph, layout=Layout(modules, graph.layout.world))

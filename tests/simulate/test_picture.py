@@ -1,4 +1,4 @@
-"""The picture: written for every size, with every rank's colours where they belong."""
+"""The picture: written for every size, with the colours of every rank at their place."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from interlace.schedule import Action, Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import Timeline, simulate
-from interlace.simulate.style import module_colours
+from interlace.simulate.pictures.style import module_colours
 
 LLM = "language_model"
 

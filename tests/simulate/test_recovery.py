@@ -1,4 +1,4 @@
-"""What failures cost: every second is booked once, dead nodes compute nothing, repairs are the planner's."""
+"""Costs of failures: every second is counted once, dead nodes compute nothing, repairs are the planner's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from interlace import plan
 from interlace.simulate.elastic_job import Job
 from interlace.simulate.failure_trace import Change, at_once, nodes_at_start
+from interlace.simulate.pictures.recovery import plot_recovery
 from interlace.simulate.recovery import (
     KINDS,
     Checkpoints,
@@ -27,8 +28,7 @@ from interlace.simulate.recovery import (
     samples_over_time,
     throughput_over_time,
 )
-from interlace.simulate.recovery_picture import plot_recovery
-from tests.simulate.test_failure_trace import traces
+from tests.simulate.failure_trace import traces
 
 SYSTEMS = (Oobleck, Checkpoints, Redundant)
 
@@ -78,7 +78,7 @@ def test_who_is_warned_in_time_saves_what_is_done():
 
 
 def there_at(changes: list[Change], start: list[str], time: float) -> set[str]:
-    """The nodes that are there just after `time`."""
+    """Nodes present just after `time`."""
     alive = set(start)
     for change in changes:
         if change.time <= time:
@@ -116,7 +116,7 @@ def test_no_second_is_lost_and_dead_nodes_compute_nothing(changes, faults, least
 
 
 @pytest.mark.parametrize(("layers", "microbatches"), [(1, 2), (2, 3), (3, 2), (5, 4)])
-def test_as_many_nodes_are_used_as_layers_and_microbatches_allow(layers, microbatches):
+def test_uses_the_most_nodes_layers_and_microbatches_allow(layers, microbatches):
     own = job(layers=layers, nodes=12, microbatches=microbatches)
     for nodes in range(2, 20):
         feasible = [
@@ -172,14 +172,14 @@ def test_only_what_a_node_lacks_is_copied():
     assert system.run(1e6)[0].restarting == pytest.approx(1.0 + max(lacks) * 10 / 5.0)
 
 
-def test_a_layer_that_nobody_has_is_read_from_the_checkpoint_and_its_iterations_are_done_again():
+def test_lost_layer_is_read_from_checkpoint_and_steps_repeat():
     own = job(layers=2, nodes=4, least_nodes=2)  # two pipelines of two nodes, a layer each
     rates = Rates(start=7.0, load=6.0, every=10)
     system = Oobleck(own, rates, list("abcd"))
     assert system.pipelines == [["a", "b"], ["c", "d"]]
     iteration = own.iteration([2, 2])
     assert system.run(13.5 * iteration)[0].samples == 13 * own.batch
-    system.change(["a", "c"], ["e", "f"])  # nobody has the first layer
+    system.change(["a", "c"], ["e", "f"])  # no node has the first layer
     spent, again = system.run(7.0 + 10.0 + 5 * iteration)
     assert spent.restarting == pytest.approx(17.0) and again == pytest.approx(3 * iteration)
     assert spent.samples == 2 * own.batch and spent.fallback == pytest.approx(3 * iteration)
@@ -201,7 +201,7 @@ def test_a_recovery_that_is_interrupted_has_brought_nothing():
     for seconds, copied in ((9.0, 10.0), (10.0, 0.0)):  # a layer of 10 bytes
         system = Oobleck(own, rates, list("abcd"))
         system.change(["a"], ["e"])
-        assert system.pipelines == [["e", "b"], ["c", "d"]]  # in the place of the lost one
+        assert system.pipelines == [["e", "b"], ["c", "d"]]  # in place of the lost one
         system.run(seconds)
         system.change([], [])
         assert system.run(1e3)[0].restarting == copied
@@ -217,10 +217,10 @@ def test_too_few_nodes_wait_and_keep_their_layers():
     assert len(system.pipelines) == 2 and system.run(1e3)[0].restarting < 100.0
 
 
-def test_two_neighbours_cost_the_redundant_grid_a_restart_and_one_node_does_not():
+def test_redundant_grid_restarts_only_if_two_neighbours_fail():
     own = job(layers=4, nodes=8, least_nodes=2)
     rates = Rates(start=40.0, load=60.0, network=1e9)
-    assert own.grid(8, redundant=True).depth == 4  # one has to have twice the memory
+    assert own.grid(8, redundant=True).depth == 4  # one must have twice the memory
     for gone, restarts in ((["a"], False), (["a", "c"], False), (["a", "b"], True), (["a", "d"], True)):
         system = Redundant(own, rates, list("abcdefgh"))
         assert system.pipelines[0] == list("abcd")

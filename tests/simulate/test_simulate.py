@@ -93,7 +93,7 @@ def test_a_step_by_hand() -> None:
     assert timeline.peak_memory({("vision", 0): 6.0, ("vision", 0, 2): 7.0}) == (6.0, 0.0, 7.0, 0.0)
 
 
-def test_the_ranks_of_a_lane_start_together_and_all_parts_of_a_message_are_awaited() -> None:
+def test_ranks_of_a_lane_start_together_with_all_inputs() -> None:
     graph = lanes_graph({"vision": [(0, 1)], "audio": [(0,)], LLM: [(2,)]}, 3)
     # Rank 0 is in two lanes.
     vision, audio, llm = (number_of(graph, name) for name in ("vision", "audio", LLM))
@@ -163,7 +163,7 @@ def test_messages_between_two_lanes_share_a_link() -> None:
     costs = {Op.FORWARD: 1.0, Op.BACKWARD: 0.0, (Op.FORWARD, LLM): 0.0}
     timeline = simulate(schedule, costs, transfer=lambda action, source, lane: 0.0 if action.grad else 4.0)
     arrivals = [r.finish for r in timeline.records() if r.action.op is Op.RECV and not r.action.grad]
-    # The first leaves after 1 s; the second is made meanwhile and has to wait for the link.
+    # The first leaves after 1 s; the second is made meanwhile and must wait for the link.
     assert arrivals == [5.0, 9.0, 13.0]
 
 
@@ -196,14 +196,14 @@ def test_measured_records_make_the_same_timeline() -> None:
     assert (empty.makespan, empty.bubble, empty.peak_in_flight) == (0.0, 0.0, (0, 0))
 
 
-def test_chunks_are_numbered_within_their_replica_where_the_table_is_known() -> None:
+def test_chunks_are_numbered_within_their_replica() -> None:
     simulated = simulate(two_stages(2), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
     assert [simulated.number(chunk) for chunk in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert Timeline.from_records(simulated.records()).number(5) == 5
 
 
 def test_a_quarter_of_a_million_actions_take_two_calls_each() -> None:
-    """It is linear: a few calls of Python for the cost of an action, however many there are."""
+    """Linear cost: a few Python calls per action, for any number of actions."""
     graph = StageGraph.build({"m": list(range(64))})
     schedule = one_f_one_b(graph, StepTable.aligned((), [graph.modules] * 660))
     assert len(schedule.rows) > 250_000

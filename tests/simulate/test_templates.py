@@ -1,4 +1,4 @@
-"""Template trees: nodes, stages, GPUs and layers of the picture are those of the templates."""
+"""Template trees: nodes, stages, GPUs and layers of the picture match the templates."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from interlace import plan
 from interlace.simulate import plot_templates, templates
-from interlace.simulate.style import INK, canvas
+from interlace.simulate.pictures.style import INK, canvas
 
 COSTS = np.array([[6.0, 6.0, 6.0]] * 12 + [[10.0, 5.5, 3.0]] * 12)
 TEMPLATES = [plan.pipeline_template(COSTS, nodes, 4, widths=[1, 2, 4]) for nodes in (2, 3, 4)]
@@ -73,7 +73,7 @@ def test_children_lie_below_their_parents(figures: list[Any], tmp_path: Path) ->
     assert inside(stages, sorted(nodes)) == (gpus_before // 4).tolist()
 
 
-def test_the_fastest_combination_is_the_one_that_instantiate_takes(figures: list[Any], tmp_path: Path) -> None:
+def test_fastest_combination_is_the_one_of_instantiate(figures: list[Any], tmp_path: Path) -> None:
     plot_templates(TEMPLATES, tmp_path / "all.png", modules=MODULES, nodes=7, pipelines=2, times=TIMES, microbatches=32)
     chosen = plan.instantiate([2, 3, 4], TIMES, 7, faults=1, microbatches=32)
     sizes = np.repeat([2, 3, 4], chosen.counts)

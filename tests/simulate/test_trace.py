@@ -1,4 +1,4 @@
-"""The trace file: valid, complete, and with arrows that lead forward in time."""
+"""The trace file: valid, complete, and with arrows that point forward in time."""
 
 import json
 from collections import defaultdict

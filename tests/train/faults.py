@@ -1,7 +1,7 @@
-"""What users do wrong: a folder with all that a run needs, into which one fault at a time is planted.
+"""User mistakes: a folder with all inputs of a run, into which one fault at a time is planted.
 
-The tables of faults are in faults_config, faults_checkpoints and faults_runs, that of records and media in
-tests/data/chat_faults.py; test_faults_told plays them.
+The tables of faults are in faults_config, faults_checkpoints and faults_runs. Faults of records and media are in
+tests/data/chat_faults.py. test_faults_told runs them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from interlace.cli import main
 from tests.data import chat_families
-from tests.data.test_chats_faults import TEMPLATE
-from tests.train.test_own_data import CONFIG
+from tests.data.chat_faults import TEMPLATE
+from tests.train.own_data import CONFIG
 from tests.train.whole_families import MODELS
 
 WHOLE = """
@@ -57,8 +57,9 @@ LEFT = re.compile(r"runs/[^/]+/[^/]+/(run\.json|config\.toml|checkpoints/step-\d
 
 @dataclass(frozen=True)
 class Fault:
-    """name: what is wrong, in words. command: of the CLI, {at} is the folder. says: what its one line has to say, what
-    is wrong and what to do. plant: puts the fault there. code: exit code; with 0 `says` may be on stdout."""
+    """name: the mistake, in words. command: of the CLI, {at} is the folder. says: required text of its one-line error,
+    the mistake and what to do. plant: creates the fault. code: exit code; with 0 `says` may be on stdout.
+    """
 
     name: str
     command: str
@@ -68,8 +69,9 @@ class Fault:
 
 
 class Place:
-    """The folder of a user: own.toml (random weights) with a finished run, parts.toml (folders of an encoder and of a
-    language model in shards), whole.toml (a LLaVA), chats about pictures, a tokenizer."""
+    """A user's folder: own.toml (random weights) with a finished run, parts.toml (folders of an encoder and of a
+    language model in shards), whole.toml (a LLaVA), chats about images, a tokenizer.
+    """
 
     def __init__(self, at: Path) -> None:
         self.at = at
@@ -115,14 +117,13 @@ class Place:
         MODELS["llava"](family.processor.tokenizer, family.placeholder).save_pretrained(self.at / "whole")
 
     def contents(self) -> dict[str, bytes]:
-        """Every file of the user's, by its path. The cache is not the user's: what is in it is neither compared nor put
-        back, as it goes by what the files say."""
+        """All user files, by path. The cache is not compared or restored: it is derived from the files."""
         files = (path for path in self.at.rglob("*") if path.is_file() and not path.is_symlink())
         names = {path: path.relative_to(self.at).as_posix() for path in files}
         return {name: path.read_bytes() for path, name in names.items() if not name.startswith("cache/")}
 
     def restore(self) -> None:
-        """Everything but the cache as it was before a fault."""
+        """Restores all files except the cache to their state before a fault."""
         now = self.contents()
         for name in now.keys() - self.before.keys():
             (self.at / name).unlink()
@@ -135,9 +136,9 @@ class Place:
                 path.unlink()
             if path.is_dir() and not path.is_symlink() and "cache" not in path.parts:
                 with contextlib.suppress(OSError):
-                    path.rmdir()  # an empty one
+                    path.rmdir()  # an empty folder
 
-    # What plants a fault.
+    # Planting of faults.
 
     def write(self, name: str, data: str | bytes) -> None:
         path = self.at / name
@@ -150,12 +151,12 @@ class Place:
         self.write(name, text.replace(old, new, 1))
 
     def table(self, name: str, **values: Any) -> None:
-        """Changes keys of a JSON file; None takes one away."""
+        """Changes keys of a JSON file; None removes a key."""
         found = {**json.loads((self.at / name).read_text()), **values}
         self.write(name, json.dumps({key: value for key, value in found.items() if value is not None}))
 
     def cut(self, name: str, part: float = 0.5) -> None:
-        """Leaves the first part of a file."""
+        """Truncates a file."""
         data = (self.at / name).read_bytes()
         self.write(name, data[: int(len(data) * part)])
 
@@ -179,13 +180,13 @@ class Place:
         save_file(found, self.at / name, metadata={"format": "pt"})
 
     def checkpoint(self, step: int) -> str:
-        """The folder of a checkpoint of the run, below this one."""
+        """The folder of a checkpoint of the run, in this folder."""
         return (self.run / "checkpoints" / f"step-{step:08d}").relative_to(self.at).as_posix()
 
 
 @contextlib.contextmanager
 def as_a_command() -> Iterator[None]:
-    """The program runs in the process of the tests: what it sets is put back."""
+    """Runs the program in the test process; its global settings are restored afterwards."""
     variables = {name: os.environ.pop(name, None) for name in ("RANK", "WORLD_SIZE", "INTERLACE_LAUNCHER")}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
@@ -197,12 +198,14 @@ def as_a_command() -> Iterator[None]:
 
 
 def lost(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """Files that have changed or are gone, but for those of checkpoints that were set aside as they were."""
+    """Files that have changed or are missing, except for checkpoints that were set aside unchanged."""
     return [name for name, data in before.items() if after.get(name) != data and data not in _aside(name, after)]
 
 
 def _aside(name: str, files: dict[str, bytes]) -> list[bytes]:
-    """What lies where a file of a checkpoint lies once that is set aside: step-00000002.torn and the like."""
+    """Contents of a checkpoint file under the names of checkpoints that were set aside: step-00000002.torn and the
+    like.
+    """
     found = re.fullmatch(r"(.*/checkpoints/step-\d+)(/.*)", name)
     if found is None:
         return []
@@ -211,6 +214,7 @@ def _aside(name: str, files: dict[str, bytes]) -> list[bytes]:
 
 
 def left_behind(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """New files, but for what a run that was refused may leave: its folder with its number and its config, and
-    checkpoints that were set aside."""
+    """New files, except those that a refused run may leave: its numbered folder, its config, and checkpoints that were
+    set aside.
+    """
     return [name for name in after if name not in before and not LEFT.fullmatch(name)]

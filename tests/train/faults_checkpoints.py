@@ -1,4 +1,4 @@
-"""Folders of HuggingFace's models that are wrong."""
+"""Faults in folders of HuggingFace models."""
 
 from __future__ import annotations
 

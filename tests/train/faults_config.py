@@ -1,5 +1,6 @@
-"""Configs and command lines that are wrong. What models and numbers may not be is swept in test_hostile_models and
-test_hostile_config; here each kind of mistake goes through the command that a user gives."""
+"""Faults in configs and command lines. Invalid models and numbers are swept in test_hostile_models and
+test_hostile_config. Here each kind of mistake goes through the command that a user runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints that are wrong, or wrongly asked for."""
+"""Faults in runs and checkpoints, and in commands that use them."""
 
 from __future__ import annotations
 

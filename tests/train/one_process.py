@@ -1,6 +1,6 @@
 """A toy model, toy data and an adapter with the methods of `interlace.run.ParallelModel`, all in one process.
 
-They make tests of the trainer fast and independent of the pipeline; the pipeline itself is tested elsewhere.
+They make tests of the trainer fast and independent of the pipeline. The pipeline is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from interlace.data import Sample
 from interlace.schedule import Action, Op
 from interlace.simulate import Timeline
-from interlace.train import config as configs
-from interlace.train.feed import Feed
-from interlace.train.schema import Config
+from interlace.train.config import load as configs
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed
 
 VOCAB = 32
 
@@ -57,7 +57,7 @@ class ToyModel(nn.Module):
 
 
 class ToyData:
-    """Samples whose next token is a fixed function of the last."""
+    """Samples in which each token is a fixed function of the previous one."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
         self.size, self.offset, self.blank_items, self.read_items = size, offset, 0, 0

@@ -1,4 +1,4 @@
-"""What a user would write beside a config: projectors and callbacks of their own, right ones and wrong ones."""
+"""User modules beside a config: projectors and callbacks, valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mean(ItemProjector):
 
 
 class Scaled(nn.Module):
-    """Has a parameter that nothing can fill."""
+    """Has a parameter that no checkpoint can fill."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Scaled(nn.Module):
 
 
 class Loose(nn.Linear):
-    """Keeps a tensor that no device and no checkpoint knows of."""
+    """Keeps a tensor that is not registered, so neither moved to a device nor saved."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)

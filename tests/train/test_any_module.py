@@ -1,4 +1,4 @@
-"""Any class of transformers by `path`: what its own save_pretrained wrote is what the trainer's model then holds."""
+"""Any class of transformers by `path`: the trainer's model has the weights that save_pretrained of the class wrote."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from interlace.data import ByteTokenizer
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint.identity import canonical_names
-from tests.train.test_weights import OfOneRank
+from interlace.train.config import load as configs
+from interlace.train.models.build import build, build_layout, initialize, stored_weights
+from tests.train.any_module import SIZES, TEXT, config_with
+from tests.train.weights import OfOneRank
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 PICTURES = SIZES | {"image_size": 32, "patch_size": 8}
-TEXT = SIZES | {"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}
 TOKENS = {f"{name}_token_id": 1 for name in ("pad", "bos", "eos")}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HEARING = {
@@ -55,11 +54,11 @@ def internvl() -> Any:
 
 
 def voice_of(whole: Any) -> Any:
-    """The language model of a whole one: its layers and its head, which lie apart there."""
+    """The language model of a whole model: its layers and its head, which are separate there."""
     return torch.nn.ModuleDict({"model": whole.model.language_model, "lm_head": whole.lm_head})
 
 
-# name -> (what HuggingFace saves, the class that a config finds in it, the library's own way to read just that)
+# name -> (model that HuggingFace saves, class that a config finds in it, the library's own way to read only that class)
 Own = Callable[[Path], Any]
 FOLDERS: dict[str, tuple[Callable[[], Any], str, Own]] = {
     "siglip 2": (
@@ -116,18 +115,8 @@ FOLDERS: dict[str, tuple[Callable[[], Any], str, Own]] = {
 FAST = ("siglip 2", "vit", "whisper", "mistral", "qwen3 with experts")
 
 
-def config_with(**modules: dict[str, Any]) -> configs.Config:
-    modules.setdefault("language_model", {"architecture": "LlamaForCausalLM", "config": dict(TEXT)})
-    table = {
-        "run": {"name": "mine"}, "model": modules, "data": {"dataset": "digits"},
-        "train": {"steps": 2, "batch_size": 4, "warmup_steps": 1},
-        "parallel": {"timeout": 60.0, "placement": "parallel", "language_model": {"pp": 2}},
-    }  # fmt: skip
-    return configs.from_table(json.loads(json.dumps(table)), source="mine.toml")
-
-
 def saved(folder: Path, make: Callable[[], Any]) -> Path:
-    """A folder of random weights, no two of them alike, norms and biases included."""
+    """A folder of distinct random weights, norms and biases included."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = make()
@@ -138,7 +127,7 @@ def saved(folder: Path, make: Callable[[], Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FOLDERS])
-def test_a_folder_gives_each_rank_what_the_librarys_own_class_reads(name: str, tmp_path: Path) -> None:
+def test_ranks_load_the_same_weights_as_the_library_class(name: str, tmp_path: Path) -> None:
     make, expected, own = FOLDERS[name]
     folder = saved(tmp_path / "model", make)
     place = "language_model" if expected.endswith("ForCausalLM") else "it"
@@ -162,7 +151,7 @@ def test_a_folder_gives_each_rank_what_the_librarys_own_class_reads(name: str, t
 
 
 def test_a_setting_beside_a_path_takes_the_place_of_the_folders(tmp_path: Path) -> None:
-    """Without saying the others again: attention dropout, which some folders have, must go."""
+    """Other settings need not be repeated: attention dropout, which some folders have, must be overridden."""
     folder = saved(tmp_path / "model", lambda: text("Mistral", attention_dropout=0.1, sliding_window=None))
     language_model = {"path": str(folder), "config": {"attention_dropout": 0.0}}
     config = config_with(language_model=language_model)
@@ -175,7 +164,7 @@ def test_a_setting_beside_a_path_takes_the_place_of_the_folders(tmp_path: Path) 
 
 
 def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
-    """Of a folder in which an expert is missing nothing is made."""
+    """A folder with a missing expert is refused."""
     folder = saved(tmp_path / "model", FOLDERS["qwen3 with experts"][0])
     weights = load_file(folder / "model.safetensors")
     lost = next(key for key in weights if ".experts.1." in key)
@@ -187,7 +176,7 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
-    """Two towers alike, as in Video-LLaVA: which one is meant nobody says."""
+    """Two equal towers, as in Video-LLaVA: the choice is ambiguous."""
     folder = saved(tmp_path / "model", FOLDERS["qwen2"][0])
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -199,7 +188,7 @@ def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
-    from interlace.train.media_specs import media_specs
+    from interlace.train.models.media_specs import media_specs
 
     folder = saved(tmp_path / "model", FOLDERS["vit"][0])
 

@@ -1,4 +1,4 @@
-"""What a step has beside its lists, timed on a clock of the test's own."""
+"""Time of a step outside its lists, on a clock set by the test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from interlace.data import ByteTokenizer
 from interlace.model import Media, Sample
 from interlace.train import around
 from interlace.train.auto.work import nominal_work
-from interlace.train.feed import datasets
+from interlace.train.data.feed import datasets
 from interlace.train.launch import launcher
 from tests.train.auto import oracle
 
 
 class Clock:
-    """Seconds of the processor that this thread has taken; a copy of it is the same clock."""
+    """Processor time of this thread, in seconds; a copy of it is the same clock."""
 
     now = 0.0
 
@@ -35,7 +35,7 @@ def _picture() -> torch.Tensor:
 
 
 class Data:
-    """A sample takes 0.5 s to read; every other one has two pictures, of which each takes 0.25 s to decode."""
+    """A sample takes 0.5 s to read; every other one has two images, each of which takes 0.25 s to decode."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -71,7 +71,7 @@ def test_reading_and_decoding_are_what_the_thread_took(monkeypatch: pytest.Monke
     config = oracle.config_of((2, 2))
     monkeypatch.setattr(around, "SECONDS", limit)
     found = around.measure_around(config, MODEL, Data(10), "cpu")(1, 1)
-    # No clip is in the data, so nothing is known of audio. The thread that reads makes the table, too.
+    # The data has no clip, so audio is unknown. The reading thread also makes the table.
     assert (found.sample, found.read, dict(found.decode)) == (0.1875, 0.5625, {"vision": 0.5})
     assert found.error == 0.03125
     gpu = around.measure_around(config, MODEL, Data(10), "cuda")(1, 1)
@@ -80,7 +80,7 @@ def test_reading_and_decoding_are_what_the_thread_took(monkeypatch: pytest.Monke
 
 
 def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **ranks: int) -> tuple[float, float]:
-    """read and decode with workers on 8 cores, where it takes 0.25 s to receive what one of them has sent."""
+    """read and decode with workers on 8 cores; receiving an item from a worker takes 0.25 s."""
 
     def received(text: bytes) -> Any:
         Clock.now += 0.25
@@ -97,12 +97,12 @@ def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **r
 
 @pytest.mark.usefixtures("set_times")
 def test_workers_leave_the_thread_little_where_they_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A batch of 8 is received at once, the pictures of a sample too; to decode these, a worker reads it anew.
+    # A batch of 8 is received at once, and so are the images of a sample. To decode them, a worker reads it anew.
     own, sample = (0.25 / 8 + 0.0625, 0.25), (0.5, 0.5 + 2 * 0.25)
     seconds = partial(_with_workers, monkeypatch)
     assert seconds(1, Data(8), ranks=1, threads=7) == seconds("ray", Data(8), ranks=8, threads=1) == own
     assert seconds(3, Data(8), ranks=2, threads=1) == own
-    # With 2 ranks of 4 cores each, whose threads fill them, a second of a worker is a quarter of one of all four.
+    # With 2 ranks of 4 cores each, all used by threads, a second of a worker is a quarter of one of all four.
     assert seconds(1, Data(8), ranks=2, threads=4) == (own[0] + sample[0] / 4, own[1] + sample[1] / 4)
     assert seconds(1, Data(8), ranks=16, threads=1) == (own[0] + sample[0], own[1] + sample[1])
     alone = (0.5625, 0.5)  # by the thread
@@ -110,7 +110,7 @@ def test_workers_leave_the_thread_little_where_they_have_cores(monkeypatch: pyte
     assert seconds("auto", Data(8), ranks=1, threads=1) == alone  # of digits
 
 
-def test_data_that_are_measured_for_workers_still_count_what_they_lose() -> None:
+def test_measuring_decode_still_counts_lost_items() -> None:
     config = oracle.config_of((1, 1))
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 1})})
     model = oracle.model_of(config)

@@ -1,4 +1,4 @@
-"""Attention dropout in configs: refused before a run starts, with the key to set; what is frozen does not drop."""
+"""Attention dropout in configs: refused before a run starts, with the key to set. Frozen modules do not drop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from interlace.data import ByteTokenizer
-from interlace.train.build import build
-from interlace.train.config import ConfigError, from_table
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, from_table
+from interlace.train.config.sections import Config
+from interlace.train.models.build import build
 from tests.model.wholes import llava
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 512}
@@ -38,7 +38,7 @@ def language(architecture: str, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "key"),
     [
-        (language("GPT2LMHeadModel", **GPT2), "attn_pdrop"),  # of the library's defaults
+        (language("GPT2LMHeadModel", **GPT2), "attn_pdrop"),  # from the library's defaults
         (language("BertLMHeadModel", **BERT, is_decoder=True), "attention_probs_dropout_prob"),
         (language("Qwen2ForCausalLM", **BERT, num_key_value_heads=2, attention_dropout=0.1), "attention_dropout"),
     ],
@@ -52,7 +52,7 @@ def test_a_language_model_names_its_key_and_the_hint_works(model: dict[str, Any]
     assert build(config_of(model), ByteTokenizer()).language_model.training
 
 
-def test_an_encoder_names_its_key_and_may_drop_where_it_is_frozen() -> None:
+def test_dropout_error_names_the_key_and_frozen_encoders_pass() -> None:
     eyes = {**EYES, "config": {**EYES["config"], "attention_probs_dropout_prob": 0.2}}
     model = {"it": eyes, **language("Qwen2ForCausalLM", **BERT, num_key_value_heads=2)}
     with pytest.raises(ConfigError, match=r"\[model\.it\.config\] attention_probs_dropout_prob must be 0, not 0\.2"):

@@ -1,4 +1,4 @@
-"""Models from configs: refusals, and weights that depend on the seed and the name alone."""
+"""Models from configs: refusals, and weights that depend only on the seed and the name."""
 
 from __future__ import annotations
 
@@ -11,45 +11,17 @@ import torch
 
 from interlace.data import ByteTokenizer
 from interlace.layout import Layout, ParallelSpec
-from interlace.train import config as configs
-from interlace.train.build import architecture, build, build_layout, materialize
 from interlace.train.checkpoint.identity import identity_of
-from interlace.train.config import ConfigError
-from interlace.train.costs import flop_costs
-from interlace.train.feed import datasets
-from interlace.train.media_specs import media_specs
-
-VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-LLAMA = VISION | {"num_key_value_heads": 1, "max_position_embeddings": 128}
-AUDIO = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "num_mel_bins": 8,
-    "max_source_positions": 50,
-}
-TABLE: dict[str, Any] = {
-    "run": {"name": "tiny"},
-    "model": {
-        "vision": {"architecture": "SiglipVisionModel", "config": VISION | {"image_size": 8, "patch_size": 4}},
-        "audio": {"architecture": "WhisperEncoder", "config": AUDIO, "downsample": 2},
-        "language_model": {"architecture": "LlamaForCausalLM", "config": LLAMA},
-    },
-    "data": {"dataset": "digits", "max_audio_seconds": 1.0},
-    "train": {"steps": 40, "batch_size": 8},
-}
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from interlace.train.data.feed import datasets
+from interlace.train.models.build import architecture, build, build_layout, materialize
+from interlace.train.models.costs import flop_costs
+from interlace.train.models.media_specs import media_specs
+from tests.train.build import AUDIO, LLAMA, TABLE, _build, _config
 
 
-def _config(*overrides: str) -> configs.Config:
-    return configs.from_table(copy.deepcopy(TABLE), list(overrides), source="tiny.toml")
-
-
-def _build(*overrides: str) -> Any:
-    return build(_config(*overrides), ByteTokenizer(), source="tiny.toml")
-
-
-def test_whispers_sinusoids_and_llamas_frequencies_are_the_librarys() -> None:
+def test_initial_values_match_transformers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -62,7 +34,7 @@ def test_whispers_sinusoids_and_llamas_frequencies_are_the_librarys() -> None:
         llama = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=264))
     assert torch.equal(model.language_model.model.rotary_emb.inv_freq, llama.model.rotary_emb.inv_freq)
     for name, weight in model.language_model.named_parameters():
-        # The same rule made them: equal spread (or all equal, for norms).
+        # Made by the same rule: equal spread (or all equal, for norms).
         reference = dict(llama.named_parameters())[name]
         assert weight.std().item() == pytest.approx(reference.std().item(), rel=0.35, abs=1e-6), name
 
@@ -112,8 +84,8 @@ def test_refusals_name_the_key(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["parallel", "colocated", "replicated", "shared"])
-def test_shards_that_do_not_divide_are_known_from_the_config_alone(placement: str) -> None:
-    """As the layout itself finds them: of every number of ranks."""
+def test_indivisible_shards_are_detected_from_the_config(placement: str) -> None:
+    """The same result as from the layout itself, for any number of ranks."""
     model = _build()
     seen = set()
     for cp, dp, pp, ranks, size in itertools.product((1, 2), (1, 2, 3), (1, 2), (None, 1), (2, 3, 4, 6)):
@@ -128,7 +100,7 @@ def test_shards_that_do_not_divide_are_known_from_the_config_alone(placement: st
         except ConfigError as error:
             said = str(error)
         if said and "hold the same weights" not in said:
-            continue  # a placement that there is none of
+            continue  # an impossible placement
         made = {name: ParallelSpec(**spec) for name, spec in specs.items()}
         try:
             Layout.from_specs(model, made, placement=placement, ranks=ranks)
@@ -204,7 +176,7 @@ def test_layouts_have_the_ranks_and_replicas_of_the_config(overrides: list[str])
     assert layout.data_parallel == {name: config.parallel.replicas(name) for name in config.modules()}
 
 
-def test_samples_beyond_the_context_are_refused_before_the_first_step() -> None:
+def test_samples_beyond_the_context_are_refused_at_start() -> None:
     def load(positions: int, new_tokens: int) -> None:
         config = _config(f"model.language_model.config.max_position_embeddings={positions}", "log.samples=4")
         config = config.model_copy(update={"log": config.log.model_copy(update={"max_new_tokens": new_tokens})})

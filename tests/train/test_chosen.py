@@ -1,4 +1,4 @@
-"""Which checkpoint and which weights answer and are exported: those that the held-out loss was measured with."""
+"""Selection of a checkpoint and its weights for answers and exports: those that gave the held-out loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from interlace.train import rank
 from interlace.train.checkpoint.checkpoints import load_parameters
 from interlace.train.checkpoint.folder import name_of, step_of
-from interlace.train.chosen import choose
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.selection import choose
 from tests.train.one_process import ToyModel
-from tests.train.test_watching import trainer_of
+from tests.train.watching import trainer_of
 
 LOSSES = [9.0, 4.0, 9.0, 5.0, 9.0, 6.0]
 BOTH = ["train.ema=0.5", "checkpoint.best=loss", "train.steps=6", "train.validate_every=2", "checkpoint.every=6"]
@@ -40,14 +40,14 @@ def test_the_best_checkpoint_and_averages_are_taken(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(rank, "build", lambda *_, **__: ToyModel(seed=5))
     monkeypatch.setattr(rank, "materialize", lambda *_, **__: None)
-    monkeypatch.setattr("interlace.train.chosen.architecture", lambda *_: {})
-    monkeypatch.setattr("interlace.train.chosen.identity_of", lambda *_: identity)
+    monkeypatch.setattr("interlace.train.selection.architecture", lambda *_: {})
+    monkeypatch.setattr("interlace.train.selection.identity_of", lambda *_: identity)
     load_parameters(chosen.path, model, identity, averaged=True)
     reported = rank.load_whole(config, tmp_path, None, "toy.toml")
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in reported.named_parameters())
 
     shutil.rmtree(tmp_path / "checkpoints" / name_of(2))
-    assert step_of(choose(config, tmp_path).path) == 6  # the best is gone: somebody has removed it
+    assert step_of(choose(config, tmp_path).path) == 6  # the best one was removed
     with pytest.raises(ConfigError, match=r"--step 2: .* has no checkpoint of that step; it has 6"):
         choose(config, tmp_path, step=2)
 

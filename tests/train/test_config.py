@@ -1,4 +1,4 @@
-"""The config: what it refuses, in which words, and that it survives being written out."""
+"""The config: refused values, the error messages, and the round trip through a file."""
 
 from __future__ import annotations
 
@@ -10,22 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.train import config
-from interlace.train.config import ConfigError, dumps, loads
-
-BASE: dict[str, Any] = {
-    "run": {"name": "tiny"},
-    "model": {
-        "vision": {"architecture": "SiglipVisionModel", "config": {"hidden_size": 32}},
-        "language_model": {"architecture": "LlamaForCausalLM", "config": {"rope_parameters": {"rope_theta": 1e4}}},
-    },
-    "data": {"dataset": "digits"},
-    "train": {"steps": 100, "batch_size": 8},
-}
-
-
-def _load(*overrides: str, **replace: Any) -> config.Config:
-    return config.from_table(copy.deepcopy(BASE) | replace, list(overrides), source="tiny.toml")
+from interlace.train.config import load as config
+from interlace.train.config.load import ConfigError, dumps, loads
+from tests.train.config import BASE, _load
 
 
 def test_defaults_and_overrides() -> None:
@@ -160,7 +147,7 @@ def test_deferral_needs_microbatches_of_samples(override: str, message: str) -> 
 
 
 def test_state_is_not_moved_to_the_host_where_it_is() -> None:
-    """Which "auto" comes to is known on the machine alone."""
+    """The value of "auto" is known only on the machine."""
     assert _load("train.offload_optimizer=true").run.device == "auto"
     with pytest.raises(ConfigError, match=r"offload_optimizer = true moves .* with run.device = 'cpu' .*leave the key"):
         _load("train.offload_optimizer=true", "run.device=cpu")
@@ -179,7 +166,7 @@ def test_errors_name_the_file_the_section_and_the_meaning() -> None:
     )
 
 
-def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:
+def test_placement_sets_world_size_and_checks_colocated_specs() -> None:
     model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     assert _load("parallel.placement=colocated", model=model).world_size() == 2
     assert _load("parallel.placement=parallel", model=model).world_size() == 3
@@ -200,8 +187,10 @@ def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -
         _load("parallel.vision.pp=2", "parallel.placement=replicated", model=model)
 
 
-def test_compiled_layers_are_not_for_schedules_that_split_backwards() -> None:
-    """Their weights' gradients come with the first half; a plan that is open chooses among what the config takes."""
+def test_compile_is_refused_for_schedules_that_split_backward() -> None:
+    """Their weights' gradients come with the first half; an open plan is restricted to the schedules that the config
+    allows.
+    """
     v = "language_model={virtual=2, order='v'}"
     splitting = {"zb_h1": "dp=1", "zb_h2": "dp=1", "auto": "dp=1", "zb_v": v}
     for name, more in splitting.items():
@@ -234,7 +223,7 @@ def test_modules_have_replicas_of_their_own() -> None:
     shared = "parallel={placement='shared', vision={dp=4}, audio={pp=2, dp=2}, language_model={pp=4}}"
     assert _load(shared, model=model).world_size() == 4
     assert _load("parallel={placement='shared', dp=3}", model=model).world_size() == 3
-    assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 3  # no equal parts
+    assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 3  # not divisible
 
 
 def test_a_replica_is_one_process_until_a_module_is_spread() -> None:
@@ -249,7 +238,7 @@ def test_a_replica_is_one_process_until_a_module_is_spread() -> None:
     ]:
         loaded = _load(f"parallel={parallel}", model=model)
         assert loaded.world_size() == ranks, parallel
-        assert loads(dumps(loaded)) == loaded  # and what was left open stays open in a run folder
+        assert loads(dumps(loaded)) == loaded  # open keys stay open in a run folder
 
 
 def test_ranks_of_lanes_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Keys and options that are paths: local ones. A URL was taken for a folder of that name."""
+"""Keys and options that are paths accept local paths only. URLs are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from interlace.cli import main
-from interlace.train import config as configs
-from interlace.train.config import ConfigError
-from tests.train.test_build import TABLE
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from tests.train.build import TABLE
 
 PATHS = {
     "run.folder": "run.folder",
@@ -48,7 +48,7 @@ def test_a_url_is_no_path(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_key_that_is_a_path_is_known() -> None:
-    """By their words: a key that names a folder or files is one of those above."""
+    """By name: each key for a folder or files is in the list above."""
 
     def keys(section: Any, path: str) -> Iterator[str]:
         for name, field in section.model_fields.items():

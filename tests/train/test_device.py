@@ -1,4 +1,4 @@
-"""Which device a run takes, weights that are the same on all of them, and generators that travel between them."""
+"""Device of a run, weights that are identical on all devices, and generators that move between them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.train import device, weights
-from interlace.train.build import materialize
+from interlace.train import device
 from interlace.train.checkpoint import checkpoints as ck
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.launch import launcher
 from interlace.train.launch.startup import Startup
+from interlace.train.models import random_weights as weights
+from interlace.train.models.build import materialize
 from tests import forkserver
 from tests.tiny import tiny_mllm
-from tests.train.test_build import _build, _config
+from tests.train.build import _build, _config
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
@@ -77,7 +78,7 @@ os._exit(0)
 
 
 def test_machines_that_come_to_different_devices_are_told(tmp_path: Path) -> None:
-    """All of them, also where the store ends with rank 0."""
+    """On all ranks, also if the store ends with rank 0."""
     device.agree("cpu", Startup(0, 1, 20.0))
     met, kinds = launcher.rendezvous(3), ("cuda", "cpu", "cuda")
     processes = [
@@ -91,7 +92,7 @@ def test_machines_that_come_to_different_devices_are_told(tmp_path: Path) -> Non
 
 
 def test_weights_are_drawn_on_the_host_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Onto whatever device, without a trace in the generator."""
+    """For any device, without changing the generator."""
     real, made, most = weights._on_the_host, list[StorageWeakRef](), 0
 
     def watched(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,15 +123,17 @@ def test_a_gpus_generator_goes_along_where_there_is_one(monkeypatch: pytest.Monk
     assert {key: on_gpu[key] for key in on_cpu} == on_cpu
     ck.set_rng_state(on_gpu)
     assert len(put) == 1 and torch.equal(put[0], state)
-    ck.set_rng_state(on_cpu)  # of a CPU: the GPU's stays as it was seeded
+    ck.set_rng_state(on_cpu)  # state of a CPU: the GPU's stays as seeded
     assert len(put) == 1
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    ck.set_rng_state(on_gpu)  # of a GPU, on a CPU
+    ck.set_rng_state(on_gpu)  # state of a GPU, loaded on a CPU
     assert len(put) == 1
 
 
 def test_kernels_are_compiled_for_what_this_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In heads of a rank of a lane; without gradients for a frozen tower; a compiler that fails ends no run."""
+    """For the heads of one rank of a lane; without gradients for a frozen tower. A failing compiler does not end the
+    run.
+    """
     from interlace.layout import Layout, ParallelSpec
     from interlace.run import parallelize
 

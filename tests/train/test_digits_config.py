@@ -20,5 +20,5 @@ def test_the_digits_are_learned(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (summary,) = tmp_path.rglob("summary.json")
     rows = json.loads(summary.read_text())
-    # Of the 334 held-out pictures a support vector machine names 97.6 %, and a point is 3 of them.
+    # A support vector machine classifies 97.6 % of the 334 held-out images; a point is 3 of them.
     assert rows["data"] == "digits" and rows["digit_accuracy"] >= 0.95, rows

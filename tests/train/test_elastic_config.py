@@ -1,4 +1,4 @@
-"""What `interlace train --elastic` refuses, by the name of the key, and what it hands to supervisors."""
+"""Keys that `interlace train --elastic` refuses by name, and settings that it passes to supervisors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from interlace.cli import main
 from interlace.resilience.settings import Settings
-from interlace.train.config import ConfigError, load
-from interlace.train.elastic_config import check, settings_of
+from interlace.train.config.load import ConfigError, load
+from interlace.train.elastic.config import check, settings_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "digits.toml"
 
@@ -70,6 +70,6 @@ def test_an_address_without_a_port_is_no_coordinator() -> None:
         load(CONFIG, ["resilience.coordinator='10.0.0.5'"])
 
 
-def test_a_coordinator_on_anothers_address_is_an_error_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_coordinator_on_a_foreign_address_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coordinator", "--host", "192.0.2.1", "--port", "0"]) == 2
     assert "give an address of this machine as --host" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Parts of an elastic rank by themselves: what it tells, how state is handed on, what time lost is made of."""
+"""Components of an elastic rank: its reports, the transfer of state, and the parts of lost time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hypothesis import strategies as st
 from interlace.layout import ParallelSpec
 from interlace.plan import analytic_costs
 from interlace.plan.memory import StateSize
+from interlace.resilience.coordinator.layouts import Templates, held_by
+from interlace.resilience.coordinator.roster import Templates as Proposed
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Event, Generation, Node
-from interlace.resilience.layouts import Templates, held_by
-from interlace.resilience.roster import Templates as Proposed
 from interlace.run import parallelize
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import HowCut
-from interlace.train.build import build
 from interlace.train.checkpoint.identity import canonical_names
-from interlace.train.config import ConfigError, from_table
-from interlace.train.costs import flop_costs
-from interlace.train.elastic import leader_of
-from interlace.train.elastic_config import check
-from interlace.train.elastic_log import PARTS, Recoveries, Recovery
-from interlace.train.elastic_meeting import Meeting
-from interlace.train.elastic_plan import propose, templates_of
-from interlace.train.elastic_state import Held, Note, bits_of, give, sizes_of
-from interlace.train.page_recovery import write_page
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import ConfigError, from_table
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.elastic.config import check
+from interlace.train.elastic.log import Recoveries, Recovery
+from interlace.train.elastic.meeting import Meeting
+from interlace.train.elastic.proposals import propose, templates_of
+from interlace.train.elastic.rank import leader_of
+from interlace.train.elastic.state import Held, Note, bits_of, give, sizes_of
+from interlace.train.models.build import build
+from interlace.train.models.costs import flop_costs
+from interlace.train.report.recovery import PARTS, write_page
 from tests.distributed.workers import run_ranks
 from tests.resilience.elastic_cluster import TABLE
 from tests.tiny import tiny_mllm
@@ -71,7 +71,7 @@ def test_the_first_of_those_that_came_furthest_leads() -> None:
     assert leader_of({0: note(-1), 1: note(4), 2: note(5), 3: note(5)}) == 2
 
 
-def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
+def test_give_sets_weights_without_copy_and_keeps_ties() -> None:
     model = tiny_mllm(tied=True)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.device("meta"):
@@ -86,8 +86,8 @@ def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
     assert len(tied) == 2 and now[tied[0]] is now[tied[1]]
 
 
-def test_what_was_held_before_is_kept_beside_only_of_the_same_step() -> None:
-    """After going back to a checkpoint, too: what a rank had of layers that it lacks now is of a later step."""
+def test_held_tensors_merge_only_at_the_same_step() -> None:
+    """Also after going back to a checkpoint: older copies of layers that a rank now lacks are of a later step."""
 
     def held(step: int, *names: str) -> Held:
         progress: Any = SimpleNamespace(step=step)
@@ -113,8 +113,8 @@ def test_what_was_held_before_is_kept_beside_only_of_the_same_step() -> None:
         ParallelSpec(tp=2, cp=2, shard="full", shard_ranks=2),
     ],
 )
-def test_bytes_of_a_place_in_a_lane_are_those_of_what_its_rank_has_in_every_cut(spec: ParallelSpec) -> None:
-    """Also of rows that do not divide among the ranks that share them out."""
+def test_lane_sizes_match_the_bytes_of_each_rank(spec: ParallelSpec) -> None:
+    """Also for rows that are not divisible by the number of ranks."""
     model = tiny_mllm(kv_heads=2, layers=3, hidden=20)
     specs = dict.fromkeys(model.modules_order(), spec)
     templates = Templates(model, analytic_costs(model), specs=specs)
@@ -158,13 +158,14 @@ def test_a_join_loses_no_step_and_a_start_nothing() -> None:
     start.close(5.0, 1.0, 2.0, 0.0)
     assert start.metrics() == {} and start.lost == 0.0
     join = Recovery.of(GENERATION, 6)
-    join.halted = (100.0, 1.0, 50.0)  # it gave nothing up since
+    join.halted = (100.0, 1.0, 50.0)  # nothing was discarded since
     join.close(103.0, formed=100.5, began=102.0, copying=0.5)
     assert join.split == {"detection": 0.0, "vote": 0.0, "regroup": 1.5, "copy": 0.5, "replay": 0.0}
 
 
-def test_a_line_that_went_with_its_rank_is_written_by_the_next_one(tmp_path: Path) -> None:
-    """Also where half of it was; and none is written twice, nor taken for that of a run before with its number."""
+def test_recovery_line_lost_with_its_rank_is_written_later(tmp_path: Path) -> None:
+    """Also if half of it was written. No line is written twice, or mistaken for that of an earlier run with its
+    number."""
     changes = [Recovery(number, "train", [("death", node, 1.5 * number, "it is gone")], [["a"]], 6)
                for number, node in ((2, "x"), (1, ""), (2, "d"), (3, "e"), (4, "f"))]  # fmt: skip
     earlier, first, second, third, fourth = changes
@@ -172,13 +173,13 @@ def test_a_line_that_went_with_its_rank_is_written_by_the_next_one(tmp_path: Pat
     recoveries.add(earlier, None, made)
     recoveries.add(first, None, made)
     with recoveries.path.open("a") as file:
-        file.write('{"generation": 2, "cau')  # the last words of rank 0
+        file.write('{"generation": 2, "cau')  # the last output of rank 0
     recoveries.add(third, second, made)
     recoveries.add(fourth, third, made)
     assert [line["cause"][0][1] for line in recoveries.read()] == ["x", "", "d", "e", "f"]
 
 
-def test_the_page_has_a_bar_for_each_part_and_escapes_what_nodes_say(tmp_path: Path) -> None:
+def test_recovery_page_draws_each_part_and_escapes_text(tmp_path: Path) -> None:
     recovery = Recovery.of(GENERATION, 6)
     recovery.halted, recovery.step, recovery.bytes, recovery.transfers = (100.0, 1.0, 103.2), 12, 3 << 20, 2
     recovery.close(106.0, formed=103.5, began=104.5, copying=0.25)
@@ -222,8 +223,8 @@ def test_ranks_propose_templates_of_their_model() -> None:
         propose(config_of(resilience={"nodes": 40, "min_nodes": 20}), model, templates, source="test")
 
 
-def test_a_tied_weight_that_the_ranks_of_a_lane_use_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model that is known here has one: embeddings and heads lie beside the blocks, where rows are whole."""
+def test_tied_weight_split_within_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No known model has one: embeddings and heads are beside the blocks, where rows are whole."""
     made = copy.deepcopy(TABLE)
     made["model"]["language_model"]["config"] |= {"tie_word_embeddings": True, "num_key_value_heads": 2}
     made["resilience"] |= {"nodes": 4, "min_nodes": 1, "ranks_per_node": 2}
@@ -239,13 +240,13 @@ def test_a_tied_weight_that_the_ranks_of_a_lane_use_in_part_is_refused(monkeypat
 
 
 @pytest.mark.slow
-def test_a_model_that_one_rank_has_no_memory_for_needs_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_larger_than_one_rank_needs_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(resilience={"nodes": 8, "min_nodes": None})
     model = build(config, tokenizer_of(config, source="test"))
     templates = Templates(model, flop_costs(config, model))
 
     def least(memory: float) -> int:
-        monkeypatch.setattr("interlace.train.elastic_plan.memory_of", lambda *_: memory)
+        monkeypatch.setattr("interlace.train.elastic.proposals.memory_of", lambda *_: memory)
         return Proposed.from_json(propose(config, model, templates, source="test")).min_nodes
 
     assert least(1e12) == 1
@@ -256,7 +257,7 @@ def test_a_model_that_one_rank_has_no_memory_for_needs_more_nodes(monkeypatch: p
 
 
 class Alone:
-    """A member whose coordinator is a file."""
+    """A member with a file as its coordinator."""
 
     def __init__(self, rank: int, path: str) -> None:
         self.number, self.path = rank, path
@@ -273,13 +274,13 @@ class Alone:
 
 def meet(rank: int, path: str) -> list[int]:
     dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = rank  # of rank 1 a group has come to nothing
+    dist.distributed_c10d._world.group_count = rank  # on rank 1 the creation of a group has failed
     nodes = {name: Node(name, 1, "here") for name in "ab"}
     with Meeting(Alone(rank, path), Generation(1, (("a",), ("b",)), nodes), 20.0) as meeting:
         meeting.join(1.0)
         return meeting.gather("number", rank)
 
 
-def test_ranks_meet_though_a_group_came_to_nothing_on_one_of_them(tmp_path: Path) -> None:
-    """Torch puts into a group's keys how many were made before."""
+def test_ranks_meet_after_a_group_failed_on_one_of_them(tmp_path: Path) -> None:
+    """Torch's group keys include the number of groups made before."""
     assert run_ranks(2, meet, str(tmp_path / "store")) == [("returned", [0, 1])] * 2

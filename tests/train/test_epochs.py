@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout, initialize, materialize
-from interlace.train.config import from_table
-from interlace.train.feed import Feed, datasets
-from interlace.train.metrics import LOSS
+from interlace.train.config.load import from_table
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed, datasets
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build, build_layout, initialize, materialize
 from interlace.train.rank import with_steps
-from interlace.train.schema import Config
-from interlace.train.texts import tokenizer_of
+from interlace.train.report.metrics import LOSS
 from interlace.train.trainer import Trainer, read_metrics
 from tests.resilience.elastic_cluster import table
 
@@ -47,7 +47,7 @@ def config_of(layout: str, batch: int, **train: Any) -> Config:
 
 
 def train(config: Config, folder: Path, stop: int | None = None, resume: bool = False) -> tuple[Trainer, list[Any]]:
-    """A run, all ranks in this process; the dataset indices of each step, and its epoch."""
+    """A run with all ranks in this process; returns the dataset indices of each step, and its epoch."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizer_of(config)
     model = build(config, tokenizer)
@@ -110,7 +110,7 @@ def test_all_samples_train_as_in_a_plain_loop(tmp_path: Path, batch: int, balanc
 
 @pytest.mark.parametrize("stop", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_goes_on_at_any_step_and_on_other_ranks(tmp_path: Path, stop: int) -> None:
-    """Before and behind the smaller last batch of an epoch: the same samples follow, and the same bits."""
+    """Before and after the smaller last batch of an epoch: the same samples follow, with the same bits."""
     config, other = (config_of(layout, 4) for layout in ("dp 2, pp 2", "one rank"))
     whole, given = train(config, tmp_path / "whole")
     assert [len(indices) for _, indices in given] == [4, 4, 2] * EPOCHS

@@ -1,7 +1,7 @@
-"""A storage that fails: each stage of a checkpoint on each rank, by errors, by hanging, by folders that are not shared.
+"""Storage failures: each stage of a checkpoint on each rank, by errors, by hangs, by folders that are not shared.
 
-After each fault every rank has ended with an error that names the cause, no checkpoint is there that is mixed or lacks
-anything, and the run goes on from the newest whole one.
+After each fault every rank has ended with an error that names the cause. No checkpoint is mixed or incomplete, and the
+run resumes from the newest complete one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint import storage
 from interlace.train.checkpoint.identity import identity_of
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch import launcher
 from interlace.train.launch.peers import Peers
 from tests.distributed.workers import run_ranks
 
 RANKS = 1
-SHARED = "shared"  # the parameter that every rank holds, as data-parallel replicas do
+SHARED = "shared"  # the parameter held by every rank, as by data-parallel replicas
 
 
 def use_ranks(world: int) -> None:
-    """In a process of its own: how many ranks the model is for."""
+    """In its own process: sets the number of ranks of the model."""
     global RANKS
     RANKS = world
 
@@ -57,7 +57,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 class Unplugged(BaseException):
-    """What a library may raise that means no Exception."""
+    """A library error that is not an Exception."""
 
 
 def full(*_: Any, **__: Any) -> Any:
@@ -107,14 +107,14 @@ def checkpoints(folder: Path, peers: Peers | None = None) -> ck.Checkpoints:
 
 
 def save(store: ck.Checkpoints, step: int) -> Path:
-    """Weights that say which step they are of."""
+    """Saves weights that encode their step."""
     model = whole_model()
     mine = {name: p.detach() + step for name, p in model.named_parameters() if name in (SHARED, f"of{store.rank}")}
     return store.save(step, mine, {f"exp_avg.{name}": 2 * tensor for name, tensor in mine.items()}, {"place": step})
 
 
 def check_newest(folder: Path, step: int) -> None:
-    """By one process, as `generate` does: the newest checkpoint is that of `step`, and all of it is."""
+    """In one process, as in `generate`: the newest checkpoint is that of `step`, and it is complete."""
     path = checkpointfolder.newest(folder)
     assert path is not None and path.name == checkpointfolder.name_of(step), path
     model = whole_model()
@@ -124,7 +124,7 @@ def check_newest(folder: Path, step: int) -> None:
 
 
 def every_stage_fails_once(rank: int, folder: str, world: int) -> list[tuple[str, str, str]]:
-    """(stage, failing rank and cause, what this rank was told) of each fault."""
+    """(stage, failing rank and cause, error on this rank) of each fault."""
     use_ranks(world)
     store = checkpoints(Path(folder), Peers(30.0))
     save(store, 1)
@@ -143,7 +143,7 @@ def every_stage_fails_once(rank: int, folder: str, world: int) -> list[tuple[str
                     told.append((stage, f"{victim} {CAUSES[fault]}", words))
                 if rank == 0:
                     check_newest(store.folder, step)
-        # The next attempt finds what was left behind and is not disturbed by it; and the run goes on from there.
+        # The next attempt ignores leftovers, and the run resumes from there.
         step += 1
         path = save(store, step)
         mine = {name: torch.zeros_like(p) for name, p in whole_model().named_parameters() if name != SHARED}
@@ -166,14 +166,14 @@ def test_a_fault_in_any_stage_ends_the_save_with_its_cause(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_fault_in_any_stage_on_any_rank_ends_every_rank_with_its_cause(tmp_path: Path) -> None:
+def test_fault_in_any_stage_ends_all_ranks_with_its_cause(tmp_path: Path) -> None:
     for kind, told in run_ranks(3, every_stage_fails_once, str(tmp_path), 3, timeout=240):
         assert kind == "returned", told
         check_told(told, 3)
 
 
 def hangs_once(rank: int, folder: str, private: bool) -> str:
-    """Rank 1 is away for longer than the others wait; with `private`, no rank sees another's folder."""
+    """Rank 1 is away for longer than the others wait; with `private`, each rank sees only its own folder."""
     use_ranks(2)
     ck.LATE_SECONDS = checkpointfolder.LATE_SECONDS = 0.5
     place = Path(folder) / (f"node{rank}" if private else "shared")
@@ -199,11 +199,11 @@ def hangs_once(rank: int, folder: str, private: bool) -> str:
 
 
 @pytest.mark.slow
-def test_a_storage_that_hangs_on_one_rank_is_named_by_the_others(tmp_path: Path) -> None:
+def test_rank_with_hanging_storage_is_named_by_the_others(tmp_path: Path) -> None:
     results = run_ranks(2, hangs_once, str(tmp_path), False, timeout=120)
     assert results[0][0] == results[1][0] == "returned", results
     assert "rank 0, writing checkpoint step-00000002: lost rank 1 (no answer within 3 s" in results[0][1]
-    assert "lost rank 0" in results[1][1]  # which had given up by then
+    assert "lost rank 0" in results[1][1]  # it had aborted by then
     path = checkpointfolder.newest(tmp_path / "shared")
     assert path is not None and path.name == "step-00000001" and checkpointfolder.complete(path.parent) == [path]
 
@@ -311,7 +311,7 @@ class Together:
 
 
 def _probe(folders: list[Path]) -> list[str]:
-    """What each rank hears when these are what they take for the run folder."""
+    """Error of each rank if these are its run folders."""
     together, heard = Together(len(folders)), [""] * len(folders)
 
     def one(rank: int) -> None:
@@ -351,7 +351,7 @@ def test_the_run_folder_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @contextlib.contextmanager
 def _late(path: Path) -> Iterator[None]:
-    """Hides a file, as the cache of an NFS client does, until it has been waited for twice."""
+    """Hides a file, like the cache of an NFS client, until it has been waited for twice."""
     hidden, waits = path.with_name("hidden"), itertools.count(1)
     path.rename(hidden)
 
@@ -366,7 +366,7 @@ def _late(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", storage.MANIFEST])
-def test_a_late_file_is_waited_for_before_a_checkpoint_is_called_torn(
+def test_late_checkpoint_file_is_awaited_before_marking_torn(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     patience(monkeypatch, 20.0)
@@ -397,7 +397,7 @@ def test_rank_0_waits_for_the_file_of_another_rank(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_folder_that_is_lost_gets_no_checkpoint(tmp_path: Path) -> None:
-    """Another job has it by now: at whatever moment that is found, nothing changes for others to see."""
+    """Another job holds it by now: at any moment of detection, nothing visible to others changes."""
     store = checkpoints(tmp_path)
     save(store, 1)
 

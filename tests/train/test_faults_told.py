@@ -1,4 +1,4 @@
-"""What users do wrong is told in one line that says what to do, with exit code 2, and nothing of theirs is lost."""
+"""User mistakes give a one-line error that says what to do, exit code 2, and no data loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.faults_config import CONFIG
 from tests.train.faults_runs import RUNS
 
 TABLE = [*CONFIG, *HUGGINGFACE, *RUNS]
-REWRITTEN = ("metrics.jsonl", "summary.json", "report.html")  # by a run that goes on
+REWRITTEN = ("metrics.jsonl", "summary.json", "report.html")  # rewritten by a resumed run
 HEARD = """
 [model.audio]
 architecture = "WhisperEncoder"
@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def user(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """The folder, as it was before each test."""
+    """The folder, restored before each test."""
     for module in (checkpoints, checkpointfolder):
         monkeypatch.setattr(module, "LATE_SECONDS", 0.0)
     with as_a_command():
@@ -84,7 +84,7 @@ def test_what_is_lost_and_left_behind_is_seen() -> None:
     inner = "runs/own/T/checkpoints/step-00000002"
     before = {"a.toml": b"a", "b.toml": b"b", f"{inner}/manifest.json": b"m"}
     assert not lost(before, before) and not left_behind(before, before)
-    assert lost(before, before | {"a.toml": b"b"}) == ["a.toml"]  # its bytes under another name are no help
+    assert lost(before, before | {"a.toml": b"b"}) == ["a.toml"]  # the same bytes under another name do not count
     assert lost({"a.toml": b"a"}, {"c.toml": b"a"}) == ["a.toml"]
     aside = {"a.toml": b"a", "b.toml": b"b", f"{inner}.torn/manifest.json": b"m"}
     assert not lost(before, aside) and not left_behind(before, aside)
@@ -102,7 +102,7 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.slow
 def test_without_a_fault_there_is_none(user: Place) -> None:
-    """Each config of the folder trains: or every case above would prove nothing."""
+    """Each config of the folder trains. Otherwise the cases above would prove nothing."""
     for name in ("parts", "whole"):
         assert main(["train", str(user.at / f"{name}.toml")]) == 0
 

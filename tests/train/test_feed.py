@@ -1,4 +1,4 @@
-"""What every rank is given of the samples of a run, and what of it is decoded ahead."""
+"""Samples of a run, identical on every rank, and the items decoded ahead."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from interlace.data import DigitsDataset
-from interlace.data.workers import WorkerPool
-from interlace.train.config import ConfigError
-from interlace.train.feed import Feed, report_left_out
+from interlace.data.workers.pool import WorkerPool
+from interlace.train.config.load import ConfigError
+from interlace.train.data.feed import Feed, report_left_out
 from tests import forkserver
 
 
@@ -27,8 +27,8 @@ def _pictures(samples: list[Any]) -> list[Any]:
     return [item for sample in samples for item in sample.media["vision"]]
 
 
-def test_every_rank_gets_the_whole_batch_and_decodes_what_it_reads() -> None:
-    """Two ranks of which each reads every other picture: together they read each one once."""
+def test_ranks_get_the_whole_batch_but_decode_only_their_items() -> None:
+    """Two ranks, each of which reads every other image: together they read each one once."""
     feeds = [_feed(lambda samples, first=first: _pictures(samples)[first::2]) for first in (0, 1)]
     batches = [[feed.next() for _ in range(3)] for feed in feeds]
     for one, other in zip(*batches, strict=True):
@@ -53,8 +53,8 @@ def test_held_out_samples_are_all_of_them_and_wait_to_be_read() -> None:
     feed.close()
 
 
-def test_held_out_samples_are_decoded_by_workers_with_the_bits_of_the_rank() -> None:
-    forkserver.context()  # whose server has imported torch: workers then begin in no time
+def test_workers_decode_validation_samples_bit_identically() -> None:
+    forkserver.context()  # the server has imported torch: workers start fast
     alone = _feed(validation_samples=50)
     feed = _feed(validation_samples=50, producers=lambda loader: WorkerPool(loader, 1))
     for one, other in zip(feed.held_out, alone.held_out, strict=True):
@@ -64,7 +64,7 @@ def test_held_out_samples_are_decoded_by_workers_with_the_bits_of_the_rank() -> 
     for one, other in zip(_pictures(feed.held_out), _pictures(alone.held_out), strict=True):
         assert torch.equal(one.data, other.data) and one.tokens == other.tokens
     assert feed.held_out_data.read_items == feed.decoded_items == 50
-    feed.ask_held_out([feed.held_out], _pictures)  # nothing any more
+    feed.ask_held_out([feed.held_out], _pictures)  # no further requests
     assert feed.loader.producers._pending == [] and not feed._apart._batch._answers
     for each in (feed, alone):
         each.close()
@@ -81,7 +81,7 @@ def test_other_validation_samples_are_no_continuation() -> None:
         one.close()
 
 
-def test_what_validation_files_leave_out_and_what_is_cut_are_told(tmp_path: Path) -> None:
+def test_left_out_and_cut_samples_are_reported(tmp_path: Path) -> None:
     class Split:
         def __init__(self, listing: str) -> None:
             self.listing = lambda: listing
@@ -92,7 +92,7 @@ def test_what_validation_files_leave_out_and_what_is_cut_are_told(tmp_path: Path
     assert len(said) == 1 and said[0].startswith("report of v.jsonl:1")
     report_left_out([Split("a\n"), Split("b\n")], tmp_path, said.append)
     assert len(said) == 3 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
-    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, said.append)  # nothing of its own
+    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, said.append)  # nothing new of its own
     assert len(said) == 4 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
     report_left_out([Split(""), Split("")], tmp_path, said.append)
     assert len(said) == 4 and not (tmp_path / "left_out.txt").exists()
@@ -101,6 +101,6 @@ def test_what_validation_files_leave_out_and_what_is_cut_are_told(tmp_path: Path
 def test_without_a_reader_nothing_is_decoded() -> None:
     feed = _feed(lambda samples: [])
     feed.next()
-    time.sleep(0.1)  # the thread goes on
+    time.sleep(0.1)  # the thread continues
     feed.close()
     assert feed.train.read_items == 0 and feed.blank_items == 0

@@ -1,12 +1,12 @@
-"""TFLOP/s and MFU of a run: the devices' peaks, and what a step adds."""
+"""TFLOP/s and MFU of a run: the devices' peaks, and the FLOPs that a step adds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from interlace.run.flops import StepFlops, total
-from interlace.train.flops import Meter, peak_here, peak_of
+from interlace.estimate.step_flops import StepFlops, total
+from interlace.train.report.flops import Meter, peak_here, peak_of
 from tests.tiny import random_microbatches, tiny_mllm
 from tests.train.one_process import ToyModel, toy_config
 
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_counted_says_why() -> None:
 
     class Looks(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * float(x.sum())  # which shapes do not tell
+            return super().forward(x) * float(x.sum())  # depends on values, not on shapes
 
     mllm = tiny_mllm(encoders=())
     mllm.language_model.lm_head = Looks(16, 48, bias=False)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""log.predict: what a run says of its own steps, the file that it leaves, and who reads it."""
+"""log.predict: the forecast of a run's own steps, its file, and the readers of that file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from interlace.cli import main
+from interlace.costs.fitted import FREE
+from interlace.costs.links import Link, Links
+from interlace.costs.step import read_costs
 from interlace.data import StreamLoader
+from interlace.estimate.predictor import Predictor
+from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.plan import LinkModel
-from interlace.plan.cost_model import FREE
-from interlace.plan.links import Link, Links
-from interlace.plan.step_costs import read_costs
 from interlace.run import parallelize
-from interlace.run.predictor import Predictor
-from interlace.run.profiling import profile_costs
 from interlace.schedule import Action, Op
 from interlace.simulate import Timeline
-from interlace.train import forecast
-from interlace.train.build import build
-from interlace.train.config import ConfigError, load
-from interlace.train.costs import stated_links
+from interlace.train.config.load import ConfigError, load
+from interlace.train.data.texts import vocabulary_of
+from interlace.train.models.build import build
+from interlace.train.models.costs import stated_links
 from interlace.train.optim import Optimizer
-from interlace.train.texts import vocabulary_of
+from interlace.train.report import forecast
 from tests.run.streamed import Counted
 from tests.tiny import tiny_mllm
 
@@ -107,7 +107,7 @@ def test_a_run_predicts_its_steps_and_others_read_its_costs(config: Path, capsys
 
 
 def test_links_that_are_stated_take_part(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two replicas on two hosts: sums over a slow link are in the step, and cost what the formula says."""
+    """Two replicas on two hosts: sums over a slow link are in the step, with the cost of the formula."""
     arguments = [
         "simulate",
         str(config),
@@ -126,7 +126,7 @@ def test_links_that_are_stated_take_part(config: Path, capsys: pytest.CaptureFix
     slow = capsys.readouterr().out
     assert "taken as free" in free and "over the links of parallel.links" in slow
     seconds = [float(text.split("iteration ")[1].split(" ms")[0].replace(",", "")) / 1e3 for text in (free, slow)]
-    # Two all-reduces over the same ranks follow each other: 2 steps of 2 s each, and next to nothing for the bytes.
+    # Two all-reduces over the same ranks follow each other: 2 steps of 2 s each, and a negligible time for the bytes.
     assert seconds[1] - seconds[0] == pytest.approx(8.0, abs=0.1)
     stated = stated_links(load(config, [links]))
     assert stated is not None and stated.message(1e9, 0, 1) == pytest.approx(3.0) and stated.message(1, 1, 1) == 0.0
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_predicted_trains_on(
 
 
 def test_the_optimizer_is_timed_on_what_the_model_trains(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors in one step, as in training: one matrix would not say what so many cost."""
+    """All tensors in one step, as in training: one matrix does not represent the cost of many."""
     settings = load(config, ["model.vision.freeze=true"])
     model = build(settings, vocabulary_of(settings, source="x"), source="x")
     trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -169,12 +169,12 @@ def test_the_optimizer_is_timed_on_what_the_model_trains(config: Path, monkeypat
 
 
 def test_lists_are_compared_with_lists(config: Path) -> None:
-    """A part of a step beside the whole step would say nothing of the prediction."""
+    """Comparing a part of a step with the whole step would not test the prediction."""
     table = object()
     action = Action(Op.FORWARD, "m", 0, 0)
 
     def timeline(seconds: float) -> Timeline:
-        return Timeline.from_records([(0, action, 1.0, 1.0 + seconds)] * 2)  # busy for longer than it lasts
+        return Timeline.from_records([(0, action, 1.0, 1.0 + seconds)] * 2)  # busy for longer than the step lasts
 
     made: Any = object.__new__(forecast.Forecast)
     made._parallel = SimpleNamespace(schedule=lambda _, dispatch: _Schedule())
@@ -206,7 +206,7 @@ def test_a_file_without_links_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_streams_move_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank sends to one after the other and is sent likewise; all wait for the slowest."""
+    """A rank sends to one peer after the other, and receives likewise; all wait for the slowest."""
     timelines, real = list[Timeline](), Predictor.predict
     monkeypatch.setattr(Predictor, "predict", lambda *a, **k: timelines.append(real(*a, **k)) or timelines[-1])
     mllm = tiny_mllm(layers=1)

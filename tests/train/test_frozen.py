@@ -8,8 +8,8 @@ import torch
 from interlace.layout import Layout, ParallelSpec
 from interlace.model.lora import add_lora
 from interlace.run import parallelize
-from interlace.train.config import ConfigError
-from interlace.train.frozen import narrow_frozen
+from interlace.train.config.load import ConfigError
+from interlace.train.models.frozen import narrow_frozen
 from tests.tiny import random_microbatches, tiny_mllm
 from tests.train.one_process import toy_config
 

@@ -1,4 +1,4 @@
-"""Every number that a config may hold, with values that nobody means: refused by name, or a model that takes a step."""
+"""Every number of a config with unreasonable values: refused by name, or the model takes a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from interlace.data import ByteTokenizer
-from interlace.train import config as configs
-from interlace.train.architectures import model_class
-from interlace.train.build import build, build_layout, materialize
-from interlace.train.config import ConfigError
-from interlace.train.feed import Feed, datasets
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from interlace.train.data.feed import Feed, datasets
+from interlace.train.models.architectures import model_class
+from interlace.train.models.build import build, build_layout, materialize
+from interlace.train.models.tuning import rates
 from interlace.train.optim import Optimizer
-from interlace.train.tuning import rates
-from tests.train.test_build import TABLE
+from tests.train.build import TABLE
 
 HOSTILE = (0, -1, -(2**40), 10**20, 2**40, 3, float("nan"), float("inf"), float("-inf"), 1e308, -0.5, 1e-320)
 Place = tuple[str, ...]
@@ -61,7 +61,7 @@ PLACES = [*_numbers(configs.Config), *_keys_of_architectures()]
 
 
 def _try(place: Place, value: Any, *, step: bool = True) -> str:
-    """ "refused", or "ran" when a model was made of it and took a `step` (of one too large for that only the data)."""
+    """Returns "refused", or "ran" if a model was made and took a `step` (for one that is too large, only the data)."""
     table = copy.deepcopy(TABLE) | {"log": {"samples": 0, "accuracy_samples": 0, "trackers": []}}
     section = table
     for key in place[:-1]:

@@ -1,4 +1,4 @@
-"""[model] tables that name the wrong thing: one clear line each, of the config's place, and what would be right."""
+"""[model] tables that name the wrong thing: a one-line error each, with the place in the config and the fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.run import parallelize
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, stored_weights
-from interlace.train.config import ConfigError
-from interlace.train.media_specs import check_inputs
-from tests.train.test_build import TABLE
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from interlace.train.models.build import build, build_layout, stored_weights
+from interlace.train.models.media_specs import check_inputs
+from tests.train.build import TABLE
 
 OWN = "tests.train.own_modules"
 WRONG = [
@@ -71,7 +71,7 @@ WRONG = [
 
 
 def table_with(override: str) -> configs.Config:
-    """The override's table joins what is there, so that a case says only what is wrong."""
+    """The override's table is merged, so that a case has only the mistake."""
     keys, value = configs.parse_override(override)
     table = copy.deepcopy(TABLE)
     if isinstance(value, dict) and len(keys) == 2 and "architecture" not in value:
@@ -95,7 +95,7 @@ def test_a_wrong_model_is_refused_in_one_line(override: str, message: str) -> No
 
 
 def test_what_is_right_is_built() -> None:
-    """The same table with nothing wrong in it, or every case above would prove nothing."""
+    """The same table without mistakes is accepted. Otherwise the cases above would prove nothing."""
     made(table_with(f"model.vision.projector='{OWN}:Bottleneck'"))
     made(table_with(f"model.vision={{projector='{OWN}:Mean',postprocess_projector='{OWN}:half'}}"))
 
@@ -191,7 +191,7 @@ def test_every_command_refuses_what_training_refuses(
 
 
 def test_plan_refuses_a_cut_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-2 adds positions between its embeddings and its layers: with weights that its first stage alone has."""
+    """GPT-2 adds positions between its embeddings and its layers, with weights that only its first stage has."""
     table = copy.deepcopy(TABLE)
     del table["model"]["audio"]
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 24, "attn_pdrop": 0.0}

@@ -1,138 +1,44 @@
-"""Runs whose modules are cut among ranks: losses, checkpoints and resumption are those of one process.
+"""Runs with modules cut among ranks: losses, checkpoints and resumption equal those of one process.
 
-Between real processes, each with its pieces of the weights and of the optimizer's state.
+Ranks are real processes, each with its pieces of the weights and of the optimizer's state.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import subprocess
 import sys
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from interlace.run import parallelize
-from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.config import dumps, from_table
-from interlace.train.feed import Feed, datasets
-from interlace.train.schema import Config
-from interlace.train.trainer import Trainer, read_metrics
+from interlace.train.config.load import dumps
+from interlace.train.trainer import read_metrics
 from tests.distributed.workers import run_ranks
-from tests.train.test_resume_ranks import TABLE
+from tests.train.lanes import (
+    assert_same_bits,
+    config_of,
+    contents,
+    curve,
+    newest,
+    same_curve,
+    train,
+    trainer_of,
+)
 
 STEPS = 6
-CURVE = ("loss_metrics", "lr", "grad_norm", "step")
-LAYOUTS = {
-    "one": {},
-    "tp2 pp2": {"placement": "shared", "vision": {"tp": 2, "dp": 2}, "language_model": {"tp": 2, "pp": 2}},
-    "tp2": {"placement": "shared", "vision": {"tp": 2}, "language_model": {"tp": 2}},
-    "tp4": {"placement": "shared", "vision": {"pp": 2, "dp": 2}, "language_model": {"tp": 4}},
-    "sharded": {
-        "placement": "shared",
-        "vision": {"tp": 2, "dp": 2, "shard": "full"},
-        "language_model": {"pp": 2, "dp": 2, "shard": "optimizer"},
-    },
-    "sets": {
-        "placement": "shared",
-        "vision": {"dp": 4, "shard": "optimizer", "shard_ranks": 2},
-        "language_model": {"dp": 4, "shard": "full", "shard_ranks": 2},
-    },
-    "tp2 cp2": {
-        "placement": "shared",
-        "context_order": "zigzag",
-        "vision": {"dp": 4, "shard": "full"},
-        "language_model": {"tp": 2, "cp": 2, "shard": "optimizer"},
-    },
-    "tp2 pp2 dp2": {
-        "placement": "shared",
-        "vision": {"tp": 2, "pp": 2, "dp": 2},
-        "language_model": {"tp": 2, "pp": 2, "dp": 2},
-    },
-}
-
-
-def config_of(layout: str, *overrides: str, **replace: Any) -> Config:
-    table = copy.deepcopy(TABLE) | {"parallel": {"timeout": 60.0, **LAYOUTS[layout]}, **replace}
-    if layout == "one":
-        table["parallel"]["ranks"] = 1
-    llm = table["model"]["language_model"]["config"]
-    llm |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32}
-    table["model"]["vision"]["config"]["num_hidden_layers"] = 2
-    return from_table(table, list(overrides))
-
-
-def trainer_of(config: Config, folder: Path, stop: int | None = None) -> Trainer:
-    """This process's rank of a run."""
-    from interlace.data import ByteTokenizer
-
-    tokenizer = ByteTokenizer()
-    model = build(config, tokenizer)
-    parallel = parallelize(model, build_layout(config, model), timeout=60)
-    stored = cache(partial(stored_weights, config, model))
-    initialize(parallel, seed=config.run.seed, stored=stored())
-    train, held_out = datasets(config, model, tokenizer)
-    size, cut = config.train.batch_size, {"microbatches": config.train.microbatches, "chunks": config.chunks()}
-    wanted = partial(parallel.wanted, **cut)
-    feed = Feed(train, held_out, batch_size=size, seed=config.run.seed, validation_samples=8, wanted=wanted)
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(config, model, parallel, feed, folder, quiet=True, stored=stored)
-    if stop is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop
-    return trainer
-
-
-def train(config: Config, folder: Path, *, stop: int | None = None, resume: bool = False) -> Trainer:
-    trainer = trainer_of(config, folder, stop)
-    if resume:
-        trainer.resume()
-    trainer.run()
-    trainer.feed.close()
-    return trainer
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    return [{key: v for key, v in line.items() if key.startswith(CURVE)} for line in read_metrics(folder)]
-
-
-def contents(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, but for the generators: put together here by hand, chunk by chunk."""
-    manifest = ck.read_manifest(path)
-    found = {}
-    for key, stored in manifest.tensors.items():
-        if key.startswith(("model.", "optimizer.")):
-            whole = torch.full(stored.shape, float("nan"))
-            for chunk in stored.chunks:
-                place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                assert bool(whole[place].isnan().all()), f"{key} is there twice"
-                whole[place] = ck.read_chunk(path, stored, chunk)
-            assert not whole.isnan().any(), f"{key} has a hole"
-            found[key] = whole
-    return found
-
-
-def same_curve(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
-    assert len(a) == len(b)
-    for ours, theirs in zip(a, b, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5), (ours, theirs)
-
-
-def newest(folder: Path) -> Path:
-    path = checkpointfolder.newest(folder / "checkpoints")
-    assert path is not None
-    return path
 
 
 def load_and_save(rank: int, layout: str, source: str, target: str) -> float:
-    """Go on from the newest checkpoint of `source` under `layout`, save in `target`; the share of weights held here."""
+    """Resumes from the newest checkpoint of `source` under `layout`, saves in `target`; returns the share of weights
+    held here.
+    """
     trainer = trainer_of(config_of(layout), Path(target))
     trainer.resume(newest(Path(source)))
     trainer.feed.close()
@@ -143,14 +49,8 @@ def load_and_save(rank: int, layout: str, source: str, target: str) -> float:
     return sum(parameter.numel() for parameter in trainer.parameters.values()) / sum(sizes)
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    saved, again = contents(newest(one)), contents(newest(other))
-    assert saved.keys() == again.keys()
-    assert [key for key, tensor in saved.items() if not torch.equal(tensor, again[key])] == []
-
-
 def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
-    """An unbroken run, one that was stopped, and one that goes on from one process's checkpoint."""
+    """An uninterrupted run, a stopped one, and one that resumes from one process's checkpoint."""
     config, place = config_of(layout), Path(folder)
     whole = train(config, place / "whole")
     train(config, place / "parts", stop=3)
@@ -176,11 +76,11 @@ def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str)
     same_curve(curve(tmp_path / "whole"), expected)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")  # to the last bit
     same_curve(curve(tmp_path / "one"), expected)
-    # Every weight is there once, and is that of one process to rounding; one process loads and saves the same bits.
+    # Every weight is there once, and equals one process's up to rounding. One process loads and saves the same bits.
     saved, here = contents(newest(tmp_path / "whole")), contents(newest(tmp_path / "alone"))
     assert saved.keys() == here.keys()
     for key, tensor in here.items():
-        if key.endswith("k_proj.bias"):  # softmax forgets it: its gradient is rounding, of which AdamW makes steps
+        if key.endswith("k_proj.bias"):  # softmax is invariant to it: its gradient is noise, amplified by AdamW
             continue
         assert torch.allclose(saved[key], tensor, rtol=1e-3, atol=1e-5), key
     assert load_and_save(0, "one", str(tmp_path / "whole"), str(tmp_path / "again")) == 1
@@ -193,7 +93,7 @@ def first_steps(rank: int, layout: str, folder: str) -> int:
 
 @pytest.mark.slow
 def test_eight_ranks_one_process_and_back(tmp_path: Path) -> None:
-    """tp2 pp2 dp2 -> one process -> tp4 with a pipelined encoder -> tp2 pp2 dp2: the bits stay what they are."""
+    """tp2 pp2 dp2 -> one process -> tp4 with a pipelined encoder -> tp2 pp2 dp2: the bits are preserved."""
     places = [str(tmp_path / name) for name in ("eight", "one", "four", "eight again")]
     for kind, value in run_ranks(8, first_steps, "tp2 pp2 dp2", places[0], timeout=240):
         assert (kind, value) == ("returned", 3), value
@@ -203,14 +103,14 @@ def test_eight_ranks_one_process_and_back(tmp_path: Path) -> None:
             assert kind == "returned" and value < 0.6, value
     for place in places[1:]:
         assert_same_bits(Path(places[0]), Path(place))
-    # Replicas share out what they hold alike: no rank writes all that it holds.
+    # Replicas divide their common weights: no rank writes all that it holds.
     manifest = ck.read_manifest(newest(Path(places[0])))
     written = [manifest.files[name].size for name in sorted(manifest.files)]
     assert len(written) == 8 and max(written) < 0.5 * sum(written)
 
 
 def killed_while_writing(rank: int, folder: str) -> str:
-    """Rank 1 dies in the middle of writing its part of the second checkpoint, while all train on."""
+    """Rank 1 dies in the middle of writing its part of the second checkpoint, while all train."""
     trainer = trainer_of(config_of("tp2 pp2", checkpoint={"every": 2, "asynchronous": True}), Path(folder))
     real = ck.write_tensors
 
@@ -254,7 +154,7 @@ def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
-    """Four ranks as the launcher starts them; then the page and the accuracy, which take the whole model."""
+    """Four ranks as started by the launcher; then the page and the accuracy, which need the whole model."""
     log = {"every": 1, "trackers": [], "trace_step": 2, "samples": 2, "accuracy_samples": 4, "max_new_tokens": 4}
     run = {"name": "lanes", "folder": str(tmp_path), "device": "cpu"}
     config = config_of("tp2 pp2", "train.steps=3", "train.validate_every=0", log=log, run=run)

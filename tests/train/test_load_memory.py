@@ -1,4 +1,4 @@
-"""How much memory a rank takes while it makes or loads its part of the weights: hardly more, never a whole module."""
+"""Memory of a rank while it makes or loads its part of the weights: little overhead, never a whole module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.pieces import pieces_of
+from interlace.train.models.build import build, build_layout, initialize, materialize, stored_weights
 from tests.distributed.workers import run_ranks
-from tests.train.test_lanes import config_of
+from tests.train.lanes import config_of
 
 
 def resident(key: str) -> int:
-    """VmRSS or VmHWM (the most since it was last reset) of this process, in bytes."""
+    """VmRSS or VmHWM (the maximum since its last reset) of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return 1024 * int(line.split()[1])
@@ -31,7 +31,7 @@ RANKS = {"tp2": 2, "full": 4, "full tp2": 4}
 
 
 def part_of(tokenizer: Any, layout: str, hidden: int, layers: int, path: Path | None = None) -> tuple[Any, Any, Any]:
-    """A model on meta, a layout of ranks that hold equal parts of it, and where `path`, if given, has its weights."""
+    """A model on meta, a layout of ranks with equal parts of it, and the place of its weights if `path` is given."""
     sizes = f"hidden_size={hidden}, intermediate_size={4 * hidden}, num_hidden_layers={layers}, num_attention_heads=4"
     degrees = [f"parallel.{module}={DEGREES[layout]}" for module in ("vision", "language_model")]
     paths = [] if path is None else [f"model.language_model.path={path}"]
@@ -41,11 +41,11 @@ def part_of(tokenizer: Any, layout: str, hidden: int, layers: int, path: Path | 
 
 
 def of_rank(rank: int, layout: str, folder: str, source: str) -> tuple[int, int]:
-    """(the most memory that was taken at a time, the rank's weights), in bytes."""
+    """(peak memory, the rank's weights), in bytes."""
     from interlace.data import ByteTokenizer
 
     tokenizer, layers = ByteTokenizer(), 12 * RANKS[layout]
-    # What is imported on the way is no weight.
+    # Excludes imports from the measurement.
     initialize(parallelize(*part_of(tokenizer, layout, 16, 1)[:2], timeout=60), seed=0)
     path = Path(folder) / "language_model" if source == "folder" else None
     model, placed, stored = part_of(tokenizer, layout, 256, layers, path)
@@ -91,5 +91,5 @@ def test_a_rank_takes_the_memory_of_its_part_and_little_more(tmp_path: Path, lay
             assert kind == "returned", value
             most, weights = value
             assert weights > 45e6, weights
-            # Less only by what the process had free before; far less would say that nothing was measured.
+            # Only the process's free memory may reduce it; much less would mean that nothing was measured.
             assert 0.8 * weights < most <= 1.3 * weights, f"{most / weights:.2f} of the weights, {source}"

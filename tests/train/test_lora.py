@@ -1,4 +1,4 @@
-"""LoRA: peft's own forward is the oracle; what is frozen keeps its bits; adapters leave for peft and come together."""
+"""LoRA: peft's own forward is the oracle. Frozen weights keep their bits. Adapters are exported to peft and merged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from interlace.model import Sample
 from interlace.model.lora import adapter_files, merge_adapters
 from interlace.model.patterns import base_name, is_adapter
 from interlace.run import parallelize, stage_graph
-from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint.storage import CheckpointError
 from interlace.train.commands.export import export
-from interlace.train.config import ConfigError, dumps, loads
-from interlace.train.schema import Config
-from interlace.train.tuning import rates, summary
+from interlace.train.config.load import ConfigError, dumps, loads
+from interlace.train.config.sections import Config
+from interlace.train.models.build import build, build_layout, initialize, materialize, stored_weights
+from interlace.train.models.tuning import rates, summary
 from tests.distributed.workers import run_ranks
-from tests.train.test_lanes import assert_same_bits, config_of, contents, curve, newest, same_curve, train, trainer_of
+from tests.train.lanes import assert_same_bits, config_of, contents, curve, newest, same_curve, train, trainer_of
 
 peft = pytest.importorskip("peft")
 
@@ -39,7 +39,7 @@ def built(*overrides: str, **replace: Any) -> tuple[Config, Any]:
 
 
 def filled(*overrides: str, seed: int = 0) -> Any:
-    """A model with adapters that do something."""
+    """A model with random, non-zero adapters."""
     _, model = built(*overrides)
     materialize(model, seed=seed)
     generator = torch.Generator().manual_seed(5)
@@ -55,7 +55,7 @@ def text() -> Sample:
 
 
 def plain_llm(model: Any) -> Any:
-    """HuggingFace's own class with the weights that the language model had without adapters."""
+    """HuggingFace's own class with the weights of the language model without adapters."""
     config = copy.deepcopy(model.language_model.config)
     config._attn_implementation = "eager"
     whole = LlamaForCausalLM(config)
@@ -120,7 +120,7 @@ def test_adapters_that_cannot_be_are_refused(overrides: list[str], message: str)
         build(config_of("tp2", *overrides[:1], *overrides[1:], parallel=parallel), ByteTokenizer(), source="tiny.toml")
 
 
-def test_base_weights_are_those_without_adapters_and_new_adapters_change_nothing(tmp_path: Path) -> None:
+def test_base_weights_match_plain_and_new_adapters_are_no_op(tmp_path: Path) -> None:
     _, plain = built()
     _, model = built(LORA)
     materialize(plain, seed=3)
@@ -135,7 +135,7 @@ def test_base_weights_are_those_without_adapters_and_new_adapters_change_nothing
             assert 0.1 < parameter.abs().max() <= 3**0.5 * 2 / parameter.shape[1] ** 0.5
     batch = plain.collate([text()])
     assert torch.equal(model.eval()(**batch).logits, plain.eval()(**batch).logits)
-    # And weights of a folder come to where they belong, whichever rank holds them.
+    # And weights of a folder are loaded correctly, on any rank.
     plain.language_model.save_pretrained(tmp_path / "llm")
     config, again = built(LORA, f"model.language_model={{path={str(tmp_path / 'llm')!r}}}")
     parallel = parallelize(again, build_layout(config, again), timeout=60)
@@ -176,9 +176,9 @@ def test_logits_and_gradients_are_pefts(options: str) -> None:
 
 
 @pytest.mark.parametrize("saved", ["", ", modules_to_save=['*.layers.1.input_layernorm', 'model.norm']"])
-def test_adapter_files_are_what_peft_loads_and_merged_weights_say_the_same(tmp_path: Path, saved: str) -> None:
+def test_peft_adapters_and_merged_weights_keep_the_logits(tmp_path: Path, saved: str) -> None:
     model = filled(f"train.lora={{rank=3, alpha=6{saved}}}")
-    whole = plain_llm(filled(LORA))  # the base: what is trained beside adapters must come from the folder
+    whole = plain_llm(filled(LORA))  # the base: parts trained beside adapters must come from the folder
     assert adapter_files(model, tmp_path / "adapter", base="base") == ["vision"]
     stored = load_file(tmp_path / "adapter" / "projector.safetensors")
     made = model.encoders["vision"].projector.state_dict()
@@ -213,9 +213,7 @@ def test_what_a_folder_of_peft_cannot_say_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_of_an_adapter_that_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_adapter_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
@@ -299,7 +297,7 @@ def test_layers_with_adapters_are_cut_like_others(tmp_path: Path, cut: str, alon
 
 
 def from_folder(folder: Path) -> list[str]:
-    """What has a run read its language model in a folder."""
+    """Makes a run read its language model from a folder."""
     return [*SETTINGS, "train.ema=0.9", f"model.language_model={{path={str(folder / 'llm')!r}}}"]
 
 
@@ -315,7 +313,7 @@ def on_two_ranks(rank: int, folder: str, cut: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["full", "optimizer", "lanes"])
 def test_two_ranks_resume_bit_for_bit_and_from_one_process(tmp_path: Path, cut: str) -> None:
-    """With averaged weights, which ranks hold as they hold the weights; those of the folder are in no checkpoint."""
+    """With averaged weights, held as the weights are; weights of the folder are in no checkpoint."""
     materialize(built()[1], seed=1).language_model.save_pretrained(tmp_path / "llm")
     config = config_of("one", *from_folder(tmp_path))
     train(config, tmp_path / "alone")
@@ -327,7 +325,7 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_process(tmp_path: Path, cut: 
     for name in ("whole", "one"):
         same_curve(curve(tmp_path / name), curve(tmp_path / "alone"))
     saved, here = contents(newest(tmp_path / "whole")), contents(newest(tmp_path / "alone"))
-    again = trainer_of(config, tmp_path / "again")  # one process has the bits that two had pieces of
+    again = trainer_of(config, tmp_path / "again")  # one process has the bits of the two ranks' pieces
     again.resume(newest(tmp_path / "whole"))
     again.feed.close()
     held = {

@@ -1,4 +1,4 @@
-"""LoRA on whole checkpoints: weights come from the folder, and what was trained goes back to HuggingFace and peft."""
+"""LoRA on whole checkpoints: weights come from the folder, trained weights are exported to HuggingFace and peft."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from interlace.model import MultimodalModel
 from interlace.model.lora import adapter_files, add_lora, merge_adapters
 from interlace.model.patterns import is_adapter
 from interlace.run import parallelize
-from interlace.train.build import architecture, build_layout, initialize, stored_weights
-from interlace.train.build import freeze as freeze_as_configured
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.storage import read_manifest
 from interlace.train.commands.export import export
-from interlace.train.config import dumps, from_table
-from interlace.train.schema import Config
+from interlace.train.config.load import dumps, from_table
+from interlace.train.config.sections import Config
+from interlace.train.models.build import architecture, build_layout, initialize, stored_weights
+from interlace.train.models.build import freeze as freeze_as_configured
 from tests.model.wholes import TOKEN, llava
 
 peft = pytest.importorskip("peft")
@@ -55,7 +55,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def shaken(model: MultimodalModel) -> MultimodalModel:
-    """With adapters and projector as if they had been trained."""
+    """A model with adapters and projector changed as if trained."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -63,7 +63,7 @@ def shaken(model: MultimodalModel) -> MultimodalModel:
     return model.eval()
 
 
-def test_ranks_read_the_folder_into_the_layers_under_the_adapters(folder: Path) -> None:
+def test_folder_weights_load_into_layers_under_adapters(folder: Path) -> None:
     config = config_of(folder)
     with torch.device("meta"):
         model = MultimodalModel.of_whole(llava())
@@ -85,7 +85,7 @@ def test_ranks_read_the_folder_into_the_layers_under_the_adapters(folder: Path) 
     )
 
 
-def test_adapter_and_merged_weights_are_the_same_model_for_huggingface(folder: Path, tmp_path: Path) -> None:
+def test_huggingface_adapter_and_merged_weights_agree(folder: Path, tmp_path: Path) -> None:
     model = MultimodalModel.from_pretrained(folder)
     add_lora(model, **LORA)
     shaken(model)

@@ -1,7 +1,8 @@
-"""Encoders and language models by `path`: what the trainer makes of a folder computes what HuggingFace's class does.
+"""Encoders and language models by `path`: the trainer's model of a folder equals HuggingFace's class.
 
-One by one they are held against the library's own class with eager attention, the items and texts of a batch together.
-(bench/architectures.py does so with every class there is, from configs; test_any_module with what each rank reads.)
+Each is compared with the library's own class with eager attention. The items and texts of a batch are computed
+together. (bench/architectures.py does the same for every class, from configs; test_any_module tests what each rank
+reads.)
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from bench import architectures
 from bench.architectures_check import by_sample, eager_features, eager_logits, prompts, samples_of, spread_encoder
 from interlace.data import ByteTokenizer
 from interlace.model import ModalityModule
-from interlace.train.build import build, materialize, stored_weights
-from tests.train.test_any_module import SIZES, config_with
+from interlace.train.models.build import build, materialize, stored_weights
+from tests.train.any_module import SIZES, config_with
 
 pytestmark = pytest.mark.slow
 ENCODERS = (

@@ -1,4 +1,4 @@
-"""Any number of encoders under names of one's own: three, two of which see the same pictures, each in its own way."""
+"""Any number of encoders with custom names: three, two of which get the same images in different ways."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import ByteTokenizer, stamps_folder
+from interlace.data import ByteTokenizer
+from interlace.data.builtin import stamps_folder
 from interlace.run import parallelize
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, initialize
-from interlace.train.commands.planning import _counted
-from interlace.train.feed import Feed, datasets
-from interlace.train.media_specs import media_specs
-from interlace.train.texts import tokenizer_of
+from interlace.train.commands.planning.plan import _counted
+from interlace.train.config import load as configs
+from interlace.train.data.feed import Feed, datasets
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build, build_layout, initialize
+from interlace.train.models.media_specs import media_specs
 from interlace.train.trainer import Trainer, read_metrics
 from tests.data.package import SETTINGS, cached
-from tests.train.test_build import AUDIO, LLAMA, VISION
+from tests.train.build import AUDIO, LLAMA, VISION
 
 DINO = {key: VISION[key] for key in VISION if key != "intermediate_size"}
 TABLE: dict[str, Any] = {
@@ -106,7 +107,7 @@ def test_two_steps_have_the_same_loss_on_one_rank_and_on_more(
 def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
     config = config_of(cache)
     tokenizer = tokenizer_of(config)
-    first = len(tokenizer_of(config).tokenizer) - 3  # added behind the others
+    first = len(tokenizer_of(config).tokenizer) - 3  # added after the others
     assert tokenizer.placeholders == {"wide": first, "ears": first + 1, "sharp": first + 2}
     model: Any = build(config, tokenizer)
     specs = media_specs(config, model)
@@ -128,7 +129,7 @@ def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
     assert [item.encoder for item in shown] == ["wide", "sharp"] and {item.medium for item in shown} == {0}
 
 
-def test_costs_count_every_encoder_and_digits_need_one_that_sees(cache: Path) -> None:
+def test_costs_cover_all_encoders_and_digits_need_a_vision_one(cache: Path) -> None:
     config = config_of(cache)
     model = build(config, tokenizer_of(config))
     assert set(_counted(config, model, 1.0).modules) == {"wide", "ears", "sharp", "language_model"}

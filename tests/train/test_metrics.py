@@ -1,4 +1,4 @@
-"""What is measured: tokens that modules compute, speeds, waits of ranks, time left; the terminal; recordings."""
+"""Metrics: tokens computed by modules, speeds, waits of ranks, time left; the terminal; recordings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from interlace import Layout, ParallelSpec, parallelize
 from interlace.layout import Lane, Pipeline, Stage
 from interlace.model import Sample
-from interlace.run.dispatch import Dispatcher, Phase
-from interlace.run.table import Lengths, step_table
+from interlace.run.tables.dispatch import Dispatcher, Phase
+from interlace.run.tables.table import Lengths, step_table
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import simulate
-from interlace.train.metrics import (
+from interlace.train.config.log import Profile
+from interlace.train.report.metrics import (
     BLANK,
     HELD_OUT,
     LOSS,
@@ -37,15 +38,14 @@ from interlace.train.metrics import (
     pipeline_metrics,
     read_metrics,
 )
-from interlace.train.profiling import Profiler
-from interlace.train.schema_log import Profile
-from interlace.train.screen import Screen, TimeLeft, duration, rate
+from interlace.train.report.profiler import Profiler
+from interlace.train.report.terminal import Screen, TimeLeft, duration, rate
 from interlace.train.trainer import Trainer
 from tests.tiny import random_sample, tiny_mllm
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 
 
-def test_the_tokens_of_modules_are_those_that_pass_through_their_layers() -> None:
+def test_computed_tokens_match_the_tokens_in_layers() -> None:
     mllm = tiny_mllm()
     generator = torch.Generator().manual_seed(3)
     samples = [random_sample(mllm, generator, images=i % 3, clips=i % 2) for i in range(5)]
@@ -64,7 +64,7 @@ def test_the_tokens_of_modules_are_those_that_pass_through_their_layers() -> Non
     assert seen["vision"] and seen["audio"] and seen["language_model"] == sum(map(len, samples))
 
 
-def test_microbatches_that_are_assigned_by_cost_tell_how_even_they_are() -> None:
+def test_microbatches_assigned_by_cost_report_balance() -> None:
     """Two microbatches of 3 s and 5 s: 1 s from the mean of 4; and two samples that are read later."""
     graph = StageGraph.build({"vision": [0], "language_model": [1]}, [("vision", "language_model")])
     plain = StepTable.aligned(graph.links, [graph.modules] * 2)
@@ -93,7 +93,7 @@ def test_padding_is_what_rows_have_beyond_their_samples() -> None:
     assert padding(table, [10, 7, 30]) == pytest.approx(100 * 20 / 67)  # type: ignore[arg-type]
 
 
-def test_a_window_tells_means_and_leaves_recorded_steps_out_of_speeds() -> None:
+def test_log_window_averages_and_excludes_profiled_steps() -> None:
     window = LogWindow()
     step = {"read_tokens": 40, "samples": 4, "computed": {"vision": 100, "language_model": 40}}
     window.add(loss=2.0, targets=10, data=0.5, seconds=2.0, **step)
@@ -141,13 +141,13 @@ def test_a_window_tells_means_and_leaves_recorded_steps_out_of_speeds() -> None:
 @given(
     st.integers(1, 60), st.integers(0, 12), st.integers(0, 12), st.integers(0, 60), st.floats(0.1, 5), st.floats(0.1, 5)
 )
-def test_time_left_is_that_of_the_steps_validations_and_checkpoints_to_come(
+def test_time_left_counts_steps_validations_and_checkpoints(
     last: int, validation: int, checkpoint: int, done: int, validating: float, saving: float
 ) -> None:
     done = min(done, last)
     left = TimeLeft(last, {"validation": validation, "checkpoint": checkpoint})
     assert left.after(done) is None
-    left.step(100.0)  # the first warms up
+    left.step(100.0)  # the first step is a warm-up
     for _ in range(3):
         left.step(2.0)
     left.beside("validation", validating)
@@ -204,7 +204,7 @@ def test_a_terminal_has_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -
     assert "toy 30/60 · loss 1.250" in text and "31/60" in text and "epoch 1.6 of 3 · 1:32 left" in text
 
 
-def test_a_recording_has_the_actions_by_name_and_the_window_alone(tmp_path: Path) -> None:
+def test_profile_contains_named_actions_of_its_window_only(tmp_path: Path) -> None:
     mllm = tiny_mllm(encoders=("vision",))
     layout = Layout.from_specs(mllm, {name: ParallelSpec() for name in mllm.modules_order()}, placement="shared")
     parallel = parallelize(mllm, layout)
@@ -223,7 +223,7 @@ def test_a_recording_has_the_actions_by_name_and_the_window_alone(tmp_path: Path
     assert len(actions) >= 4 and {name: names[name] for name in actions} == dict.fromkeys(actions, 1)
     assert any(event["name"] == "aten::mm" or event["name"] == "aten::addmm" for event in events)
     later = Profiler(Profile(start=3, steps=3), tmp_path / "later", 0)
-    for step in range(4, 7):  # a run that goes on inside the window has what is left of it: 4 and 5
+    for step in range(4, 7):  # a resumed run inside the window has the rest of it: 4 and 5
         with later.step(step):
             parallel.step(samples, microbatches=1)
     with gzip.open(tmp_path / "later/profile/rank-0.json.gz", "rt") as file:
@@ -243,12 +243,12 @@ def test_recorded_steps_count_for_the_loss_and_no_speed(tmp_path: Path, capfd: p
     lines = read_metrics(tmp_path)
     assert ["throughput(tps)" in line for line in lines] == [True, True, False, False, False, False]
     assert all(LOSS in line for line in lines)
-    assert (tmp_path / "profile" / "rank-0.json.gz").stat().st_size > 1000  # what there was when the run ended
+    assert (tmp_path / "profile" / "rank-0.json.gz").stat().st_size > 1000  # the data at the end of the run
     assert re.search("recorded .*rank-0.json.gz", capfd.readouterr().out)
 
 
 def test_a_logged_step_ends_with_the_work_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the optimizer's would count for nobody where a line is written between two steps."""
+    """Otherwise the optimizer's time would be lost when a line is written between two steps."""
     finished: list[int] = []
     config = toy_config("log.every=3", "train.steps=7", "train.validate_every=0")
     model = ToyModel()
@@ -272,7 +272,7 @@ def test_a_recording_that_fails_ends_nothing(
 
 
 def test_replicas_tell_how_even_they_are_and_had_been() -> None:
-    """Four samples of 1, 1, 1 and 3 tokens on two replicas: as drawn 2 and 4 of a mean of 3, dealt 3 and 3."""
+    """Four samples of 1, 1, 1 and 3 tokens on two replicas: drawn as 2 and 4 with a mean of 3, dealt as 3 and 3."""
     pipelines = tuple(Pipeline("language_model", r, (Stage("language_model", 0, 0, 1, Lane((r,))),)) for r in range(2))
     layout = Layout({"language_model": (ParallelSpec(dp=2), pipelines)}, 2)
     ids = [torch.zeros(n, dtype=torch.long) for n in (1, 1, 1, 3)]

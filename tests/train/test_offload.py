@@ -1,4 +1,4 @@
-"""AdamW with its state in host memory: the bits of AdamW, in buffers of bounded size, saved and loaded as ever."""
+"""AdamW with its state in host memory: bitwise equal to AdamW, in bounded buffers, saved and loaded as usual."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.train import offload, rank
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint.identity import identity_of
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.models.tuning import Rates
 from interlace.train.offload import OffloadedAdamW, check_device
 from interlace.train.optim import Optimizer
-from interlace.train.tuning import Rates
-from tests.train.test_build import _config
+from tests.train.build import _config
 
 SHAPES = st.lists(st.sampled_from([(3,), (), (0, 4), (17, 5), (64, 3), (7, 2, 3)]), min_size=1, max_size=8)
 
@@ -42,7 +42,7 @@ def groups(of: list[nn.Parameter], cut: int) -> list[dict[str, Any]]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SHAPES, st.integers(0, 8), st.sampled_from([1, 64, 300, 1 << 20]), st.data())
 def test_a_step_is_that_of_adamw(shapes: list[tuple[int, ...]], cut: int, bucket: int, data: st.DataObject) -> None:
-    """Any groups, buckets and dtypes; parameters without a gradient in some steps; rates that change."""
+    """Any groups, buckets and dtypes; parameters without a gradient in some steps; changing rates."""
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])) for _ in shapes]
     mine, theirs = parameters(shapes, dtypes), parameters(shapes, dtypes)
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -68,7 +68,7 @@ def test_a_step_is_that_of_adamw(shapes: list[tuple[int, ...]], cut: int, bucket
 
 
 class Stream(TorchDispatchMode):
-    """Does copies that nobody waits for as late as it may, in their order: as a GPU that is far behind."""
+    """Delays copies that are not waited for as long as possible, in order: like a GPU that is far behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Stream(TorchDispatchMode):
 
 @pytest.mark.parametrize("bucket", [1, 300, 1 << 20])
 def test_a_device_that_is_far_behind_gets_the_same(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read before it has come, and no buffer filled before what is in it has gone."""
+    """No data is read before it has arrived, and no buffer is refilled before its data has left."""
     shapes = [(17, 5), (3,), (64, 3), (7, 2), (9, 9), (1,)]
     mine, theirs = (parameters(shapes, [torch.float32] * len(shapes)) for _ in range(2))
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -120,7 +120,7 @@ def test_a_device_that_is_far_behind_gets_the_same(bucket: int, monkeypatch: pyt
 
 
 def test_weights_changed_in_between_are_those_that_are_updated() -> None:
-    """Also where nothing tells of it, as with `.data`."""
+    """Also if the change is not tracked, as with `.data`."""
     mine, theirs = (parameters([(9, 4)], [torch.float32]) for _ in range(2))
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
     ours = OffloadedAdamW(groups(mine, 1), **options)
@@ -169,7 +169,7 @@ def test_a_step_without_any_gradient_is_none() -> None:
 
 
 def test_the_trainers_optimizer_saves_and_goes_on_with_either(tmp_path: Path) -> None:
-    """A checkpoint of one is one of the other, and the run goes on with the same bits."""
+    """A checkpoint of one is valid for the other, and the run resumes with the same bits."""
 
     def make(offloaded: bool) -> tuple[dict[str, nn.Parameter], Optimizer]:
         config = _config(f"train.offload_optimizer={str(offloaded).lower()}", "train.warmup_steps=0")
@@ -216,6 +216,6 @@ def test_ranks_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"tiny.toml: .*ranks compute on the CPU, where it is in host memory already"):
         check_device("cpu", source="tiny.toml")
     config = _config("train.offload_optimizer=true", "parallel.ranks=1")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # "auto" is the CPU then
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # "auto" is then the CPU
     with pytest.raises(ConfigError, match=r"here: train.offload_optimizer = true moves .* leave the key out"):
         rank.run(config, source="here")

@@ -1,114 +1,20 @@
-"""Own chats through the command line: a model put together from modules trains on a folder of pictures."""
+"""Own chats through the command line: a model assembled from modules trains on a folder of images."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from interlace.cli import main
-from interlace.data.chats_shapes import parse
-from interlace.train.config import ConfigError, from_table, load, loads, tomllib
-from interlace.train.schema_data import Data
-from interlace.train.texts import tokenizer_of
-from tests.data.chat_families import pictures, trained
-from tests.data.test_chats_faults import TEMPLATE
-
-CONFIG = """
-[run]
-name = "own"
-folder = "{folder}/runs"
-
-[model.vision]
-architecture = "SiglipVisionModel"
-downsample = 2
-
-[model.vision.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-image_size = 32
-patch_size = 8
-
-[model.language_model]
-architecture = "LlamaForCausalLM"
-
-[model.language_model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-max_position_embeddings = 512
-
-[data]
-dataset = "chats"
-train = ["{folder}/train.jsonl"]
-validation = ["{folder}/validation.jsonl"]
-tokenizer = "{folder}/tokenizer"
-cache = "{folder}/cache"
-max_image_tokens = 32
-max_tokens = 160
-
-[train]
-steps = 2
-batch_size = 4
-microbatches = 2
-warmup_steps = 1
-validation_samples = 4
-
-[parallel]
-ranks = 1
-
-[log]
-every = 1
-trackers = []
-trace_step = 0
-samples = 3
-max_new_tokens = 4
-
-[checkpoint]
-asynchronous = false
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """A config, a tokenizer, pictures, and chats about them, of which two are broken and one is too long."""
-    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    paths = [path.relative_to(tmp_path) for path in pictures(tmp_path / "pictures", 8)]
-    lines = []
-    for number in range(30):
-        turns = [("human", f"<image>\nWhat is number {number}?"), ("gpt", f"It is a red cat, {number}.")] * (
-            1 + number % 2
-        )
-        record: dict[str, Any] = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-        record["images"] = [str(paths[number % 8])] * (1 + number % 2)
-        record |= {"kind": "cat"} if number % 2 == 0 else {}
-        lines.append(json.dumps(record))
-    lines[3] = "{"
-    lines[4] = lines[4].replace("pictures/", "gone/")
-    lines[5] = json.dumps(
-        {"messages": [{"role": "user", "content": "x " * 300}, {"role": "assistant", "content": "y"}]}
-    )
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    (tmp_path / "validation.jsonl").write_text("\n".join(lines[6:12]))
-    (tmp_path / "own.toml").write_text(CONFIG.format(folder=tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train in this process, as a rank under a launcher does."""
-    monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(key, value)
+from interlace.data.chats.files.shapes import parse
+from interlace.train.config.data import Data
+from interlace.train.config.load import ConfigError, from_table, load, loads, tomllib
+from interlace.train.data.texts import tokenizer_of
+from tests.data.chat_faults import TEMPLATE
+from tests.train.own_data import CONFIG
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -150,7 +56,7 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
 def test_an_epoch_is_all_records_unless_drop_last_is_set(
     own: Path, packed: bool, in_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 30 records 27 can be used, of which 3 do not fill a batch of 4."""
+    """Of 30 records 27 are valid; 3 of them do not fill a batch of 4."""
     config = own / "own.toml"
     text = CONFIG.format(folder=own).replace("steps = 2", "epochs = 1")
     config.write_text(text.replace("samples = 3", "samples = 0"))
@@ -168,12 +74,12 @@ def test_an_epoch_is_all_records_unless_drop_last_is_set(
     assert found["false"] == 27 and found["true"] < 27 and (packed or found["true"] == 24)
     line = f"data.drop_last: the first epoch leaves out {27 - found['true']} of 27 samples, which do not fill a batch"
     assert line in said
-    assert main(["data", "check", str(config), "--samples=0", *dropping]) == 1  # as records are broken
+    assert main(["data", "check", str(config), "--samples=0", *dropping]) == 1  # exit code for broken records
     assert capfd.readouterr().out.endswith(f"{line}\n")
 
 
 @pytest.mark.slow
-def test_packed_rows_are_the_same_on_one_rank_and_on_two_replicas(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_loss_is_equal_on_one_rank_and_two_replicas(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over an epoch, of which the last batch has less than 4 rows, and into the next one."""
     monkeypatch.delenv("RANK", raising=False)
     packed = ["--set=data.pack=true", "--set=train.batch_size=4", "--set=log.samples=0", "--set=train.steps=4"]
@@ -232,11 +138,11 @@ def test_keys_of_chats_are_refused_for_other_data(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key.partition('=')[0]} is a key of dataset 'chats', not of 'digits'"):
         Data.model_validate(table)
     same = Data(dataset="digits")
-    assert Data.model_validate(same.model_dump()) == same  # a saved config spells out what is there by default
+    assert Data.model_validate(same.model_dump()) == same  # a saved config lists the defaults
 
 
 @pytest.mark.parametrize("key", ["max_image_tokens=64", "on_too_large='error'", "max_audio_seconds=9.0"])
-def test_what_a_processor_decides_is_refused_beside_a_whole_checkpoint(own: Path, key: str) -> None:
+def test_processor_settings_are_refused_with_whole_checkpoint(own: Path, key: str) -> None:
     table = tomllib.loads(CONFIG.format(folder=own))
     del table["data"]["max_image_tokens"]
     table["data"] |= tomllib.loads(key)
@@ -253,7 +159,7 @@ def test_what_a_processor_decides_is_refused_beside_a_whole_checkpoint(own: Path
 def test_a_start_that_fails_leaves_no_run_folder(
     own: Path, keys: list[str], launched: bool, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By the config, by the data, and by what is seen when the data are there; under torchrun, too."""
+    """Refused by the config, by the data, or by a check after loading the data; also under torchrun."""
     if launched:
         request.getfixturevalue("in_process")
     assert main(["train", str(own / "own.toml"), *(f"--set={key}" for key in keys)]) == 2

@@ -1,4 +1,4 @@
-"""Whole checkpoints on own chats: the same loss as HuggingFace's own model on its own processor's inputs."""
+"""Whole checkpoints on own chats: the loss equals that of HuggingFace's own model with its own processor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from interlace.model import MultimodalModel
-from interlace.model.whole import whole_class
+from interlace.model.whole.model import whole_class
 from interlace.train.commands.reloaded import ask, check
-from interlace.train.config import from_table
-from interlace.train.feed import datasets
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import from_table
+from interlace.train.data.feed import datasets
+from interlace.train.data.texts import tokenizer_of
 from tests.data import chat_families
 from tests.train.whole_families import MODELS, SEEING, huggingface_loss, kind_of, prepare
 

@@ -1,4 +1,4 @@
-"""report.html: self-contained, whole for long, resumed, stopped and odd runs, and true to metrics.jsonl."""
+"""report.html: self-contained, complete for long, resumed, stopped and unusual runs, consistent with metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,28 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.data import Media, Sample
-from interlace.train import page_curves
-from interlace.train.metrics import HELD_OUT, LOSS
-from interlace.train.page import Page
-from interlace.train.page_facts import Facts, ModuleFacts
-from interlace.train.report import Accuracy, Answer
+from interlace.train.report import curves as page_curves
+from interlace.train.report.closing import Accuracy, Answer
+from interlace.train.report.metrics import HELD_OUT, LOSS
+from interlace.train.report.page import Page
 from tests.train.one_process import toy_config
+from tests.train.page import FACTS
 
-FACTS = Facts(
-    [
-        ModuleFacts("vision", "SiglipVisionModel", 2, 1000, 0),
-        ModuleFacts("vision.projector", "MLPProjector", None, 100, 100),
-        ModuleFacts("language_model", "LlamaForCausalLM", 4, 3000, 1500),
-    ],
-    [{"vision": "layers 0-1"}, {"language_model": "layers 0-3, replica 0 of 2"}],
-    3,
-    {"Python": "3.11.7"},
-)
 VOID = {"meta", "img", "br", "line", "circle", "rect", "polyline"}
 
 
 class Checker(HTMLParser):
-    """Every element that must be closed is; nothing is fetched."""
+    """Checks that every element is closed, and that nothing is fetched."""
 
     def __init__(self) -> None:
         super().__init__()

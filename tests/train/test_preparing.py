@@ -1,4 +1,4 @@
-"""[data] workers: who prepares the samples of a run, and that its losses do not depend on it."""
+"""[data] workers: the processes that prepare samples, and losses that do not depend on them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from interlace.data import DigitsDataset, workers
+from interlace.data import DigitsDataset
+from interlace.data.workers import pool as workers
 from interlace.train import rank
-from interlace.train.config import ConfigError, dumps, from_table, loads
-from interlace.train.feed import Feed
-from interlace.train.metrics import LOSS, RESTARTS, read_metrics
-from interlace.train.preparing import producers_of
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, dumps, from_table, loads
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed
+from interlace.train.data.producers import producers_of
+from interlace.train.report.metrics import LOSS, RESTARTS, read_metrics
 from tests import forkserver
 from tests.data.pictures import Killer
-from tests.train.test_build import TABLE
+from tests.train.build import TABLE
 
 
 def config(folder: Path, *overrides: str) -> Config:
@@ -65,10 +66,8 @@ def test_data_that_cannot_be_sent_end_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_workers_leave_a_runs_losses_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a run that decodes in its thread, one with workers, and one that goes on after half of the steps."""
+def test_twenty_worker_kills_leave_losses_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that decodes in its thread, one with workers, and one that resumes after half of the steps."""
     forkserver.context()
     settings = ["train.steps=40", "data.digit_jitter=1.0"]
     assert rank.run(config(tmp_path / "a", *settings), source="tiny.toml") == 0
@@ -76,7 +75,7 @@ def test_twenty_kills_of_workers_leave_a_runs_losses_as_they_are(
     draw, pools = random.Random(3), list[Any]()
 
     class Killed(workers.WorkerPool):
-        """Loses a worker at every tenth item that it is asked for, twenty in all."""
+        """Loses a worker at every tenth requested item, twenty in total."""
 
         asked = 0
 

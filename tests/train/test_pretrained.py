@@ -1,4 +1,4 @@
-"""Weights from folders that HuggingFace wrote: each rank reads its parts of them, and what does not fit is refused."""
+"""Weights from folders that HuggingFace wrote: each rank reads its parts, and mismatches are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,12 +21,13 @@ from transformers import (
 )  # fmt: skip
 
 from interlace.data import ByteTokenizer
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint.identity import canonical_names
-from interlace.train.config import ConfigError
-from tests.train.test_build import AUDIO, TABLE
-from tests.train.test_weights import OfOneRank
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from interlace.train.models.build import build, build_layout, initialize, stored_weights
+from tests.train.build import AUDIO, TABLE
+from tests.train.pretrained import all_weights
+from tests.train.weights import OfOneRank
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = VISION | {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
@@ -37,7 +38,7 @@ LLM = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """All of SigLIP, its vision half alone, all of Whisper, and Llamas: one of several files, in bf16 and tied."""
+    """All of SigLIP, its vision half alone, all of Whisper, and Llamas: in several files, in bf16, and tied."""
     root = tmp_path_factory.mktemp("models")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -60,10 +61,6 @@ def config_with(**modules: dict[str, Any]) -> configs.Config:
     return configs.from_table(json.loads(json.dumps(table)), source="mine.toml")
 
 
-def all_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
-
-
 @pytest.mark.parametrize(
     ("llama", "vision"),
     [
@@ -78,7 +75,7 @@ def test_every_rank_holds_its_part_of_what_the_folders_have(folders: dict[str, P
     config = config_with(**{name: {"path": str(folders[folder])} for name, folder in paths.items()})
     assert config.model.language_model.config["hidden_size"] == 32
     assert config.model.encoders()["audio"].architecture == "WhisperEncoder"
-    assert configs.loads(configs.dumps(config)) == config  # and needs no folder any more
+    assert configs.loads(configs.dumps(config)) == config  # the folder is no longer needed
     theirs = {name: all_weights(folders[folder]) for name, folder in paths.items()}
     prefixes = {"encoders.vision.module.": ("vision", "vision_model." if vision == "siglip" else "")}
     prefixes |= {"encoders.audio.module.": ("audio", "encoder."), "language_model.": ("language_model", "")}
@@ -104,7 +101,7 @@ def test_every_rank_holds_its_part_of_what_the_folders_have(folders: dict[str, P
 
 
 def damaged(folders: dict[str, Path], tmp_path: Path, name: str, change: Any) -> Path:
-    """A copy of a folder of one file, its weights and config.json changed."""
+    """A copy of a folder of one file, with changed weights and config.json."""
     folder = tmp_path / name
     folder.mkdir()
     weights, table = all_weights(folders[name]), json.loads((folders[name] / "config.json").read_text())
@@ -185,7 +182,7 @@ def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_p
 
 
 def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Such as the bias by which GLM's experts are chosen: it would be zeros."""
+    """For example the bias that selects GLM's experts: it would be zeros."""
     key = "model.layers.1.mlp.correction_bias"
     folder = damaged(folders, tmp_path, "tied", lambda w, t: w.update({key: torch.ones(4)}))
     config = config_with(language_model={"path": str(folder)})

@@ -1,4 +1,4 @@
-"""The closing report of rank 0: what fails in it never costs the summary of a finished run."""
+"""The closing report of rank 0: its failures never suppress the summary of a finished run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from interlace.train import rank, report, runfolder
-from interlace.train.config import ConfigError, dumps, from_table, load
-from interlace.train.costs import ranks_per_node
+from interlace.train import rank, runfolder
+from interlace.train.config.load import ConfigError, dumps, from_table, load
+from interlace.train.config.sections import Config, Parallel
 from interlace.train.launch import launcher
-from interlace.train.metrics import HELD_OUT, LOSS, free_memory
-from interlace.train.page import Page
-from interlace.train.schema import Config, Parallel
-from interlace.train.trackers import Trackers
+from interlace.train.models.costs import ranks_per_node
+from interlace.train.report import closing as report
+from interlace.train.report.metrics import HELD_OUT, LOSS, free_memory
+from interlace.train.report.page import Page
+from interlace.train.report.trackers import Trackers
 from tests.train.one_process import ToyModel, toy_config, toy_feed
-from tests.train.test_page import FACTS
+from tests.train.page import FACTS
 
 OUTCOME = {"step": 12, "finished": True, "seconds": 2.0, "samples": 8, "tokens": 80} | {
     "waited": 0.1, "validating": 0.2, "saving": 0.3, "metrics": {LOSS: 1.5, HELD_OUT: 1.75},
@@ -69,7 +70,7 @@ def test_a_page_that_fails_is_one_line(
 def test_a_model_that_has_no_room_is_not_loaded_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks had pieces of it; the system would end the one process that wants it all."""
+    """Ranks held parts of it; the one process that loads it whole would be killed by the system."""
     loaded: list[str] = []
     monkeypatch.setattr(rank, "load_whole", lambda *_, **__: loaded.append("whole"))
     size = sum(parameter.nbytes for parameter in ToyModel().parameters())
@@ -89,14 +90,14 @@ def test_memory_that_is_free_is_told() -> None:
 
 
 def _refused(tmp_path: Path) -> Config:
-    from tests.train.test_build import TABLE
+    from tests.train.build import TABLE
 
     run = {"name": "tiny", "folder": str(tmp_path), "deterministic": False}
     return from_table(copy.deepcopy(TABLE) | {"run": run}, ["train.batch_size=4000", "data.drop_last=true"])
 
 
 def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is inside C++ when Python ends becomes `terminate called` and SIGABRT instead of exit code 2."""
+    """A thread inside C++ when Python ends causes `terminate called` and SIGABRT instead of exit code 2."""
     closed: list[str] = []
 
     class Watched(rank.Startup):
@@ -160,7 +161,7 @@ def test_ranks_that_are_refused_leave_no_thread_in_the_store(tmp_path: Path) -> 
         assert "make batch_size smaller" in text and "sign-of-life" not in text.splitlines()[-1], text
 
 
-def test_torchruns_processes_make_replicas_where_the_config_leaves_them_open() -> None:
+def test_open_replicas_follow_the_torchrun_world_size() -> None:
     def replicas(world: int, *overrides: str) -> int:
         config = toy_config("train.batch_size=6", "train.microbatches=1", *overrides)
         made = rank.with_replicas(config, world, "toy.toml")
@@ -179,8 +180,8 @@ def test_torchruns_processes_make_replicas_where_the_config_leaves_them_open() -
         replicas(8)
 
 
-def test_all_ranks_know_the_same_nodes_however_many_ranks_each_has() -> None:
-    """A rank of a node of two and one of a node of one must agree: a step begins with that."""
+def test_ranks_per_node_needs_several_nodes_of_equal_size() -> None:
+    """A rank of a node of two and a rank of a node of one must agree: a step begins with that check."""
     assert ranks_per_node(toy_config(), [2, 2, 2, 2]) == 2
     assert ranks_per_node(toy_config(), [2, 2, 1]) is None
     assert ranks_per_node(toy_config(), [3, 3, 3]) is None
@@ -188,7 +189,7 @@ def test_all_ranks_know_the_same_nodes_however_many_ranks_each_has() -> None:
 
 
 def test_what_depends_on_replicas_waits_for_torchruns_processes(tmp_path: Path) -> None:
-    """With 4 of them; alone the same configs are of one replica, and are refused."""
+    """With 4 of them; alone the same configs have one replica, and are refused."""
     path = tmp_path / "toy.toml"
     packed = "data={dataset='chats', train=['a.jsonl'], tokenizer='t', max_tokens=64, pack=true}"
 
@@ -217,7 +218,7 @@ def test_what_depends_on_replicas_waits_for_torchruns_processes(tmp_path: Path) 
         load(path, [packed, "parallel.dp=2"], open_replicas=True)  # nothing is open
 
 
-def test_a_summary_that_cannot_be_written_again_leaves_the_first(
+def test_failed_summary_rewrite_keeps_the_first_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write, written = report.write_summary, list[int]()
@@ -233,7 +234,7 @@ def test_a_summary_that_cannot_be_written_again_leaves_the_first(
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("stopped here"))
     with pytest.raises(pytest.fail.Exception, match="stopped here"):
         write(tmp_path, {"steps": 1})
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary  # whole at any moment
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary  # complete at any moment
 
 
 def test_speeds_of_the_last_line_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

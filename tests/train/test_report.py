@@ -1,4 +1,4 @@
-"""Held-out questions answered right: with their media, with those of another one, and by the commonest answer."""
+"""Accuracy on held-out questions: with their own media, with the media of another question, and the majority class."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import pytest
 
 from interlace.data import ByteTokenizer, DigitsDataset
-from interlace.data.chats_shapes import BrokenSampleError
-from interlace.train import answers, report
+from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.train.report import answers
+from interlace.train.report import closing as report
 from tests.train.one_process import toy_config
 
 
 class Reader:
-    """Answers what it sees on the picture (its mean) and counts nothing else: what the digits look like to it."""
+    """Answers from the mean of the image only, as a substitute for recognizing the digits."""
 
     placeholders: ClassVar[dict[str, int]] = ByteTokenizer().placeholders
 
@@ -32,7 +33,7 @@ def digits() -> DigitsDataset:
 
 @pytest.fixture
 def count(digits: DigitsDataset, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Counts the answers of a model that says `blind`, or what it knows of the picture."""
+    """Accuracies of a model that always answers `blind`, or if that is empty, its known answer for the image."""
     tokenizer = ByteTokenizer()
 
     def answer(model: Any, prompts: Any, **_: Any) -> list[list[int]]:
@@ -44,7 +45,7 @@ def count(digits: DigitsDataset, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_a_model_that_sees_is_fooled_by_other_pictures_and_a_blind_one_is_not(digits, count) -> None:
+def test_swapped_media_lower_accuracy_only_if_model_uses_media(digits, count) -> None:
     wanted = [recipe.answer for recipe in digits.questions()["digit"]]
     known = {seen(digits[i]): answer for i, answer in enumerate(wanted)}
     assert len(known) == len(digits) == 60

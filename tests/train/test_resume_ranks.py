@@ -1,4 +1,4 @@
-"""Exact resumption over two processes: dropout on both ranks makes their generators part of the state."""
+"""Exact resumption over two processes. Dropout on both ranks makes their generators part of the state."""
 
 from __future__ import annotations
 
@@ -10,50 +10,18 @@ import pytest
 import torch
 
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout, initialize
-from interlace.train.config import from_table
-from interlace.train.feed import Feed, datasets
+from interlace.train.config.load import from_table
+from interlace.train.data.feed import Feed, datasets
+from interlace.train.models.build import build, build_layout, initialize
 from interlace.train.trainer import Trainer, read_metrics
 from tests.distributed.workers import run_ranks
+from tests.train.resume_ranks import TABLE
 
-TABLE = {
-    "run": {"name": "dropout"},
-    "model": {
-        "vision": {
-            "architecture": "SiglipVisionModel",
-            "config": {
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 8,
-                "patch_size": 4,
-            },
-        },
-        "language_model": {
-            "architecture": "LlamaForCausalLM",
-            "config": {
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": True,
-            },
-        },
-    },
-    "data": {"dataset": "digits", "digit_jitter": 1.0},
-    "train": {"steps": 6, "batch_size": 8, "microbatches": 2, "warmup_steps": 2, "validate_every": 3},
-    "parallel": {"placement": "colocated", "timeout": 30.0},
-    "checkpoint": {"every": 0},
-    "log": {"every": 1, "trackers": [], "trace_step": 0},
-}
 WINDOW = ("loss_metrics", "lr", "grad_norm", "step")
 
 
 def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[str, float]], bool]:
-    """The metrics of an unbroken and of an interrupted run, and whether this rank's weights end equal."""
+    """The metrics of an uninterrupted and of a resumed run, and whether this rank's final weights are equal."""
     from interlace.data import ByteTokenizer
 
     config, tokenizer = from_table(copy.deepcopy(TABLE)), ByteTokenizer()
@@ -67,7 +35,7 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
             for module in model.modules():  # neither family has dropout of its own outside attention
                 if type(module).__name__.endswith("MLP"):
                     module.register_forward_hook(lambda m, _, out: torch.nn.functional.dropout(out, 0.2, m.training))
-            torch.manual_seed(100 * part + rank)  # a fresh process does not have what the run had
+            torch.manual_seed(100 * part + rank)  # a new process does not have the run's state
             parallel = parallelize(model, layout, transport="distributed", timeout=30)
             initialize(parallel, seed=0)
             train, held_out = datasets(config, model, tokenizer)

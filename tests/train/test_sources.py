@@ -1,4 +1,4 @@
-"""Several sources through the command line: their shares, their losses, going on, and what is refused."""
+"""Several sources through the command line: their shares, their losses, resumption and refused cases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from interlace.cli import main
-from interlace.data.chats_tar import ASKED
-from interlace.train.config import ConfigError, load
+from interlace.data.chats.files.tar import ASKED
+from interlace.train.config.load import ConfigError, load
 from interlace.train.trainer import HELD_OUT
 from tests.data.tars import captioned, write_tar
-from tests.train.test_own_data import in_process, own  # noqa: F401 (fixtures)
+from tests.train.own_data import in_process, own  # noqa: F401 (fixtures)
 
 SOURCES = """
 [[data.sources]]
@@ -31,7 +31,7 @@ limit = 9
 
 @pytest.fixture
 def mixed(own: Path) -> Path:  # noqa: F811
-    """A config of two sources: chats, and tars of pictures with captions."""
+    """A config of two sources: chats, and tars of images with captions."""
     for number in range(2):
         write_tar(own / "shards" / f"s-{number:02d}.tar", captioned(20, 20 * number))
     text = (own / "own.toml").read_text()
@@ -62,7 +62,7 @@ def test_two_sources_train_and_go_on_as_if_never_stopped(
     runs = mixed.parent / "runs" / "own"
     [whole] = [path for path in runs.iterdir() if path.name != "latest"]
     lines = _curve(whole)
-    # Of 27 + 9 samples an epoch draws 36, of which the tars have 27: 9 batches of 4.
+    # An epoch draws 36 samples of 27 + 9; 27 of them are from the tars: 9 batches of 4.
     for line in lines:
         shares = [line["data/share(%)/chats"] if "data/share(%)/chats" in line else 0.0]
         assert shares[0] + line.get("data/share(%)/tars", 0.0) == pytest.approx(100)

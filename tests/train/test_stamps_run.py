@@ -1,4 +1,6 @@
-"""What `make train` does: configs/stamps.toml writes its data, trains, exports, and answers outside as inside."""
+"""`make train`: configs/stamps.toml writes its data, trains and exports; answers are equal inside and outside of
+Interlace.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,18 @@ from typing import Any
 import pytest
 
 from interlace.cli import main
-from interlace.data import chats_store, fetch, stamps_folder
-from interlace.train import feed
-from interlace.train.config import Config, ConfigError, load
-from interlace.train.texts import tokenizer_of
+from interlace.data.builtin import fetch, stamps_folder
+from interlace.data.chats import store as chats_store
+from interlace.train.config.load import Config, ConfigError, load
+from interlace.train.data import feed
+from interlace.train.data.texts import tokenizer_of
 from tests.data.package import SETTINGS, cached
 
 CONFIG = Path(__file__).parents[2] / "configs" / "stamps.toml"
 
 
 def settings(folder: Path, cache: Path) -> list[str]:
-    """configs/stamps.toml on data of a test, small."""
+    """configs/stamps.toml, reduced and with the data of a test."""
     names = {split: [str(folder / f"{split}.jsonl")] for split in ("train", "validation")}
     given: dict[str, Any] = {f"data.{split}": files for split, files in names.items()}
     given |= {"data.tokenizer": str(folder / "tokenizer"), "data.cache": str(cache)}
@@ -32,7 +35,7 @@ def settings(folder: Path, cache: Path) -> list[str]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stamps' folder as tests want it."""
+    """The stamps' folder, reduced for tests."""
     make, few = stamps_folder.make, replace(SETTINGS, records=40)
     monkeypatch.setattr(stamps_folder, "make", lambda folder, _, **more: make(folder, few, **more))
 
@@ -108,7 +111,7 @@ def test_the_configs_keys_are_those_of_chats() -> None:
     assert {Path(file).parent.name for file in (*config.data.train, *config.data.validation)} == {"stamps"}
 
 
-def test_digits_give_way_to_stamps_of_the_settings_that_the_folder_has(tmp_path: Path, monkeypatch: Any) -> None:
+def test_stamps_replace_digits_with_settings_of_the_folder(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[Any] = []
     own = replace(SETTINGS, records=7)
     monkeypatch.setattr(stamps_folder, "look", lambda _: stamps_folder.Made("digits", "few", own))

@@ -1,4 +1,4 @@
-"""`data.reading = "stream"` through the command line: two processes train on JSON lines that nobody has counted."""
+"""`data.reading = "stream"` through the command line: two processes train on JSON lines of unknown number."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import torch
 from interlace.balance import all_to_all_plan
 from interlace.cli import main
 from interlace.data import DecodeError, StreamLoader
-from interlace.data.producing import OfStream
-from interlace.data.stream import Reader
-from interlace.data.stream_decode import DecodedReader
+from interlace.data.streams.base import Reader
+from interlace.data.streams.decode import DecodedReader
+from interlace.data.workers.tasks import OfStream
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout
-from interlace.train.config import ConfigError, load
-from interlace.train.feed import datasets
-from interlace.train.preparing import producers_of
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import ConfigError, load
+from interlace.train.data.feed import datasets
+from interlace.train.data.producers import producers_of
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import build, build_layout
 from tests import forkserver
 from tests.data.chat_families import pictures, trained
-from tests.data.test_chats_faults import TEMPLATE
-from tests.train.test_own_data import CONFIG
+from tests.data.chat_faults import TEMPLATE
+from tests.train.own_data import CONFIG
 
 SAME = ("loss_metrics/global_avg_loss", "grad_norm", "data/moved(MiB)", "loss_metrics/held_out_loss")
 
 
 def records(folder: Path, first: int, last: int) -> list[str]:
-    """Chats with no, one or two pictures."""
+    """Chats with zero, one or two images."""
     lines = []
     for number in range(first, last):
         turns = [("human", f"<image>\nWhat is number {number}?"), ("gpt", f"It is a red cat, {number}.")]
@@ -53,7 +53,7 @@ def records(folder: Path, first: int, last: int) -> list[str]:
 
 @pytest.fixture
 def streamed(tmp_path: Path) -> Path:
-    """A config of two files of 20 and 13 chats, of which one is broken and one names a picture that is not there."""
+    """A config of two files of 20 and 13 chats; one chat is broken and one names a missing image."""
     tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -91,8 +91,9 @@ def curves(folder: Path) -> list[dict[str, float]]:
 
 
 def bytes_by_hand(config: str, steps: int) -> list[int]:
-    """What changes ranks for each step: everybody who computes with a part of a sample and has not read it is sent all
-    of it, text as two times 4 bytes a token, media as float32, each filled up to 8 bytes."""
+    """Bytes moved between ranks in each step: each rank that computes with a part of a sample and has not read it
+    receives all of it. Text is two times 4 bytes per token, media are float32, each padded to 8 bytes.
+    """
     read = load(config)
     tokenizer = tokenizer_of(read)
     model = build(read, tokenizer)
@@ -128,7 +129,7 @@ def part_bytes(sample: Any, module: str) -> int:
 
 
 def readable(reader: Reader) -> Iterator[str]:
-    """The names of what a reader hands out, epoch after epoch, but for samples whose picture is not there."""
+    """The names of the samples of a reader, epoch after epoch, without samples whose image is missing."""
     while True:
         while (sample := reader.next()) is not None:
             try:
@@ -148,7 +149,7 @@ def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -
     assert [line["data/moved(MiB)"] * 2**20 for line in found] == bytes_by_hand(config, 12)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines)
-    # Each was read by one of the two ranks; in three epochs by both, perhaps.
+    # Each was read by one of the two ranks; over three epochs possibly by both.
     listing = (whole / "left_out.txt").read_text().splitlines()
     assert len(listing) == 2 and "a.jsonl" in listing[0] and "a.jsonl" in listing[1]
     assert "chats/train, a stream: 2 records left out, e.g. " in told
@@ -168,8 +169,8 @@ def test_loads_of_a_stream_cannot_be_drawn(streamed: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_layout_is_chosen_for_a_stream_with_few_validation_samples(streamed: Path) -> None:
-    """What a batch has nobody knows before the run: validation samples stand for it, however few."""
+def test_auto_plan_of_a_stream_accepts_few_validation_samples(streamed: Path) -> None:
+    """The contents of a batch are unknown before the run. Validation samples represent it, for any number of them."""
     text = (streamed / "own.toml").read_text()
     for old, new in {
         'placement = "shared"\ndp = 2\n': 'plan = "auto"\nmax_ranks = 1\n',
@@ -222,8 +223,8 @@ def test_what_a_stream_cannot_do_is_refused(streamed: Path, change: str, says: s
 def test_who_decodes_does_not_depend_on_how_data_are_read(
     streamed: Path, monkeypatch: pytest.MonkeyPatch, reading: str, workers: str
 ) -> None:
-    from interlace.data import workers as pool
-    from interlace.train.preparing import workers_of
+    from interlace.data.workers import pool as pool
+    from interlace.train.data.producers import workers_of
 
     monkeypatch.setattr(pool, "sensible", lambda ranks: 4)
     text = (streamed / "own.toml").read_text()
@@ -234,8 +235,8 @@ def test_who_decodes_does_not_depend_on_how_data_are_read(
     assert workers_of(config, 2) == {"auto": 4, "0": 0, "3": 3}[workers]
 
 
-def test_chats_are_decoded_by_workers_with_the_bits_of_the_thread(streamed: Path) -> None:
-    """What loads a chat's pictures is sent to another process, with a copy of the stream there."""
+def test_workers_decode_chats_bit_identically_to_the_thread(streamed: Path) -> None:
+    """The loader of a chat's images is sent to another process, with a copy of the stream."""
     config = load(str(streamed / "own.toml"), ["data.workers=1"])
     tokenizer = tokenizer_of(config)
     stream, _ = datasets(config, build(config, tokenizer), tokenizer, say=lambda line: None)
@@ -265,7 +266,7 @@ def test_chats_are_decoded_by_workers_with_the_bits_of_the_thread(streamed: Path
         pool.close()
 
 
-def test_another_file_of_the_same_size_and_time_is_another_stream(streamed: Path) -> None:
+def test_stream_fingerprint_depends_on_file_content(streamed: Path) -> None:
     config = load(str(streamed / "own.toml"))
     tokenizer = tokenizer_of(config)
     model = build(config, tokenizer)
@@ -282,14 +283,14 @@ def test_another_file_of_the_same_size_and_time_is_another_stream(streamed: Path
 
 
 def kept(folder: Path) -> list[str]:
-    """The records of the training files that can be used."""
+    """The valid records of the training files."""
     lines = [line for name in ("a", "b") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     return [line for line in lines if line != "{" and "gone/" not in line]
 
 
 def test_the_shards_of_lines_have_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the pieces, blank lines and endings: by reading the file whole."""
-    from interlace.data import chats_files
+    """For any pieces, blank lines and line endings; the oracle reads the file whole."""
+    from interlace.data.chats.files import records as chats_files
 
     for number, text in enumerate(
         (b"\xef\xbb\xbf{1}\n\n{22}\r\n{333}", b"{1}\n" * 9, b"", b"\n\n", b"{" + b"a" * 50 + b"}\n{2}\n")

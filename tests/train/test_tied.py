@@ -1,4 +1,4 @@
-"""Tied weights whose file holds different values: untied as HuggingFace does, or refused, in every route."""
+"""Tied weights with different values in their file: untied as in HuggingFace, or refused, on every path."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from transformers import (
 from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.model import Media, MultimodalModel, Sample
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, initialize, stored_weights
-from interlace.train.config import ConfigError
+from interlace.train.config import load as configs
+from interlace.train.config.load import ConfigError
+from interlace.train.models.build import build, build_layout, initialize, stored_weights
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = {**SIZES, "num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 128}
@@ -40,7 +40,7 @@ TABLE: dict[str, Any] = {
 
 
 def with_head(folder: Path, key: str = HEAD, rows: int = 1, **config: Any) -> Path:
-    """`folder` with a head beside its embedding, which differ in the last `rows`; and more in its config."""
+    """`folder` with a head beside its embedding; they differ in the last `rows`. Also adds keys to its config."""
     weights = load_file(folder / "model.safetensors")
     [embedding] = [value for name, value in weights.items() if "embed_tokens" in name]
     head = embedding.clone()
@@ -86,7 +86,7 @@ def sample(items: int) -> Sample:
 
 
 def trainers_loss(config: configs.Config, batch: list[Sample]) -> float:
-    """Of the first step of `interlace train`, over the ranks of the config's layout."""
+    """Loss of the first step of `interlace train`, over the ranks of the config's layout."""
     from interlace.run import parallelize
 
     model = build(config, ByteTokenizer())
@@ -108,7 +108,7 @@ def huggingfaces_loss(folder: Path, kind: Any, one: Sample) -> float:
     ("rows", "stages"), [(1, 2), (0, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (0, 2)))]
 )
 def test_a_whole_model_is_untied_where_its_values_differ(llava: Path, rows: int, stages: int) -> None:
-    """By one row of 300: a comparison of parts would miss it. Where all are equal, it stays tied."""
+    """They differ in one row of 300: a comparison of parts would miss it. With equal values it stays tied."""
     config = configured({"path": str(with_head(llava, rows=rows))}, placement="parallel", language_model={"pp": stages})
     wanted = huggingfaces_loss(llava, LlavaForConditionalGeneration, sample(1))
     assert trainers_loss(config, [sample(1)]) == pytest.approx(wanted, rel=1e-5)
@@ -128,7 +128,7 @@ def test_a_module_is_untied_where_its_values_differ(llama: Path, rows: int) -> N
 
 
 def test_a_model_is_planned_by_its_config_and_index(llama: Path, llava: Path) -> None:
-    """As after a download of the JSON files alone; a training says what is missing."""
+    """As after a download of only the JSON files; training reports the missing ones."""
     for folder, spec in ((llama, {"language_model": {"path": str(llama)}}), (llava, {"path": str(llava)})):
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text(
@@ -140,7 +140,7 @@ def test_a_model_is_planned_by_its_config_and_index(llama: Path, llava: Path) ->
 
 
 def test_a_head_in_place_of_the_embedding_is_read(llama: Path) -> None:
-    """HuggingFace ties either to the one that is there."""
+    """HuggingFace ties the missing one to the existing one."""
     weights = load_file(llama / "model.safetensors")
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
@@ -150,7 +150,7 @@ def test_a_head_in_place_of_the_embedding_is_read(llama: Path) -> None:
 
 
 def test_a_weight_under_two_names_must_be_one(llava: Path) -> None:
-    """Under the name of older files, which transformers writes for this model, and under the model's own."""
+    """Under the name of older files, which transformers writes for this model, and under the model's own name."""
     weights, own = load_file(llava / "model.safetensors"), "model.language_model.norm.weight"
     config = configured({"path": str(llava)})
     for more, message in (

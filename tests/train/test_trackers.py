@@ -1,4 +1,4 @@
-"""Trackers: what each library is told, what they survive, what is refused before anything is trained."""
+"""Trackers: the calls to each library, the failures that they survive, and refusals before training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from interlace.train import trackers
-from interlace.train.config import ConfigError
-from interlace.train.metrics import LOSS, read_metrics
-from interlace.train.schema import Config
-from interlace.train.trackers_known import plain
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.report import trackers
+from interlace.train.report.metrics import LOSS, read_metrics
+from interlace.train.report.trackers import plain
 from interlace.train.trainer import Trainer
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 
@@ -31,7 +31,7 @@ def config_of(*names: str, **options: Any) -> Config:
 
 
 class Recorded:
-    """Writes down every call of it and of what it returns."""
+    """Records all calls to it and to its results."""
 
     def __init__(self, calls: list[Any], name: str) -> None:
         self.calls, self.name = calls, name
@@ -48,7 +48,7 @@ class Recorded:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Stand-ins for wandb, mlflow and trackio."""
+    """Replacements of wandb, mlflow and trackio."""
     made: list[Any] = []
 
     def init(
@@ -104,7 +104,7 @@ def of(calls: list[Any], name: str) -> list[Any]:
     return [(values, named) for called, values, named in calls if called == name]
 
 
-def test_wandb_goes_on_under_one_id_and_writes_to_disk_without_a_key(
+def test_wandb_resumes_one_run_id_and_is_offline_without_a_key(
     tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("wandb", wandb={"project": "reading", "tags": ["a"]})
@@ -113,7 +113,7 @@ def test_wandb_goes_on_under_one_id_and_writes_to_disk_without_a_key(
     first, second = (named for _, named in of(calls, "wandb.init"))
     assert first["id"] == second["id"] == "toy-run" and first["resume"] == "allow" and first["project"] == "reading"
     assert first["mode"] == "offline" and first["config"]["train"]["steps"] == 12 and first["tags"] == ["a"]
-    # On disk a new folder begins with all that was logged, and steps after the checkpoint come again.
+    # On disk a new folder begins with all that was logged, and steps after the checkpoint are logged again.
     assert [named["step"] for _, named in of(calls, "wandb.run.log")] == [*range(1, 7), *range(1, 5), 5, 6, 7]
     assert [named for _, named in of(calls, "wandb.run.finish")] == [{"exit_code": 0}, {"exit_code": 1}]
     assert "wandb has no key" in capfd.readouterr().out
@@ -121,7 +121,7 @@ def test_wandb_goes_on_under_one_id_and_writes_to_disk_without_a_key(
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     told(config, tmp_path / "toy" / "run", range(5, 8), start=4)
     assert [named["mode"] for _, named in of(calls, "wandb.init")] == [None]
-    assert [named["step"] for _, named in of(calls, "wandb.run.log")] == [5, 6, 7]  # its server drops those it has
+    assert [named["step"] for _, named in of(calls, "wandb.run.log")] == [5, 6, 7]  # its server drops duplicates
 
 
 def test_mlflow_goes_on_in_one_run_without_doubled_points(tmp_path: Path, calls: list[Any]) -> None:
@@ -132,7 +132,7 @@ def test_mlflow_goes_on_in_one_run_without_doubled_points(tmp_path: Path, calls:
     assert of(calls, "mlflow.update_run") == [(("run-7",), {"status": "RUNNING"})]
     batches = [named["metrics"] for _, named in of(calls, "mlflow.log_batch") if "metrics" in named]
     assert [batch[0][2] for batch in batches] == list(range(1, 9))
-    assert [name for name, *_ in batches[0]] == [LOSS, "throughput_samples_per_s"]  # no number, no point
+    assert [name for name, *_ in batches[0]] == [LOSS, "throughput_samples_per_s"]  # without a number there is no point
     assert [values for values, _ in of(calls, "mlflow.set_terminated")] == [("run-7", "FAILED"), ("run-7", "FINISHED")]
     parameters = {name for _, named in of(calls, "mlflow.log_batch") for name, _ in named.get("params", ())}
     assert "train.lr" in parameters
@@ -162,7 +162,7 @@ def test_names_for_mlflow(name: str, wanted: str) -> None:
     assert plain(name) == wanted
 
 
-def test_tensorboard_has_the_curve_of_a_run_that_was_killed_and_went_back(tmp_path: Path) -> None:
+def test_tensorboard_curve_is_right_after_kill_and_resume(tmp_path: Path) -> None:
     from matplotlib.image import imsave
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -184,7 +184,7 @@ def test_tensorboard_has_the_curve_of_a_run_that_was_killed_and_went_back(tmp_pa
 
 
 class Own:
-    """As a user writes one."""
+    """A custom tracker as users write it."""
 
     made: list[Own] = []
     fails = ""
@@ -221,7 +221,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Own]]:
 NAME = f"{__name__}:Own"
 
 
-def test_a_class_of_ones_own_is_told_all_and_keeps_what_it_likes(tmp_path: Path, own: type[Own]) -> None:
+def test_custom_tracker_gets_all_calls_and_keeps_its_state(tmp_path: Path, own: type[Own]) -> None:
     config = config_of(NAME, **{NAME: {"anything": 1}})
     told(config, tmp_path, range(1, 4))
     told(config, tmp_path, range(3, 6), "stopped", start=2)
@@ -233,7 +233,7 @@ def test_a_class_of_ones_own_is_told_all_and_keeps_what_it_likes(tmp_path: Path,
 
 
 @pytest.mark.parametrize("where", ["begin", "log"])
-def test_a_tracker_that_fails_is_told_of_once_and_the_run_goes_on(
+def test_failing_tracker_is_switched_off_with_one_warning(
     tmp_path: Path, own: type[Own], where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(own, "fails", where)
@@ -307,7 +307,7 @@ def test_a_missing_package_is_named_with_what_to_install(name: str, monkeypatch:
 
 
 def _missing(module: str) -> Any:
-    package = module.rpartition(".")[2]  # torch.utils.tensorboard is torch's; what it imports is not
+    package = module.rpartition(".")[2]  # torch.utils.tensorboard belongs to torch; its import does not
     raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
@@ -325,7 +325,7 @@ def test_what_fails_while_it_is_imported_is_one_line(tmp_path: Path, monkeypatch
         assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_points_that_a_tracker_keeps_are_said_and_those_that_it_misses_are_told(
+def test_kept_points_are_reported_and_missed_points_resent(
     tmp_path: Path, own: type[Own], calls: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(NAME)
@@ -333,12 +333,12 @@ def test_points_that_a_tracker_keeps_are_said_and_those_that_it_misses_are_told(
     told(config, tmp_path, range(5, 8), "stopped", start=4)
     said = capfd.readouterr().out
     assert "goes on from step 4" in said and f"{NAME} keeps what it was told before of steps 5 to 6" in said
-    told(config, tmp_path, range(12, 14), start=11)  # as if it was switched off after step 7
+    told(config, tmp_path, range(12, 14), start=11)  # as if it was disabled after step 7
     assert [step for each in own.made for step in each.calls if isinstance(step, int)] == list(range(1, 14))
     assert "keeps what" not in capfd.readouterr().out
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     late = config_of("wandb")
-    told(late, tmp_path, range(5, 7), start=4)  # it was not named before
+    told(late, tmp_path, range(5, 7), start=4)  # it was not configured before
     told(late, tmp_path, range(6, 8), start=5)
     told(late, tmp_path, range(10, 11), start=9)
     assert [named["step"] for _, named in of(calls, "wandb.run.log")] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
@@ -367,7 +367,7 @@ def test_bad_settings_are_one_line(override: str, message: str) -> None:
 
     table = json.loads(json.dumps(TABLE))
     del table["log"]["trackers"]
-    from interlace.train import config as configs
+    from interlace.train.config import load as configs
 
     with pytest.raises(ConfigError) as refused:
         configs.from_table(table, [override])

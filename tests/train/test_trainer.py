@@ -1,4 +1,4 @@
-"""The loop: exact resumption, stopping on request, the numbers it writes, refusals."""
+"""The training loop: exact resumption, stopping on request, its written metrics, refusals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.config import ConfigError
-from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.config.load import ConfigError
+from interlace.train.models.tuning import rates
 from interlace.train.optim import Optimizer, lr_factor
+from interlace.train.report.metrics import HELD_OUT, LOSS
 from interlace.train.trainer import BLANK, StopRequest, Trainer, TrainingError, read_metrics
-from interlace.train.tuning import rates
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
+from tests.train.trainer import VARYING
 
 
 def _trainer(folder: Path, *overrides: str, stop_after: int | None = None, model: Any = None) -> Trainer:
@@ -32,7 +33,7 @@ def _trainer(folder: Path, *overrides: str, stop_after: int | None = None, model
     return trainer
 
 
-def test_a_step_is_told_its_place_and_held_out_samples_come_in_slices_of_a_batch(tmp_path: Path) -> None:
+def test_steps_get_their_place_and_validation_uses_batch_slices(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, "train.steps=7")
     sizes: list[int] = []
     real = trainer.parallel.evaluate
@@ -49,11 +50,8 @@ def test_a_step_is_told_its_place_and_held_out_samples_come_in_slices_of_a_batch
     assert sizes == 2 * [4, 4]
 
 
-VARYING = ("throughput", "time_metrics", "memory", "busy", "bubble", "tflops", "mfu", "hfu")
-
-
 def _curve(folder: Path) -> list[dict[str, float]]:
-    """The metrics but for what the clock decides."""
+    """The metrics except those that depend on the clock."""
     return [{k: v for k, v in line.items() if not k.startswith(VARYING)} for line in read_metrics(folder)]
 
 
@@ -69,7 +67,7 @@ def test_interrupted_run_repeats_the_uninterrupted_bit_for_bit(
     for i, stop in enumerate([*stops, None]):
         part = _trainer(tmp_path / "parts", every, stop_after=stop)
         if i:
-            torch.manual_seed(99)  # what a fresh process would have is not what the run had
+            torch.manual_seed(99)  # the state of a new process differs from that of the run
             part.resume()
         outcome = part.run()
         assert outcome["finished"] == (stop is None)
@@ -82,7 +80,7 @@ def test_interrupted_run_repeats_the_uninterrupted_bit_for_bit(
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer waits until two more steps are done; what stands then is the state of before them."""
+    """The writer waits until two more steps are done; the checkpoint has the state before them."""
     whole = _trainer(tmp_path / "whole")
     whole.run()
     training = _trainer(tmp_path / "run")
@@ -114,13 +112,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         assert torch.equal(parameter, resumed.parameters[name]), name
 
 
-def test_killed_run_goes_on_from_the_last_checkpoint_and_forgets_what_came_after(tmp_path: Path) -> None:
+def test_killed_run_resumes_from_last_checkpoint_identically(tmp_path: Path) -> None:
     _trainer(tmp_path / "whole").run()
     killed = _trainer(tmp_path / "killed")
 
     def save() -> None:
         if killed.step == 8:
-            killed.checkpoints.finish()  # the one before, on however slow a disk
+            killed.checkpoints.finish()  # the previous one, even on a slow disk
             raise KeyboardInterrupt
         Trainer.save(killed)
 
@@ -151,7 +149,7 @@ def test_torn_newest_checkpoint_is_passed_over(
     assert _curve(tmp_path / "torn") == _curve(tmp_path / "whole")
 
 
-def test_a_finished_run_goes_on_only_when_its_learning_rate_does(tmp_path: Path) -> None:
+def test_finished_run_resumes_only_with_a_consistent_schedule(tmp_path: Path) -> None:
     def rates(folder: Path) -> list[float]:
         return [line["lr"] for line in read_metrics(folder)]
 
@@ -164,7 +162,7 @@ def test_a_finished_run_goes_on_only_when_its_learning_rate_does(tmp_path: Path)
     kept = _trainer(tmp_path / "run", "train.steps=15", "train.schedule_steps=12")
     kept.resume()
     assert kept.run()["finished"]
-    assert rates(tmp_path / "run") == before + 3 * [before[-1]]  # no jump: it stays where it came down to
+    assert rates(tmp_path / "run") == before + 3 * [before[-1]]  # no jump: it stays at its last value
     anew = _trainer(tmp_path / "run", "train.steps=24", "train.schedule_steps=24")
     anew.resume()
     assert anew.step == 15 and lr_factor(16, anew.config.train) == lr_factor(16, toy_config("train.steps=24").train)
@@ -241,7 +239,7 @@ def test_items_read_as_blank_are_counted(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_checkpoint_whose_progress_is_damaged_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    """By somebody who knows the format: its checksums are right."""
+    """By an editor of the format: its checksums are valid."""
     trainer = _trainer(tmp_path / "run", stop_after=4)
     with pytest.MonkeyPatch.context() as patch:
         pack = ck._pack
@@ -283,7 +281,7 @@ def test_files_metrics_and_learning(tmp_path: Path) -> None:
     assert names == ["step-00000056", "step-00000060"]
 
 
-def test_loss_that_is_not_a_number_ends_the_run_before_the_weights_change(tmp_path: Path) -> None:
+def test_non_finite_loss_ends_the_run_before_the_update(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path / "run")
     before = {name: parameter.clone() for name, parameter in trainer.parameters.items()}
     real = trainer.parallel.clip_grad_norm_
@@ -293,13 +291,13 @@ def test_loss_that_is_not_a_number_ends_the_run_before_the_weights_change(tmp_pa
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.parameters.items())
 
 
-def test_stop_request_remembers_a_signal_and_obeys_only_a_second_ctrl_c() -> None:
+def test_stop_request_stores_the_signal_second_ctrl_c_raises() -> None:
     previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         request = StopRequest()
         assert not request.number
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # whoever manages processes repeats it: the save goes on
+        signal.raise_signal(signal.SIGTERM)  # process managers repeat the signal: the save continues
         signal.raise_signal(signal.SIGINT)
         assert request.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):

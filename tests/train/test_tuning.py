@@ -1,4 +1,4 @@
-"""What a config trains and how fast: patterns, groups, schedules, epochs, optimizers."""
+"""Trained parts of a config and their learning rates: patterns, groups, schedules, epochs, optimizers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import nn
 
 from interlace.data import ByteTokenizer
 from interlace.run import stage_graph
-from interlace.train.build import build, build_layout, materialize
-from interlace.train.config import ConfigError, dumps, loads
-from interlace.train.feed import Feed, datasets
+from interlace.train.config.load import ConfigError, dumps, loads
+from interlace.train.config.sections import Config
+from interlace.train.config.train import Train
+from interlace.train.data.feed import Feed, datasets
+from interlace.train.models.build import build, build_layout, materialize
+from interlace.train.models.tuning import Rates, rates, summary
 from interlace.train.optim import Optimizer, lr_factor
 from interlace.train.rank import with_steps
-from interlace.train.schema import Config
-from interlace.train.schema_train import Train
-from interlace.train.tuning import Rates, rates, summary
+from tests.train.lanes import config_of, curve, same_curve, train
 from tests.train.one_process import ToyModel, toy_config, toy_feed
-from tests.train.test_lanes import config_of, curve, same_curve, train
 
 
 def model_of(config: Config) -> Any:
@@ -62,7 +62,7 @@ def test_patterns_choose_what_is_trained(overrides: list[str], is_trained: Any) 
     assert trained(*overrides) == {name for name in names if is_trained(name)}
 
 
-def test_modules_that_are_frozen_whole_stay_in_evaluation_and_others_do_not() -> None:
+def test_only_fully_frozen_modules_stay_in_eval_mode() -> None:
     model = model_of(
         config_of("one", "train.freeze=['*']", "train.train=['language_model.*.layers.1.self_attn.q_proj']")
     )
@@ -110,7 +110,7 @@ def test_a_pattern_without_effect_is_refused(overrides: list[str], message: str)
         model_of(config_of("one", *overrides))
 
 
-def test_the_first_group_that_matches_comes_before_the_modules_rates() -> None:
+def test_first_matching_group_overrides_module_rates() -> None:
     groups = "train.groups=[{pattern='*.layers.1.*', lr=0.5}, {pattern='*norm*', weight_decay=0.25}]"
     config = config_of("one", groups, "model.language_model.lr=0.125", "model.vision.projector_lr=0.75", "train.lr=1.5")
     model = model_of(config)
@@ -160,7 +160,7 @@ def test_a_short_run_warms_up_in_a_tenth_of_it() -> None:
         return sum(lr_factor(step, train) < 1.0 for step in range(1, train.last_step + 1))
 
     assert steps_below_the_peak(steps=300) == 19 and steps_below_the_peak(steps=60) == 5
-    assert Train(batch_size=2, schedule="wsd", steps=100, decay_steps=91).warmup_of(100) == 9  # what it leaves of 10
+    assert Train(batch_size=2, schedule="wsd", steps=100, decay_steps=91).warmup_of(100) == 9  # the rest of 10
     assert steps_below_the_peak(steps=60, schedule_steps=40) == 3 and steps_below_the_peak(steps=9) == 0
 
 
@@ -168,7 +168,7 @@ def test_epochs_become_steps_of_whole_batches() -> None:
     config = toy_config("train={epochs=2.5, batch_size=4, warmup_steps=3}")
     with pytest.raises(ValueError, match="epochs become steps when the length of the data is known"):
         _ = config.train.last_step
-    made = with_steps(config, [5, 6, 4].__getitem__)  # packed rows differ from epoch to epoch
+    made = with_steps(config, [5, 6, 4].__getitem__)  # the number of packed rows differs between epochs
     assert made.train.last_step == 13 and made.train.epochs is None
     assert loads(dumps(made)) == made
     with pytest.raises(ConfigError, match=r"epochs = 2.5 of this data make steps = 2: warmup_steps = 3 is more than"):
@@ -183,7 +183,7 @@ def test_epochs_become_steps_of_whole_batches() -> None:
 
 
 class Mixed(ToyModel):
-    """With a weight of three dimensions, and one that never has a gradient."""
+    """A model with a weight of three dimensions, and one that never has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def reference(kind: str, model: Any) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon", "sgd"])
-def test_optimizers_are_torchs_to_the_last_bit_and_so_is_their_saved_state(kind: str) -> None:
+def test_optimizers_and_saved_state_match_torch_bit_for_bit(kind: str) -> None:
     config = toy_config("train.weight_decay=0.3", f"train.optimizer={kind}", "train.momentum=0.8", "train.steps=3")
     ours, theirs, later = Mixed(), Mixed(), Mixed()
     for model in (theirs, later):
@@ -258,7 +258,7 @@ def test_what_needs_whole_matrices_is_refused_pieces(kind: str, layout: str) -> 
 
 
 def plain_losses(config: Config, make: Any) -> list[float]:
-    """A loop in plain PyTorch: the whole batch at once, the global norm clipped."""
+    """A loop in plain PyTorch: the whole batch at once, with clipping of the global norm."""
     tokenizer = ByteTokenizer()
     model = materialize(build(config, tokenizer), seed=config.run.seed)
     data = datasets(config, model, tokenizer)[:2]
@@ -280,8 +280,8 @@ def plain_losses(config: Config, make: Any) -> list[float]:
     return losses
 
 
-def test_groups_and_freezing_train_as_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    """Layers at rates of their own, a frozen encoder, linear decay; then the same over two ranks."""
+def test_groups_and_freezing_match_a_plain_loop(tmp_path: Path) -> None:
+    """Layers with their own rates, a frozen encoder, linear decay; then the same over two ranks."""
     settings = [
         "train.freeze=['vision', '*embed*']",
         "train.schedule=linear",

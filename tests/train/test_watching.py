@@ -1,4 +1,4 @@
-"""Averaged weights, fp16's scale of losses, the best checkpoint, early stop; a run goes on with all of them."""
+"""Averaged weights, fp16 loss scaling, the best checkpoint and early stopping. A resumed run keeps their state."""
 
 from __future__ import annotations
 
@@ -13,28 +13,16 @@ import torch
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import parallelize
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.config.train import EarlyStop
 from interlace.train.device import compile_layers
-from interlace.train.metrics import HELD_OUT, LOSS
-from interlace.train.schema_train import EarlyStop
+from interlace.train.report.metrics import HELD_OUT, LOSS
 from interlace.train.trainer import Trainer, TrainingError, read_metrics
 from interlace.train.watching import GROWS_AFTER, LossScale, Verdict
 from tests.tiny import random_microbatches, tiny_mllm
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
-from tests.train.test_trainer import VARYING
-
-
-def trainer_of(folder: Path, *overrides: str, held_out: list[float] | None = None, stop: int | None = None) -> Trainer:
-    """held_out: what validations find, one after the other, by step."""
-    folder.mkdir(exist_ok=True)
-    config, model = toy_config(*overrides), ToyModel()
-    torch.manual_seed(config.run.seed)
-    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
-    if held_out is not None:
-        trainer.validate = lambda: {HELD_OUT: held_out[trainer.step - 1]}  # type: ignore[method-assign]
-    if stop is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop
-    return trainer
+from tests.train.trainer import VARYING
+from tests.train.watching import trainer_of
 
 
 def lines_of(folder: Path) -> list[dict[str, float]]:
@@ -48,7 +36,7 @@ def saved_steps(folder: Path) -> list[int]:
 # ---------------------------------------------------------------------- averages
 
 
-def test_averages_are_those_of_a_plain_loop_and_validations_use_them(tmp_path: Path) -> None:
+def test_averages_match_a_plain_loop_and_serve_validation(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "train.ema=0.75", "train.steps=5", "train.validate_every=1")
     averages = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
     plain = ToyModel().eval()
@@ -83,7 +71,7 @@ def test_averages_are_those_of_a_plain_loop_and_validations_use_them(tmp_path: P
     )
 
 
-def test_averages_that_begin_later_begin_with_the_weights_of_then(tmp_path: Path) -> None:
+def test_averages_enabled_on_resume_start_from_loaded_weights(tmp_path: Path) -> None:
     trainer_of(tmp_path, stop=4).run()
     later = trainer_of(tmp_path, "train.ema=0.9")
     later.resume()
@@ -91,7 +79,7 @@ def test_averages_that_begin_later_begin_with_the_weights_of_then(tmp_path: Path
     assert all(torch.equal(later.averages.held[name], parameter) for name, parameter in later.parameters.items())
 
 
-def test_averages_of_weights_that_are_opened_later_begin_with_them(tmp_path: Path) -> None:
+def test_averages_of_unfrozen_weights_start_from_those_weights(tmp_path: Path) -> None:
     def part(opened: bool) -> Trainer:
         config, model = toy_config("train.ema=0.9"), ToyModel()
         model.language_model["mix"].requires_grad_(opened)
@@ -104,18 +92,18 @@ def test_averages_of_weights_that_are_opened_later_begin_with_them(tmp_path: Pat
     later = part(True)
     assert first.averages is not None and later.averages is not None
     for average in later.averages.held.values():
-        average.fill_(7.0)  # of values that a rank has before it reads the checkpoint
+        average.fill_(7.0)  # values of a rank before it reads the checkpoint
     later.resume()
     opened = later.averages.held.keys() - first.averages.held.keys()
     assert len(opened) == 2 and all(torch.equal(later.averages.held[n], later.parameters[n]) for n in opened)
     assert all(torch.equal(average, later.averages.held[name]) for name, average in first.averages.held.items())
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- resumption
 
 ALL = ["train.ema=0.9", "train.precision=fp16", "train.early_stop={patience=3, min_delta=0.01}", "checkpoint.best=loss"]
 ALL += ["train.optimizer=muon", "train.validate_every=2"]
-LOSSES = [9.0, 4.0, 9.0, 3.0, 9.0, 2.995, 9.0, 2.999, 9.0, 3.5, 9.0, 9.0]  # ends after step 10: 3.0 is not much beaten
+LOSSES = [9.0, 4.0, 9.0, 3.0, 9.0, 2.995, 9.0, 2.999, 9.0, 3.5, 9.0, 9.0]  # ends after step 10: 3.0 is hardly improved
 
 
 @pytest.mark.parametrize("stops", [(1,), (5,), (6, 9)])
@@ -143,11 +131,11 @@ def test_an_interrupted_run_repeats_the_unbroken_one(tmp_path: Path, stops: tupl
         assert torch.equal(tensor, part.optimizer.state()[name]), name
     again = trainer_of(tmp_path / "parts", *ALL, held_out=LOSSES)
     again.resume()
-    assert again.run()["step"] == 10  # a run that was ended early is over
+    assert again.run()["step"] == 10  # a run that was stopped early is finished
 
 
 def overflowing(trainer: Trainer, steps: set[int]) -> None:
-    """Have the gradients of these steps overflow."""
+    """Makes the gradients of these steps overflow."""
     real = trainer.parallel.clip_grad_norm_
 
     def clip(limit: float) -> float:
@@ -173,7 +161,7 @@ def test_momentum_that_a_run_had_not_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_best_loss_without_its_checkpoint_is_forgotten(tmp_path: Path) -> None:
-    """The best was measured in step 2, when nobody wanted its checkpoint."""
+    """The best loss was measured in step 2, when its checkpoint was not requested."""
     losses = [9.0, 3.0, 9.0, 5.0, 9.0, 4.0, 9.0, 6.0]
     options = ["train.validate_every=2", "checkpoint.every=5", "train.steps=8"]
     trainer_of(tmp_path, *options, held_out=losses, stop=5).run()
@@ -191,7 +179,7 @@ def test_a_best_loss_without_its_checkpoint_is_forgotten(tmp_path: Path) -> None
 
 def test_a_rank_without_gradients_takes_its_step(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "train.precision=fp16")
-    trainer.parameters = {}  # all that this rank holds is frozen
+    trainer.parameters = {}  # all weights of this rank are frozen
     trainer._update(1.0, 1.0, True)
 
 
@@ -242,7 +230,7 @@ def test_the_scale_grows_after_many_good_steps() -> None:
     assert scale == LossScale(scale=2.0**16, skipped=1)
 
 
-def test_gradients_are_those_of_the_scaled_loss_and_fp16_is_near_fp32() -> None:
+def test_gradients_follow_the_loss_scale_and_fp16_matches_fp32() -> None:
     def gradients(scale: float, autocast: torch.dtype | None = None) -> tuple[float, dict[str, torch.Tensor]]:
         mllm = tiny_mllm()
         layout = Layout.from_specs(mllm, {name: ParallelSpec() for name in mllm.modules_order()})
@@ -261,7 +249,7 @@ def test_gradients_are_those_of_the_scaled_loss_and_fp16_is_near_fp32() -> None:
     half_loss, half = gradients(2.0**14, torch.float16)
     assert half_loss == pytest.approx(loss, rel=1e-2)
     for name, gradient in expected.items():
-        if name.endswith("k_proj.bias"):  # softmax forgets it: its gradient is rounding
+        if name.endswith("k_proj.bias"):  # softmax is invariant to it: its gradient is rounding noise
             continue
         error = (half[name] / 2.0**14 - gradient).norm() / gradient.norm().clamp_min(1e-6)
         assert error < 0.05, (name, error)
@@ -313,12 +301,12 @@ def test_compiling_where_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same_and_not_anew_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_match_eager_without_recompilation(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
-        return graph.forward  # what the default makes of a graph takes minutes
+        return graph.forward  # the default backend takes minutes
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     models = [tiny_mllm(encoders=("vision",), layers=1) for _ in range(2)]

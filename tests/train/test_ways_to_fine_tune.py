@@ -1,4 +1,6 @@
-"""One checkpoint, own chats, three ways to fine-tune it by commands: what learns, and what keeps its bits."""
+"""One checkpoint, own chats, three ways to fine-tune it by commands: trained weights change, frozen ones keep their
+bits.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_it_learns_and_what_is_frozen_stays(way: str, user: Place) -> None:
 
 
 def _adapter(user: Place, run: Path, merged: Path) -> None:
-    """peft loads it onto the first checkpoint, and that says what HuggingFace's class says of the merged one."""
+    """peft loads it onto the first checkpoint; the result equals HuggingFace's class for the merged one."""
     import peft
 
     with as_a_command():

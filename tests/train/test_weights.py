@@ -1,27 +1,25 @@
-"""Random weights: they depend on the seed and the name alone, whatever a rank holds of them, in whatever layout."""
+"""Random weights depend only on the seed and the name, for any rank and any layout."""
 
 from __future__ import annotations
 
 import copy
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from interlace.data import ByteTokenizer
 from interlace.model import MultimodalModel
-from interlace.run import memory, parallelize
-from interlace.run.graph import stage_graph
-from interlace.run.ranks import make_ranks
-from interlace.run.weights import Pieces, Views
-from interlace.train.build import build, build_layout, initialize, materialize
+from interlace.run import parallelize
+from interlace.run.execute import memory
 from interlace.train.checkpoint.identity import canonical_names
-from interlace.train.config import ConfigError
-from interlace.train.feed import datasets
-from interlace.train.weights import random_values
+from interlace.train.config.load import ConfigError
+from interlace.train.data.feed import datasets
+from interlace.train.models.build import build, build_layout, initialize, materialize
+from interlace.train.models.random_weights import random_values
 from tests.model import wholes
-from tests.train.test_build import _build, _config
+from tests.train.build import _build, _config
+from tests.train.weights import OfOneRank
 
 HEADS = [f"model.language_model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
 MODELS = [
@@ -33,22 +31,6 @@ MODELS = [
     ],
     [*HEADS, "model.vision.architecture=CLIPVisionModel", "model.vision.projector=linear", "model.vision.freeze=true"],
 ]
-
-
-class OfOneRank:
-    """What `initialize` asks of a `ParallelModel`, of one rank of a layout, without the others."""
-
-    def __init__(self, model: Any, layout: Any, rank: int) -> None:
-        graph, device = stage_graph(model, layout), torch.device("cpu")
-        ranks = make_ranks(model, graph, [rank], "none", set(), Views(), Pieces(), device)
-        self.mllm, self.rank = model, ranks[rank]
-        self.stages: dict[int, Any] = {rank: self.rank.stages}
-
-    def named_parameters(self) -> Any:
-        return self.rank.own.items()
-
-    def regions(self) -> Any:
-        return self.rank.cut
 
 
 def random_parallel(rng: random.Random) -> str:
@@ -67,7 +49,7 @@ def test_what_each_rank_holds_is_its_part_of_the_same_weights(overrides: list[st
     assert not any(tensor.is_meta for tensor in [*whole.parameters(), *whole.buffers()])
     weights, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     matrices = [name for name, weight in weights.items() if weight.dim() > 1 and weight.requires_grad]
-    for name in matrices:  # no two layers start alike
+    for name in matrices:  # no two layers have equal values
         twin = weights.get(name.replace(".0.", ".1."))
         assert twin is None or twin is weights[name] or not torch.equal(weights[name], twin), name
     other = dict(materialize(_build(*overrides), seed=4).named_parameters())
@@ -96,7 +78,7 @@ def test_what_each_rank_holds_is_its_part_of_the_same_weights(overrides: list[st
             for stage in held.rank.stages.values():
                 for name, buffer in stage.named_buffers():
                     assert torch.equal(buffer, buffers[name]), name
-            # Memory has what the rank holds, whole or in pieces, and nothing besides.
+            # Memory has only the rank's own weights, whole or in pieces.
             here = {first[name] for name in mine if name not in regions}
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 assert parameter.is_meta == (first[name] not in here), (rank, name)
@@ -111,8 +93,8 @@ def test_what_is_not_filled_is_seen() -> None:
     assert all(bool((~b.isfinite() | (b == torch.iinfo(torch.int64).max)).all()) for b in model.buffers())
 
 
-def test_a_model_on_meta_is_given_memory_and_then_computes_as_the_whole() -> None:
-    """By all ranks of a process, whose stages have buffers of their own."""
+def test_meta_model_is_initialized_and_matches_the_whole() -> None:
+    """By all ranks of a process; each stage has its own buffers."""
     whole = materialize(_build(*HEADS), seed=5)
     samples = [datasets(_config(*HEADS), whole, ByteTokenizer())[0].sample(i, 0) for i in range(3)]
     expected = whole(**whole.collate(samples)).loss.item()
@@ -137,7 +119,7 @@ FIRST = ("llava_next", "qwen2_audio")  # a weight beside the tower, and sinusoid
     "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in wholes.CASES]
 )
 def test_the_first_values_of_whole_models_are_huggingfaces(name: str) -> None:
-    """Buffers are in no folder: without these values a run would begin with others than HuggingFace's model has."""
+    """Buffers are in no folder: they must start with HuggingFace's values."""
     own = wholes.CASES[name].make()
     with torch.device("meta"):
         model = MultimodalModel.of_whole(type(own)(copy.deepcopy(own.config)))

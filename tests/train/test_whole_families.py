@@ -1,4 +1,4 @@
-"""Every command on every family of docs/whole-checkpoints.md, and what that page says of them."""
+"""Every command on every family of docs/whole-checkpoints.md, and the statements of that page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import transformers
 
 from interlace.cli import main
 from interlace.model import MultimodalModel
-from interlace.train.build import freeze
-from interlace.train.chosen import choose, fill
-from interlace.train.config import dumps, from_table, load
-from interlace.train.feed import datasets
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import dumps, from_table, load
+from interlace.train.data.feed import datasets
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.build import freeze
+from interlace.train.selection import choose, fill
 from tests.data import chat_families
 from tests.model import wholes
-from tests.train.test_pretrained import all_weights
+from tests.train.pretrained import all_weights
 from tests.train.whole_families import MODELS, huggingface_loss, kind_of, prepare
 
 PAGE = Path(__file__).parents[2] / "docs" / "whole-checkpoints.md"
@@ -39,7 +39,7 @@ REFUSED = {
 
 
 def rows_of_page(first: str) -> dict[str, list[str]]:
-    """model type -> cells behind the first, of the table whose head begins with `first`."""
+    """model type -> cells after the first one, of the table whose head begins with `first`."""
     _, table = PAGE.read_text(encoding="utf-8").split(f"\n| {first} ", 1)
     found = {}
     for line in table.split("\n\n")[0].splitlines()[2:]:
@@ -63,7 +63,7 @@ def test_a_family_is_refused_with_the_reason_of_the_page(name: str) -> None:
 
 
 class Commands:
-    """`interlace` as a user types it, in this process."""
+    """`interlace` as typed by a user, in this process."""
 
     def __init__(self, capsys: Any) -> None:
         self.capsys = capsys
@@ -129,20 +129,21 @@ def test_every_command(
 
 
 def held_out_loss(run: Path) -> float:
-    """As the run has measured it last."""
+    """The last held-out loss measured by the run."""
     loss: float = json.loads((run / "summary.json").read_text())["held_out_loss"]
     return loss
 
 
 def huggingface_class(folder: Path) -> Any:
-    """The exported model by the class that its config names."""
+    """The exported model, loaded by the class that its config names."""
     [kind] = json.loads((folder / "config.json").read_text())["architectures"]
     return getattr(transformers, kind).from_pretrained(folder, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
 def reload(family: Any, records: list[Any], run: Path, reloaded: Any) -> tuple[float, list[float]]:
-    """HuggingFace's mean loss on the held-out records, and how far its logits are from those of the run's weights."""
+    """HuggingFace's mean loss on the held-out records, and the distance of its logits from those of the run's
+    weights."""
     config = load(str(run / "config.toml"), [])
     model = MultimodalModel.from_pretrained(config.model.path).eval()
     freeze(config, model, "config")

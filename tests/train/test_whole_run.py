@@ -1,4 +1,4 @@
-"""[model] path: a whole HuggingFace checkpoint is read slice by slice, trained, and exported key for key."""
+"""[model] path: a whole HuggingFace checkpoint is read slice by slice, trained, and exported with the same keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.model import MultimodalModel
-from interlace.model.whole import build_whole
-from interlace.train import config as configs
-from interlace.train.build import build, build_layout, initialize, stored_weights
+from interlace.model.whole.model import build_whole
 from interlace.train.checkpoint.identity import canonical_names
+from interlace.train.config import load as configs
+from interlace.train.models.build import build, build_layout, initialize, stored_weights
 from tests.model.older import folder_of
-from tests.train.test_pretrained import all_weights
-from tests.train.test_weights import OfOneRank
+from tests.train.pretrained import all_weights
+from tests.train.weights import OfOneRank
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TABLE: dict[str, Any] = {
@@ -37,7 +37,7 @@ TABLE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaVA whose placeholder is that of the byte tokenizer, in several files, with files of a tokenizer."""
+    """A LLaVA with the placeholder of the byte tokenizer, in several files, with files of a tokenizer."""
     path = tmp_path_factory.mktemp("llava")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -77,7 +77,7 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
     assert seen == set(stored)
 
 
-def test_experts_of_an_older_folder_are_read_transposed_as_huggingface_does(tmp_path: Path) -> None:
+def test_experts_of_older_folders_are_read_transposed(tmp_path: Path) -> None:
     folder = folder_of("qwen3_vl_moe", tmp_path / "older")
     config = configs.from_table(copy.deepcopy(TABLE) | {"model": {"path": str(folder)}}, source="mine.toml")
     stored = stored_weights(config, MultimodalModel.of_whole(build_whole(folder)))
@@ -86,7 +86,7 @@ def test_experts_of_an_older_folder_are_read_transposed_as_huggingface_does(tmp_
     assert all(torch.equal(stored[name].read(), value) for name, value in expected.items())
 
 
-def test_projectors_are_named_by_a_pattern_as_those_of_other_models(folder: Path) -> None:
+def test_projectors_of_whole_checkpoints_match_the_pattern(folder: Path) -> None:
     table = copy.deepcopy(TABLE) | {"model": {"path": str(folder)}}
     table["train"] |= {"freeze": ["*"], "train": ["*.projector"]}
     model = build(configs.from_table(table, source="mine.toml"), ByteTokenizer())
@@ -94,7 +94,7 @@ def test_projectors_are_named_by_a_pattern_as_those_of_other_models(folder: Path
     assert len(trained) == 4 and all("multi_modal_projector" in name for name in trained)
 
 
-def test_pixels_that_the_config_says_half_of_are_the_folders_in_the_other(folder: Path, tmp_path: Path) -> None:
+def test_pixel_settings_missing_in_config_come_from_the_folder(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -104,7 +104,7 @@ def test_pixels_that_the_config_says_half_of_are_the_folders_in_the_other(folder
 
 
 def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Nobody reads it: a run would train with zeros in its place."""
+    """The buffer is not read: a run would train with zeros in its place."""
     key = "model.language_model.layers.1.mlp.scores"
     shutil.copytree(folder, tmp_path / "model")
     index = tmp_path / "model" / "model.safetensors.index.json"

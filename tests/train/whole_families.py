@@ -1,4 +1,4 @@
-"""Whole checkpoints of many families as users have them: tiny, with random weights, tokenizer, processor and chats."""
+"""Tiny whole checkpoints of many families as users have them: random weights, tokenizer, processor and chats."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
 
 def prepare(name: str, folder: Path, kind: str = "image", count: int = 6) -> tuple[Any, list[Any], dict[str, Any]]:
     """The processor, records with media of this kind, and a config for a tiny checkpoint of a family with random
-    weights."""
+    weights.
+    """
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="SmolVLM's processor needs num2words")
     family = getattr(chat_families, name)(folder / "model")
@@ -175,7 +176,7 @@ def prepare(name: str, folder: Path, kind: str = "image", count: int = 6) -> tup
     MODELS[name](family.processor.tokenizer, family.placeholder).save_pretrained(folder / "model")
     rng = random.Random(name)
     make = {"image": chat_families.pictures, "audio": chat_families.clips, "video": chat_families.videos}[kind]
-    # SmolVLM's processor fills the videos of a chat up to one length, and does not say which frames are real.
+    # SmolVLM's processor pads the videos of a chat to one length, and does not mark the real frames.
     paths = make(folder / "media", 1 if kind == "video" and name == "smolvlm" else 8)
     records = [chat_families.chat(rng, paths, kind) for _ in range(count)]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, records)))

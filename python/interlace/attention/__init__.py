@@ -1,11 +1,13 @@
-"""The attention op: `plan` (which blocks hold anything), `op` (the custom op that users call) and its backends, one
-file each: `reference` (dense oracle), `cpu`, `triton`, `gluon`. `warm_up` compiles GPU kernels before they are needed.
-`hf` is the drop-in for HuggingFace models, which know it as
-`attn_implementation="interlace"` as soon as this package and transformers are both imported.
+"""The attention op and its backends.
+
+`op` is the custom op that users call. `plan` lists the non-empty blocks of a mask. There is one file per backend:
+`reference` (dense oracle), `cpu`, `triton`, `gluon`. `warm_up` compiles GPU kernels ahead of use.
+`hf` is the drop-in for HuggingFace models, under the name `attn_implementation="interlace"`. It is registered once both
+this package and transformers are imported.
 """
 
-from interlace.attention import _on_transformers
 from interlace.attention._warm_up import warm_up
+from interlace.attention.hf import registration as _on_transformers
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan, PlanStats
 

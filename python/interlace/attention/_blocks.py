@@ -1,8 +1,8 @@
 """Block lists and bitmaps of a mask, for AttentionPlan: classes of all blocks, and the pairs of PARTIAL ones.
 
-On CUDA devices in Triton (kernels/bitfield_plan.py), elsewhere in C++ (csrc/attention_cpu/block_lists.cpp): bounds per
-block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks, and only the rest are
-looked at token by token. The result is exact however weak the bounds are.
+Built on CUDA devices in Triton (kernels/bitfield_plan.py), elsewhere in C++ (csrc/attention_cpu/block_lists.cpp).
+Bounds per block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks. Only the rest
+are tested token by token. The result is exact, however loose the bounds are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from interlace import _core
-from interlace._mask_values import readable
 from interlace.masks import Tokens, visible
+from interlace.masks.values import readable
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -27,7 +27,7 @@ class BlockLists(NamedTuple):
     """Compressed rows, int32: row r of a list is idx[ptr[r] : ptr[r + 1]], ascending.
 
     q: key blocks of row b * q_blocks + i; k: query blocks of row b * k_blocks + j. q_doc [B, Tq], k_doc [B, Tk]: the
-    documents, but -1 for queries that see nothing and for keys that nobody sees.
+    documents, with -1 for queries that see nothing and for keys that no query sees.
     """
 
     full_q_ptr: Tensor
@@ -45,10 +45,11 @@ class BlockLists(NamedTuple):
 def block_lists(
     q: Tokens, k: Tokens, sinks: int, block: int, also: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ) -> tuple[BlockLists, list[int]]:
-    """Classify queries [B, Tq] against keys [B, Tk]; fields contiguous, on one device, where the lists go too.
+    """Classify queries [B, Tq] against keys [B, Tk]. Fields are contiguous and on one device; so are the lists.
 
-    also: further numbers, int64 [n], of full_q_ptr, part_q_ptr, full_k_ptr and part_k_ptr; they come back as ints, read
-    together with the lengths of the lists: a GPU is waited for once (without Triton, for every copy).
+    also: computes further numbers, int64 [n], from full_q_ptr, part_q_ptr, full_k_ptr and part_k_ptr. They are returned
+    as ints. They are read together with the lengths of the lists, so a GPU is synchronized only once (without Triton:
+    at every copy).
     """
     device = q.bits.device
     if device.type == "cuda" and HAS_TRITON:
@@ -66,36 +67,36 @@ def block_lists(
 
 
 MAPPED_BLOCKS = 65_536
-"""PARTIAL blocks of 128 tokens up to which a plan has bitmaps; 258 MiB, both directions together."""
+"""Maximum number of PARTIAL blocks of 128 tokens for which a plan has bitmaps: 258 MiB for both directions."""
 
 
 def reads_maps(device: torch.device, block: int) -> bool:
-    """Whether kernels for plans on `device` read bitmaps: on GPUs, on meta, and on a CPU where Triton interprets."""
+    """True if kernels for plans on `device` read bitmaps: on GPUs, on meta, and on a CPU with Triton's interpreter."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     read = device.type == "meta" or (HAS_TRITON and (device.type == "cuda" or interpreting))
     return read and block >= 16 and block & (block - 1) == 0
 
 
 def fits_maps(blocks: int, block: int) -> bool:
-    """Whether bitmaps of that many PARTIAL blocks may be made. Kernels count their words in int32."""
+    """True if bitmaps of `blocks` PARTIAL blocks may be made. Kernels count their words in int32."""
     return blocks * math.prod(map_shape(1, block)) <= MAPPED_BLOCKS * math.prod(map_shape(1, 128))
 
 
 def map_shape(blocks: int, block: int) -> tuple[int, int, int]:
-    """The shape of the bitmaps of `blocks` PARTIAL blocks: a line of words per token, and the lines' union."""
+    """Shape of the bitmaps of `blocks` PARTIAL blocks: a line of words per token, then the union of the lines."""
     return (blocks, block + 1, max(1, block // 32))
 
 
 NO_MAPS = (0, 1, 1)
-"""The shape of the bitmaps of a plan that has none."""
+"""Shape of the bitmaps of a plan without bitmaps."""
 
 
 def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: Tensor, of_queries: bool) -> Tensor:
     """Bitmaps of the PARTIAL blocks of a list (ptr, idx): int32 [len(idx), block + 1, block / 32], or NO_MAPS.
 
-    Entry e is that of block idx[e]. of_queries: line i is query i of the block and bit j % 32 of word j // 32 key j;
-    else lines are keys and bits queries. The last line is the union of the others. Entries beyond ptr[-1] hold
-    anything. Never waits for a GPU.
+    Entry e belongs to block idx[e]. of_queries: line i is query i of the block, and bit j % 32 of word j // 32 is key
+    j; otherwise lines are keys and bits are queries. The last line is the union of the others. Entries beyond ptr[-1]
+    are undefined. Does not wait for a GPU.
     """
     wanted = reads_maps(idx.device, block) and fits_maps(idx.numel(), block)
     maps = idx.new_empty(map_shape(idx.numel(), block) if wanted else NO_MAPS)
@@ -109,7 +110,7 @@ def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: T
             for call in map_calls(q, k, sinks, block, ptr, idx, maps, of_queries):
                 call.run()
         return maps
-    # On a CPU: by the rule itself.
+    # On a CPU: evaluate the rule itself.
     blocks = -(-(q if of_queries else k).bits.shape[1] // block)
     queries, keys = (_by_block(tokens, block) for tokens in (q, k))
     weights = torch.tensor([1 << bit for bit in range(min(32, block))])
@@ -127,6 +128,6 @@ def block_maps(q: Tokens, k: Tokens, sinks: int, block: int, ptr: Tensor, idx: T
 
 
 def _by_block(tokens: Tokens, block: int) -> Tokens:
-    """[B, T] -> [B, blocks, block]; what is beyond the end is padding."""
+    """[B, T] -> [B, blocks, block]; positions beyond the end are padding."""
     short = -tokens.bits.shape[1] % block
     return tokens(lambda field: torch.nn.functional.pad(field, (0, short), value=-1).unflatten(1, (-1, block)))

@@ -1,15 +1,14 @@
 """Self-check: before a process first uses a GPU kernel, its results are compared with the reference backend.
 
-One small case per kind of kernel (`Kind`): FULL, PARTIAL and empty blocks, split rows, padding, keys of NaN that no
-query sees, a length that is no
-multiple of a block, query heads that share a key head. The expected values are computed on the CPU in fp64, from a plan
-that is built there, so the GPU's planner is checked too. Verdicts are cached on disk per card, driver, versions and
-kernel sources; a kernel that failed is tried again by the next process.
+There is one small case per kind of kernel (`Kind`). It has FULL, PARTIAL and empty blocks, split rows, padding, NaN
+keys that no query sees, a length that is no multiple of a block, and query heads that share a key head. Expected values
+are computed on the CPU in fp64, from a plan that is built there, so the GPU's planner is checked too. Verdicts are
+cached on disk per card, driver, versions and kernel sources. A failed kernel is tested again by the next process.
 
-A kernel that differs raises RuntimeError. If nobody asked for Gluon by name, Triton replaces it, with a warning. A
-kernel that does not finish within a minute raises RuntimeError. The case runs on the current stream and draws from a
-generator of its own. No check is made while a CUDA graph is captured: it would wait for the GPU. INTERLACE_SELF_CHECK=0
-in the environment turns all checks off.
+A kernel with wrong results raises RuntimeError. If Gluon was not requested by name, Triton replaces it, with a warning.
+A kernel that does not finish within a minute raises RuntimeError. The case runs on the current stream and uses its own
+random generator. No check is made during capture of a CUDA graph, since it would wait for the GPU.
+INTERLACE_SELF_CHECK=0 in the environment turns all checks off.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from interlace.masks import BitfieldMask, word
 log = logging.getLogger("interlace.attention")
 
 DEVICES = {"cuda"}
-"""Types of devices whose kernels are checked. Tests add "cpu", for Triton's interpreter."""
+"""Device types whose kernels are checked. Tests add "cpu", for Triton's interpreter."""
 
 DIRECTIONS = {"forward": "forward", "backward": "backward", "atomic_backward": "backward with atomics"}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SOFTCAP = 2.0
 CAP = 6  # blocks of one work item: the longest rows are split, and items outlast every pipeline of loads (4 stages)
-LONGEST = 60.0  # seconds until a kernel counts as hung: its case takes milliseconds
+LONGEST = 60.0  # seconds until a kernel counts as hung; a case normally takes milliseconds
 
 _settled: dict[tuple[Any, ...], ModuleType] = {}
 _hung: dict[torch.device, str] = {}
@@ -57,7 +56,7 @@ _lock = threading.RLock()
 
 
 class Kind(NamedTuple):
-    """What tells kernels apart. direction: the backend's function. mapped: the plan has bitmaps. tf32: of fp32."""
+    """Key of a kernel variant. direction: the backend's function. mapped: the plan has bitmaps. tf32: fp32 in tf32."""
 
     language: str  # "triton" or "gluon"
     direction: str
@@ -87,7 +86,7 @@ class Kind(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """passed: every error is allowed. result: the one that is nearest to its limit or beyond it, e.g. "dq"."""
+    """passed: every error is within its limit. result: the one with the largest error / limit, e.g. "dq"."""
 
     kernel: str
     shape: str
@@ -98,7 +97,7 @@ class Verdict(NamedTuple):
 
 
 def checked(backend: ModuleType, direction: str, job: Attention, *, named: bool) -> ModuleType:
-    """The backend to run `job` with: `backend` if its kernel is right. named: the caller asked for it by name."""
+    """The backend to run `job` with: `backend` if its kernel is correct. named: the caller requested it by name."""
     q, plan = job.q, job.plan
     if q.device.type not in DEVICES:
         return backend
@@ -119,7 +118,7 @@ def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Atte
     with _lock:
         if key in _settled:
             return _settled[key]
-        if job.q.device in _hung:  # a wait for anything there would have no end
+        if job.q.device in _hung:  # any wait on this device would hang
             raise RuntimeError(_hung[job.q.device])
         kind = kind_of(backend, direction, job)
         verdict = _verdict(backend, kind, job)
@@ -148,7 +147,7 @@ def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
 def _without(
     backend: ModuleType, kind: Kind, verdict: Verdict, direction: str, job: Attention, named: bool
 ) -> ModuleType:
-    """The backend in place of one that is wrong. Raises RuntimeError if there is none that is right and as fast."""
+    """A backend that replaces the wrong one. Raises RuntimeError if no correct backend is as fast."""
     other = '"triton" or "reference"' if kind.language == "gluon" else '"reference"'
     problem = (
         f"attention kernel {kind.kernel} is wrong on {card(job.q.device)} ({kind.shape}): {verdict.result} differs "
@@ -189,9 +188,9 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
 
 
 def _await(kind: Kind, device: torch.device) -> None:
-    """Raises RuntimeError for a kernel that hangs. A GPU cannot be used after one, so nothing replaces it.
+    """Raises RuntimeError if a kernel hangs. A GPU is unusable after that, so there is no fallback.
 
-    Work queued earlier is no part of the wait: making the case's plan has waited for it.
+    The wait does not include work queued earlier: building the plan of the case has already waited for it.
     """
     done, deadline = _device.done(device), time.monotonic() + LONGEST
     while not done():
@@ -208,8 +207,8 @@ def _await(kind: Kind, device: torch.device) -> None:
 def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, Tensor]:
     """The small case, and a gradient of its output; the same values on every device.
 
-    The strides are like those of `job`, so that the kernels compiled here are the ones that it launches: heads are a
-    part of as many as it has.
+    The strides are like those of `job`, so that exactly the kernels launched by `job` are compiled here. Heads are a
+    slice of a tensor with as many heads as in `job`.
     """
     mask = _mask(kind.block)
     generator = torch.Generator().manual_seed(0)
@@ -228,13 +227,13 @@ def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, 
     plan = AttentionPlan.build(mask.to(device), block=kind.block, cap=CAP)
     if not kind.mapped:
         plan = replace(plan, part_q_map=plan.part_q_map[:0], part_k_map=plan.part_k_map[:0])
-    for x in (k, v):  # keys that take no part may hold anything
+    for x in (k, v):  # unused keys may have any value
         x.masked_fill_((plan.k_doc < 0)[:, None, :, None], torch.nan)
     return Attention(q, k, v, plan, kind.head_dim**-0.5, SOFTCAP if kind.capped else None), dout
 
 
 def _mask(block: int) -> BitfieldMask:
-    """Two causal rows of seven blocks and a third, with queries that see nothing; in the second a block is padding."""
+    """Two causal rows of about 7 1/3 blocks, with queries that see nothing. In the second row one block is padding."""
     length = 7 * block + block * 11 // 32  # 940 with blocks of 128
     bits = torch.full((2, length), word(0, [0], causal=True))
     bits[:, 2 * block + 2 : 2 * block + 4] = word(3, [5])
@@ -244,9 +243,9 @@ def _mask(block: int) -> BitfieldMask:
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    """The largest error of a row, relative to its norm or, if that is below average, to the average one.
+    """The largest error of a row, relative to the larger of the row's norm and the average norm.
 
-    Infinite where `got` has NaN, or other infinities than `wanted`.
+    Infinite if `got` has NaN, or infinities at other places than `wanted`.
     """
     got, wanted = (x.detach().cpu().double() for x in (got, wanted))
     if got.shape != wanted.shape or got.isnan().any() or not torch.equal(got.isinf(), wanted.isinf()):
@@ -258,7 +257,7 @@ def _error(got: Tensor, wanted: Tensor) -> float:
 
 def _allowed(name: str, kind: Kind) -> float:
     """The limit of `_error`."""
-    if kind.tf32:  # hardware cuts off inputs, so the gradient of a query that sees one key is not quite 0
+    if kind.tf32:  # hardware truncates inputs, so the gradient of a query that sees one key is not exactly 0
         return 2e-3 if name == "lse" else 2**-4
     if kind.dtype == torch.float32:
         return 1e-5 if name == "lse" else 3e-5
@@ -269,7 +268,7 @@ def _allowed(name: str, kind: Kind) -> float:
 
 
 def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
-    """From the cache if the kernel was right there, else of a comparison now, which is cached."""
+    """Verdict from the cache if the kernel passed there, otherwise from a new comparison, which is cached."""
     file = folder(job.q.device) / kind.file
     found = _read(file)
     if found is not None and found.passed:
@@ -277,7 +276,7 @@ def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
     verdict = compare(backend, kind, job)
     says = "equals" if verdict.passed else "DIFFERS FROM"
     log.info("%s on %s, %s: %s the reference", kind.kernel, card(job.q.device), kind.shape, says)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next process a check
+    with contextlib.suppress(OSError):  # if the cache is not writable, the next process repeats the check
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as made:
@@ -289,19 +288,19 @@ def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
 def _read(file: Path) -> Verdict | None:
     try:
         found = Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # missing, or damaged
+    except (OSError, ValueError, TypeError):  # missing or damaged
         return None
     return found if isinstance(found.passed, bool) else None
 
 
 def verdicts(device: torch.device) -> list[Verdict]:
-    """The cached verdicts of this card under the present driver, versions and sources."""
+    """Cached verdicts of this card for the current driver, versions and sources."""
     files = sorted(folder(device).glob("*.json"))
     return [verdict for file in files if (verdict := _read(file)) is not None]
 
 
 def folder(device: torch.device) -> Path:
-    """Where verdicts lie: a folder per card, driver, version of torch and Triton, and sources of the kernels."""
+    """Folder of verdicts: one per card, driver, version of torch and Triton, and sources of the kernels."""
     about = (card(device), _driver(), torch.__version__, torch.version.cuda, *_sources())
     return cache_folder() / "self-checks" / hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 

@@ -1,24 +1,25 @@
-"""bitfield_attention under torch.func (grad, vjp, jacrev, vmap and their compositions), and the refusal of the rest.
+"""bitfield_attention under torch.func: grad, vjp, jacrev, vmap and their compositions. Other transforms raise.
 
-A custom op does not go through these transforms: torch makes of it an autograd function without `setup_context`, which
-they refuse, and drops tangents of forward mode without a word. So under a transform the op is called from the autograd
-functions below, level by level. vmap goes row by row.
+A custom op does not work under these transforms. torch turns it into an autograd function without `setup_context`,
+which they reject, and it silently drops tangents of forward mode. So under a transform the op is called from the
+autograd functions below, level by level. vmap runs row by row.
 
-Forward mode (jvp, jacfwd, linearize, hessian, dual numbers) and second derivatives raise, as they do for
-scaled_dot_product_attention's fused kernels, and say what to use instead.
+Forward mode (jvp, jacfwd, linearize, hessian, dual numbers) and second derivatives raise, as for the fused kernels of
+scaled_dot_product_attention. The error names an alternative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from interlace.attention.plan import AttentionPlan
+if TYPE_CHECKING:
+    from interlace.attention.plan import AttentionPlan
 
 INSTEAD = (
     "use scaled_dot_product_attention(q, k, v, attn_mask=mask.to_dense()[:, None], enable_gqa=True) under "
@@ -27,7 +28,7 @@ INSTEAD = (
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func or a level of forward mode is active."""
+    """True if a transform of torch.func or a level of forward mode is active."""
     if torch.compiler.is_compiling():
         return torch._C._are_functorch_transforms_active()
     top = torch._C._functorch.peek_interpreter_stack()
@@ -36,13 +37,13 @@ def transforming() -> bool:
     return top.key() != torch._C._functorch.TransformType.Functionalize
 
 
-# Whether tangents are looked after, by the autograd functions below.
+# True while the autograd functions below handle tangents.
 _tangents_are_seen: ContextVar[bool] = ContextVar("tangents_are_seen", default=False)
 
 
 def refuse_forward_mode() -> None:
-    """Raises RuntimeError where the op itself is called in forward mode, as by an exported program: it would
-    drop tangents, and cannot tell whether there are any."""
+    """Raises RuntimeError if the op itself is called in forward mode, for example by an exported program. The op would
+    drop tangents and cannot detect them."""
     if forward_ad._current_level >= 0 and not _tangents_are_seen.get():
         _no_forward_mode()
 
@@ -67,7 +68,7 @@ def no_second_derivative(*_: Any) -> NoReturn:
 
 
 def refuse_batched_gradients(*grads: Tensor | None) -> None:
-    """Raises RuntimeError for the batching of torch.autograd.grad(is_grads_batched=True), older than torch.func."""
+    """Raises RuntimeError under torch.autograd.grad(is_grads_batched=True), an older batching than torch.func."""
     if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise RuntimeError(
             "bitfield_attention does not run under is_grads_batched=True nor jacobian(vectorize=True): use "
@@ -83,7 +84,7 @@ def row_by_row(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any
             return function(*_taken(take, args, in_dims))
 
         rows = [row(lambda x, d: x.select(d, i)) for i in range(info.batch_size)]  # noqa: B023  (called at once)
-        if not rows:  # a row of zeros, which depends on the arguments, says what shapes and gradients none would have
+        if not rows:  # empty batch: a row of zeros that depends on the arguments gives shapes and gradients
             outputs = [one[None][:0] for one in row(lambda x, d: x.sum(d, dtype=x.dtype))]
         else:
             outputs = [torch.stack(one) for one in zip(*rows)]
@@ -93,14 +94,14 @@ def row_by_row(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any
 
 
 def _taken(take: Callable[[Tensor, int], Tensor], x: Any, dim: Any) -> Any:
-    """`x` with take(tensor, dim) for its batched tensors; `dim`: None, or as x, which may be a list."""
+    """`x` with take(tensor, dim) applied to its batched tensors. dim: None, or structured like x (may be a list)."""
     if dim is None:
         return x
     return take(x, dim) if isinstance(dim, int) else [_taken(take, *pair) for pair in zip(x, dim)]
 
 
 class _Attention(torch.autograd.Function):
-    """apply(q, k, v, plan, *numbers) -> (out, lse); plan and numbers as the op takes them."""
+    """apply(q, k, v, plan, *numbers) -> (out, lse); plan and numbers as in the op."""
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -115,7 +116,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.compiler.disable  # it runs when the transform does, which may be in a frame that torch.compile looks at
+    @torch.compiler.disable  # runs with the transform, which may be in a frame that torch.compile traces
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *plan = ctx.saved_tensors
         grads: tuple[Any, ...] = (None, None, None)
@@ -130,7 +131,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """apply(dout, dlse, q, k, v, out, lse, plan, *numbers) -> (dq, dk, dv); plan and numbers as the op takes them."""
+    """apply(dout, dlse, q, k, v, out, lse, plan, *numbers) -> (dq, dk, dv); plan and numbers as in the op."""
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -154,8 +155,8 @@ class _Gradients(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *numbers: Any) -> tuple[Tensor, Tensor]:
     """out and lse while transforming().
 
-    torch cannot trace these autograd functions. Unless fullgraph=True asks for an error, what is raised here makes
-    torch.compile run the function that called the transform in eager mode, with the same results.
+    torch cannot trace these autograd functions. The error raised here makes torch.compile run the function that called
+    the transform in eager mode, with the same results, unless fullgraph=True asks for an error.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """warm_up: compiles the kernels of later attention calls, several at a time.
 
-The launches are those of the backends, made of meta tensors, so a later call finds its kernels in the memory of this
-process, and the calls of other processes find them in Triton's cache on disk.
+The launches are those of the backends, made from meta tensors. Later calls of this process find the kernels in memory.
+Other processes find them in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def warm_up(
     threads: int | None = None,
     progress: Callable[[str], object] = log.info,
 ) -> int:
-    """Compile the GPU kernels that attention on such tensors needs, those of plans included; returns their number.
+    """Compile the GPU kernels for attention on such tensors, including those that build plans. Returns their number.
 
     q_heads, kv_heads, head_dim, value_dim (default: head_dim), dtype, softcap, backend: as in `bitfield_attention`; any
-    softcap stands for all. Tensors are taken to be laid out as in HuggingFace's models, [batch, tokens, heads,
+    softcap covers all values. Tensors are assumed to be laid out as in HuggingFace's models, [batch, tokens, heads,
     head_dim] transposed, with a number of tokens that is a multiple of 16. Other layouts may need further kernels,
-    which are compiled when they are first launched. backward: also for gradients, with deterministic=True.
-    threads: kernels that are compiled at a time (default: one per core). progress is given a line per kernel.
+    which are compiled at their first launch. backward: also for gradients, with deterministic=True.
+    threads: number of kernels compiled at a time (default: one per core). progress: called with one line per kernel.
 
-    Returns 0 at once where the backend has nothing to compile: on CPUs, and for the reference.
+    Returns 0 at once if the backend has nothing to compile: on CPUs, and for the reference.
     """
     device, value_dim = torch.device(device), value_dim or head_dim
     with FakeTensorMode():
@@ -78,7 +78,7 @@ def warm_up(
 
 
 class _Compiler(ThreadPoolExecutor):
-    """Threads that compile; Triton and LLVM release the lock of Python. pending: one future per kernel."""
+    """Threads that compile; Triton and LLVM release Python's lock. pending: one future per kernel."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, thread_name_prefix="attention-kernels")
@@ -90,7 +90,7 @@ class _Compiler(ThreadPoolExecutor):
 
 
 def plan_calls(plan: AttentionPlan) -> Iterator[Call]:
-    """The launches that build a plan like `plan`, which is on meta."""
+    """The launches that build a plan like `plan`, a plan on meta."""
     from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls, map_calls
 
     classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
@@ -104,7 +104,7 @@ def plan_calls(plan: AttentionPlan) -> Iterator[Call]:
 
 
 def _calls(forward: str, backward: str, job: Attention, architecture: int, gradients: bool) -> Iterator[Call]:
-    """The launches of a forward and a backward of attention on meta tensors by the named backends."""
+    """The launches of attention forward and backward on meta tensors by the named backends."""
     from interlace.kernels.bitfield_launch import backward_calls, forward_calls
 
     q, k, v, plan, scale, softcap = job

@@ -1,11 +1,11 @@
-"""What a backend is asked to compute. A backend is a module of this package with these functions:
+"""Interface of attention backends. A backend is a module of this package with these functions:
 
-why_not(q, v) -> str | None     why it cannot run tensors like q and v on this machine; None when it can
+why_not(q, v) -> str | None     reason why it cannot run tensors like q and v on this machine; None if it can
 forward(job) -> out, lse        lse: natural log of the sums of exponentials; -inf in a row that sees nothing
 backward(job, out, lse, dout, dlse, wide) -> dq, dk, dv
-                                in the inputs' dtypes, given the gradients of out and (or None) of lse; wide: dk and dv
-                                in `accumulate_dtype`, for who adds more to them
-atomic_backward                 where there is one: as backward, its last bits change from run to run
+                                in the inputs' dtypes, given the gradients of out and of lse (may be None); wide: dk and
+                                dv in `accumulate_dtype`, for callers that add more to them
+atomic_backward                 optional: as backward, but its last bits change from run to run
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ class Attention(NamedTuple):
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores, LSE and sums have for inputs of `dtype`: fp64 for fp64, else fp32."""
+    """Dtype of scores, LSE and sums for inputs of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

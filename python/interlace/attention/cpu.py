@@ -1,23 +1,27 @@
 """The CPU backend: C++ kernels over the non-empty blocks only, forward and backward (csrc/attention_cpu).
 
-Scores are computed 64 queries by 64 keys at a time and stay in cache. Nothing of T x T, nor of T x block, is made.
-Full blocks get no mask arithmetic; of partial blocks, 64 x 64 parts in which nothing is visible are skipped. Forward:
-one work item per row of blocks, longest first. Backward: five products per tile in one pass; an item owns the key
-gradients of one key head (or of a piece of it, summed in a fixed order). Results do not depend on timing; with another
-number of threads the last bits of dk and dv may differ.
+Scores are computed 64 queries by 64 keys at a time and stay in cache. No array of size T x T or T x block is created.
+Full blocks need no mask arithmetic. In partial blocks, 64 x 64 parts without visible pairs are skipped. Forward: one
+work item per row of blocks, longest first. Backward: five products per tile in one pass. An item owns the key gradients
+of one key head, or of a piece of it, summed in a fixed order. Results do not depend on timing. With another number of
+threads the last bits of dk and dv may differ.
 
-fp32 and fp64 are computed as they are, fp16 in fp32. So is bf16, unless the processor has AMX tiles: these multiply
-bf16 and sum in fp32, with the softmax in fp32 and its weights (backward: and the gradients of the scores) rounded to
-bf16 for their products, as on GPUs. Against exact attention, outputs then err as SDPA's in bf16 do (measured: 1.0 to
-1.1 times its error), gradients as SDPA's or less. The instruction set is the best of AMX, AVX-512, AVX2 and 128-bit
-vectors that processor and system allow (INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for less). Where v has another
-head dimension than q and k, AMX stands aside for AVX-512.
+fp32 and fp64 are computed in their own precision, fp16 in fp32. bf16 is computed in fp32 too, unless the processor has
+AMX tiles. AMX multiplies bf16 and sums in fp32. The softmax is in fp32; its weights (backward: and the gradients of the
+scores) are rounded to bf16 for their products, as on GPUs. Compared with exact attention, the error of outputs is then
+like that of SDPA in bf16 (measured: 1.0 to 1.1 times its error), the error of gradients like SDPA's or less. The
+instruction set is the best of AMX, AVX-512, AVX2 and 128-bit vectors that processor and system allow
+(INTERLACE_CPU_ISA=avx512, avx2 or baseline selects a lower one). If the head dimension of v differs from that of q and
+k, AVX-512 is used instead of AMX.
 
-Memory beyond inputs and outputs: tiles (below 1 MiB per thread up to head dimension 128 and blocks of 1,024, some more
-on AMX), at most 64 MiB for the bits of partial blocks, and, where dk and dv cannot be summed in place (16-bit types,
-head dimensions that are no multiple of a vector, fewer key heads than threads), 4 Tk (D + Dv) bytes of sums for each
-of as many key heads as fit 64 MiB, but always for one per thread. k and v are neither packed nor copied, but for 64
-keys at a time on AMX.
+Memory beyond inputs and outputs:
+- tiles: below 1 MiB per thread up to head dimension 128 and blocks of 1,024, some more on AMX;
+- bits of partial blocks: at most 64 MiB;
+- sums of dk and dv, if they cannot be summed in place (16-bit types, head dimensions that are no multiple of a vector,
+  fewer key heads than threads): 4 Tk (D + Dv) bytes for each of as many key heads as fit 64 MiB, at least one per
+  thread.
+
+k and v are neither packed nor copied, except for 64 keys at a time on AMX.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ from interlace.attention.plan import AttentionPlan
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot run on `q` and `v`; None when it can."""
+    """Reason why this backend cannot run on `q` and `v`; None if it can."""
     if q.device.type != "cpu":
         return f"it runs on CPU tensors and q is on {q.device}"
     return None
 
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     q, k, v, plan, scale, softcap = job
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
@@ -60,7 +64,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
 def backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     q, k, v, plan, scale, softcap = job
     dq = torch.empty(q.shape, dtype=q.dtype)
     dk, dv = (torch.empty(x.shape, dtype=accumulate_dtype(x.dtype) if wide else x.dtype) for x in (k, v))
@@ -83,12 +87,12 @@ def backward(
 
 
 def _array(x: Tensor) -> Any:
-    """The tensor's memory as a numpy array, which for bf16 is int16."""
+    """The tensor's memory as a numpy array; int16 for bf16."""
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _rows(x: Tensor) -> Any:
-    """The same of an input, whose rows must lie contiguous."""
+    """The memory of an input as a numpy array; its rows are made contiguous."""
     x = x.detach()
     return _array(x if x.stride(-1) == 1 else x.contiguous())
 

@@ -2,9 +2,9 @@
 (`interlace.kernels.bitfield_gluon_forward`, `bitfield_gluon_backward`). Same plan and, up to rounding, same results as
 the Triton backend.
 
-Its forward is chosen on Hopper for what it takes: on an H200 an earlier form of it was 1.3 to 1.5 times as fast as
-Triton's (docs/on-a-gpu.md). The present form and the backward have not run on a GPU yet. The backward runs only if this
-backend is named.
+On Hopper its forward is chosen for all inputs that it supports. On an H200 an earlier version was 1.3 to 1.5 times as
+fast as Triton's (docs/on-a-gpu.md). The present version and the backward have not run on a GPU yet. The backward runs
+only if this backend is named.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_HEAD_DIM = 128
 BLOCK = 128
 
 BACKWARD_IS_CHOSEN = False
-"""True: backend=None takes this backward where it takes this forward. Waits for a GPU that shows it right and faster
-than Triton's."""
+"""True: backend=None selects this backward whenever it selects this forward. Stays False until a GPU run shows that it
+is correct and faster than Triton's."""
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None when it can."""
+    """Reason why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None if it can."""
     if q.dtype not in DTYPES:
         return f"the Gluon kernel takes fp16 and bf16, not {q.dtype}"
     if q.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % 8:
@@ -49,7 +49,7 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
     from interlace.kernels.bitfield_launch import on_device, positive_scale
     from interlace.kernels.prepared import launch
@@ -72,7 +72,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
 
 
 def why_not_backward(job: Attention) -> str | None:
-    """Why `backward` leaves `job` to the Triton backend's; None where it computes it."""
+    """Reason why `backward` falls back to the Triton backend for `job`; None if it does not."""
     if job.softcap is not None:
         return "Gluon's backward has no softcap"
     if job.plan.part_q_map.shape[0] == 0 or job.plan.part_k_map.shape[0] == 0:
@@ -83,7 +83,7 @@ def why_not_backward(job: Attention) -> str | None:
 def backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backend.py says. Rows that take no part are made zero in shared memory: nothing is copied."""
+    """See backend.py. Unused rows are set to zero in shared memory, without a copy."""
     q, k, v, plan, scale, _ = job
     if why_not_backward(job) is not None or min(q.shape[0], q.shape[2], k.shape[2]) == 0:
         return _triton.backward(job, out, lse, dout, dlse, wide)

@@ -8,13 +8,13 @@
       └─ interlace::bitfield_attention_backward                                      (autograd formula, also opaque)
            └─ backend.backward
 
-torch.library needs a few hundred microseconds to take a plan apart and together, more than a small attention takes. So
-plain tensors in eager mode go through an autograd function, which computes the same by the same code; compilers,
-tracers, dispatch modes (fake tensors, flop counters, selective checkpointing), subclasses and autocast see the op.
+torch.library takes a few hundred microseconds to flatten and rebuild a plan, more than a small attention takes.
+Therefore plain tensors in eager mode use an autograd function that runs the same code. Compilers, tracers, dispatch
+modes (fake tensors, flop counters, selective checkpointing), tensor subclasses and autocast use the op.
 
-A custom op's schema takes tensors and numbers only, so the plan crosses it as a list of its tensors. Everything about
-a plan that may change from step to step is in those tensors, hence new masks do not compile again. Gradients flow into
-q, k and v from both the output and the LSE; a second derivative raises.
+The schema of a custom op allows only tensors and numbers, so a plan is passed as a list of its tensors. All values that
+change from step to step are in those tensors, so new masks cause no recompilation. Gradients flow into q, k and v from
+both the output and the LSE. A second derivative raises.
 """
 
 from __future__ import annotations
@@ -84,21 +84,22 @@ def bitfield_attention(
 
     q: [B, Hq, Tq, D]; k: [B, Hkv, Tk, D]; v: [B, Hkv, Tk, Dv], Dv often D; Hq a multiple of Hkv (head h uses key head
     h // (Hq / Hkv)); one dtype among fp16, bf16, fp32, fp64 and one device (under autocast: cast to autocast's dtype).
-    What rows of padding hold, and of other tokens that see nothing or that nobody sees, is not computed with.
+    Three kinds of rows are excluded from the computation, whatever their values: padding, queries that see no key, and
+    keys that no query sees.
     mask: an AttentionPlan, built once and used in every layer, or a BitfieldMask, for which a plan is built on each
     call. kv_mask: the mask of the keys when they are not the queries' own tokens (with a BitfieldMask only).
     scale: default D ** -0.5. softcap: scores become softcap * tanh(scores / softcap) before masking.
     return_lse: also return the log-sum-exp of each row's scores, natural log, [B, Hq, Tq], fp32 (fp64 for fp64),
     differentiable. A row that sees nothing yields 0, LSE -inf and zero gradients.
-    deterministic: False allows a backend to trade repeatable bits for speed. "triton" then adds dq by atomics in its
-    dk/dv kernel (16 bits, D <= 128, on Blackwell): 5 matrix products instead of 7. All else repeats its bits, as does
-    everything under torch.use_deterministic_algorithms(True).
+    deterministic: False allows a backend to be faster at the cost of bitwise reproducibility. "triton" then adds dq by
+    atomics in its dk/dv kernel (16 bits, D <= 128, on Blackwell): 5 matrix products instead of 7. All other results
+    stay bitwise reproducible. Under torch.use_deterministic_algorithms(True) all results are.
     backend: "reference" (dense, any device), "cpu", "triton", "gluon" (for Hopper: fp16 and bf16, one head dimension
     up to 128, plans of 128-token blocks); None picks the fastest of these that supports the inputs, by direction.
 
-    Returns out [B, Hq, Tq, Dv] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
-    do not fit each other or the mask, and for a named backend that cannot run them, with the reason. Derivatives are of
-    first order and reverse mode, also under torch.func: others raise.
+    Returns out [B, Hq, Tq, Dv] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError if tensors do not
+    fit each other or the mask, or if a named backend cannot run them; the message gives the reason. Only first-order
+    reverse-mode derivatives are supported, also under torch.func. Others raise.
     """
     check_shapes(q, k, v)
     if isinstance(mask, BitfieldMask):
@@ -146,10 +147,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_options(
     q: Tensor, scale: float | None, softcap: float | None, deterministic: bool, backend: str | None
 ) -> tuple[float, float | None, bool, str]:
-    """Options of bitfield_attention as the backends take them: scale, softcap, deterministic, backend ("" = any)."""
+    """Check the options of bitfield_attention. Returns them as backends take them ("" = any backend)."""
     if scale is None:
         scale = q.shape[3] ** -0.5
-    # Under torch.compile a number that differs between two modules is a symbol, of which isfinite cannot be asked.
+    # Under torch.compile a number that differs between two modules is a symbol. isfinite does not accept symbols.
     checking = not torch.compiler.is_compiling()
     if checking and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be finite")
@@ -163,7 +164,7 @@ def check_options(
 
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As an autocast region has them: in its dtype, but for fp64, as scaled_dot_product_attention does."""
+    """Cast to autocast's dtype if autocast is active. fp64 is not cast, as in scaled_dot_product_attention."""
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -172,7 +173,7 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Apart from the shapes because autocast may still change them before the op runs."""
+    """Check dtypes. Separate from check_shapes because autocast may still change dtypes before the op runs."""
     if q.dtype not in DTYPES:
         raise TypeError(f"q is {q.dtype}; attention needs a floating dtype (fp16, bf16, fp32 or fp64)")
     if not q.dtype == k.dtype == v.dtype:
@@ -183,13 +184,13 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
-    """Why `backend` cannot run tensors like `q` and `v` (default: as wide as q) on this machine; None when it can."""
+    """Reason why `backend` cannot run tensors like `q` and `v` (default: as wide as q) on this machine; or None."""
     module = _module(backend)
     return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
 
 
 def chosen(q: Tensor, v: Tensor | None = None, *, forward: bool = True) -> str:
-    """The backend that backend=None takes for tensors like `q` and `v` (default: as wide as q) and blocks of 128."""
+    """Backend that backend=None selects for tensors like `q` and `v` (default: as wide as q) and blocks of 128."""
     return _choose("", q, q if v is None else v, 128, forward=forward).__name__.rpartition(".")[2]
 
 
@@ -198,7 +199,7 @@ def _choose(backend: str, q: Tensor, v: Tensor, block: int, *, forward: bool) ->
     module = _chosen.get(kind)
     if module is None:
         module = _choose_anew(backend, q, v, block, forward)
-        if on_gpu(q.device):  # a driver is asked for its capability, which takes longer than all else here
+        if on_gpu(q.device):  # cached because the driver's capability query is the slowest part here
             _chosen[kind] = module
     return module
 
@@ -226,7 +227,7 @@ def _choose_anew(backend: str, q: Tensor, v: Tensor, block: int, forward: bool) 
 
 @cache
 def _module(backend: str) -> ModuleType | str:
-    """A backend's module, or why it cannot be imported."""
+    """Module of a backend, or the reason why it cannot be imported."""
     try:
         return importlib.import_module(f"interlace.attention.{backend}")
     except ImportError as error:
@@ -244,7 +245,7 @@ def _warn_of_fallback(device_type: str, reason: str) -> None:
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
+    """out and lse from `backend` ("" = choose one). Runs outside autograd and does not check shapes."""
     check_dtypes(q, k, v)
     job = Attention(q, k, v, plan, scale, softcap)
     run = _self_check.checked(_choose(backend, q, v, plan.block, forward=True), "forward", job, named=bool(backend))
@@ -256,9 +257,9 @@ def run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     plan: AttentionPlan, scale: float, softcap: float | None, deterministic: bool, backend: str, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of a forward that gave out and lse; wide: dk, dv in `accumulate_dtype`, for who adds more to them."""
+    """dq, dk, dv for the results out and lse of a forward. wide: dk, dv in `accumulate_dtype`, for further sums."""
     if dlse is not None:
-        dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
+        dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, even if d f(-inf) is infinite
     run = _choose(backend, q, v, plan.block, forward=False)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     direction = "backward" if repeatable or not hasattr(run, "atomic_backward") else "atomic_backward"
@@ -273,7 +274,7 @@ def run_backward(
 
 
 def _is_plain_eager(*tensors: Tensor) -> bool:
-    """Whether nothing needs to see the op as a node of its own: then torch.library's machinery can be left out."""
+    """True if torch.library can be skipped: no compiler, mode or transform needs the op as a node."""
     device = tensors[0].device.type
     return (
         device != "meta"
@@ -299,7 +300,7 @@ class _Eager(torch.autograd.Function):
         out, lse = run_forward(q, k, v, plan, scale, softcap, backend)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.numbers = plan, (scale, softcap, deterministic, backend)
-        ctx.set_materialize_grads(False)  # an unused LSE then costs no zeros
+        ctx.set_materialize_grads(False)  # avoids allocating zeros for an unused LSE
         return out, lse
 
     @staticmethod
@@ -313,7 +314,7 @@ class _Eager(torch.autograd.Function):
         transforming = _transforms.transforming()
         if not (transforming or special or torch.is_grad_enabled()):
             grads = run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
-        else:  # create_graph wants a second derivative: the op says it has none
+        else:  # with create_graph: the op raises for a second derivative
             gradients = _transforms.gradients if transforming else _backward
             plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = gradients(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
@@ -403,7 +404,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, plan, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, *output, *plan)
-    ctx.set_materialize_grads(False)  # an unused LSE then costs no zeros
+    ctx.set_materialize_grads(False)  # avoids allocating zeros for an unused LSE
 
 
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
@@ -423,8 +424,8 @@ _backward.register_vmap(_transforms.row_by_row(_backward))
 
 
 def _register_autocast(key: str) -> None:
-    """Casts where autocast runs the op. `register_autocast` would fix one dtype when it is called; users choose theirs
-    (fp16 or bf16) by the context."""
+    """Cast when the op runs under autocast. `register_autocast` would fix one dtype at registration, but users choose
+    fp16 or bf16 by the autocast context."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         q, k, v = cast_for_autocast(q, k, v)

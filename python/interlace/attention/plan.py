@@ -1,36 +1,41 @@
-"""AttentionPlan: which blocks of the score matrix hold anything, as lists that kernels walk.
+"""AttentionPlan: the non-empty blocks of the score matrix, as lists that kernels iterate over.
 
-Built once per microbatch from a BitfieldMask and used by every layer, head and pass. A block is EMPTY (no pair of it
-is visible), FULL (every pair is) or PARTIAL, exactly. A block that is short because the sequence ends is never FULL:
-kernels test bounds, as they test the mask, in PARTIAL blocks alone.
+A plan is built once per microbatch from a BitfieldMask. Every layer, head and pass uses it. The classes of blocks are
+exact: EMPTY (no pair of the block is visible), FULL (every pair is) or PARTIAL. A block that is cut short by the end of
+the sequence is never FULL: kernels test bounds, like the mask, only in PARTIAL blocks.
 
-A query that sees nothing and a key that nobody sees belong to no document in a plan, as padding does in a mask: q_doc
-and k_doc are -1 there. Who sees whom stays as it was, and kernels know by one number whose rows must not enter a
-product, where 0 times what they hold (NaN, infinity) would be NaN.
+In a plan, q_doc is -1 for a query that sees nothing, and k_doc is -1 for a key that no query sees, as for padding in a
+mask. This does not change which pairs are visible. It lets kernels exclude such rows from products by one number:
+0 times their values (NaN, infinity) would be NaN.
 
 Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at
-once, and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2;
-Cornstarch 2025-11 section 6.1 evaluates every element instead).
+once. Only the rest are tested element by element. No array of size T x T is created (dissertation 3.4.2; Cornstarch
+2025-11 section 6.1 evaluates every element instead).
 
-For GPUs a plan holds the predicate of its PARTIAL blocks as bitmaps, once along queries (part_q_map, entry by entry
+For GPUs a plan stores the predicate of its PARTIAL blocks as bitmaps, once along queries (part_q_map, entry by entry
 like part_q_idx) and once along keys: 2 KiB each. All heads, layers and passes read them in place of the words,
-documents, spans and positions of 256 tokens. They are made where the plan is used (see `to`), and never for more than
-MAPPED_BLOCKS blocks: kernels then compute the predicate.
+documents, spans and positions of 256 tokens. Bitmaps are made on the device that uses the plan (see `to`), and only for
+up to MAPPED_BLOCKS blocks. Beyond that, kernels compute the predicate.
 
-Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
-fixed number of keys. Row r = b * q_blocks + i owns the blocks
+Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the actual work of a row instead of a fixed
+number of keys. Row r = b * q_blocks + i owns the blocks
 
     full_q_idx[full_q_ptr[r] : full_q_ptr[r + 1]]  followed by  part_q_idx[part_q_ptr[r] : part_q_ptr[r + 1]]
 
-each part in ascending order. Work item w does the blocks work_start[w] : work_stop[w] of that concatenation for the row
-work_row[w]. If work_slot[w] is -1 it is the row's only item and writes the row's result (also when the row is empty:
-then 0 and LSE = -inf); otherwise it writes partial result number work_slot[w], and the row's partial results are those
-from row_slots[r] to row_slots[r + 1], to be merged in that order. Items are sorted longest first; unused items have
-work_row = -1. The same, with `_k`, for key-block rows (r = b * k_blocks + j, query blocks), which is dK and dV.
+each part in ascending order. Work item w computes the blocks work_start[w] : work_stop[w] of that concatenation for the
+row work_row[w]. If work_slot[w] is -1, it is the row's only item and writes the row's result (for an empty row: 0 and
+LSE = -inf). Otherwise it writes partial result number work_slot[w]. The partial results of row r are numbers
+row_slots[r] to row_slots[r + 1], to be merged in that order. Items are sorted longest first; unused items have
+work_row = -1. The fields with `_k` are the same for key-block rows (r = b * k_blocks + j, query blocks), for dK and dV.
+
+Inside compiled code sizes must not depend on a mask's values. There an op makes the plan (`traced_plan`). Its lists
+have room for every block of the score matrix (16 bytes per block), so all shapes follow from the numbers of tokens: no
+graph break, no recompilation. On a GPU bitmaps take 4 KiB more per block; above MAPPED_BLOCKS there are no bitmaps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -38,13 +43,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interlace._mask_values import readable
-from interlace.attention._blocks import NO_MAPS, block_lists, block_maps
-from interlace.masks import BitfieldMask, Tokens
+from interlace.attention._blocks import NO_MAPS, block_lists, block_maps, fits_maps, map_shape, reads_maps
+from interlace.attention._transforms import row_by_row
+from interlace.masks import BitfieldMask, Tokens, word
+from interlace.masks.values import readable
 
 
 class PlanStats(NamedTuple):
-    """What a plan holds; see AttentionPlan.stats."""
+    """Statistics of a plan; see AttentionPlan.stats."""
 
     blocks: int  # all blocks of the score matrix, over the batch
     full: int
@@ -61,10 +67,10 @@ class PlanStats(NamedTuple):
 class AttentionPlan:
     """The block lists of one mask; see the module docstring for their layout. Make one with AttentionPlan.build.
 
-    Every field but `block` and `sinks` is a tensor (all int32 but q_bits and k_bits, int64) on one device, so that a
-    plan passes through torch.compile and torch.export; sizes are read off the tensors' shapes. Lists are padded to at
-    least two entries with -1: read their length from the ptr arrays (work lists: entries with row -1 are unused).
-    Plans compare by identity: comparing what they hold would wait for the device.
+    Every field except `block` and `sinks` is a tensor (q_bits and k_bits int64, all others int32), all on one device.
+    So a plan can pass through torch.compile and torch.export. Sizes are derived from the tensors' shapes. Lists are
+    padded to at least two entries with -1: take their length from the ptr arrays (work lists: entries with row -1 are
+    unused). Plans compare by identity, since comparing contents would wait for the device.
     """
 
     block: int
@@ -83,7 +89,7 @@ class AttentionPlan:
     q_pos: Tensor
     q_window: Tensor  # 2**30 where the mask has none
     k_bits: Tensor  # int64 [B, Tk]
-    k_doc: Tensor  # -1 = padding or a key that nobody sees
+    k_doc: Tensor  # -1 = padding or a key that no query sees
     k_span: Tensor
     k_pos: Tensor
     work_row: Tensor  # [W]
@@ -91,7 +97,7 @@ class AttentionPlan:
     work_stop: Tensor
     work_slot: Tensor
     row_slots: Tensor  # [B * q_blocks + 1]
-    slot_row: Tensor  # [S]: the row of each partial result, -1 = unused; two entries: no row is split
+    slot_row: Tensor  # [S]: the row of each partial result, -1 = unused; length 2 if no row is split
     work_k_row: Tensor
     work_k_start: Tensor
     work_k_stop: Tensor
@@ -99,10 +105,10 @@ class AttentionPlan:
     row_k_slots: Tensor  # [B * k_blocks + 1]
     slot_k_row: Tensor
     part_q_map: Tensor  # [len(part_q_idx) or 0, block + 1, block / 32]: see _blocks.block_maps
-    part_k_map: Tensor  # 0 = there are no bitmaps
+    part_k_map: Tensor  # length 0 = no bitmaps
 
     @classmethod
-    @torch.compiler.disable  # what it makes depends on values: compiled code breaks here once and calls it
+    @torch.compiler.disable  # sizes of the result depend on values: compiled code breaks the graph here once
     def build(
         cls,
         mask: BitfieldMask,
@@ -116,14 +122,14 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Classify the blocks of `mask` (queries) against `kv_mask` (keys; default: the same mask).
 
-        block: tokens per side of a block. device: where the plan goes (default: where the mask is; it is built there).
+        block: tokens per side of a block. device: device of the result (default: that of the mask, where it is built).
         cap: rows with more blocks than this are split into work items of at most `cap` blocks, in both directions;
-        None = chosen from the device (one core does not profit: never on a CPU) for `heads` query heads and `kv_heads`
-        key heads (default: as many): many heads keep a GPU's multiprocessors evenly busy by themselves, few need their
-        long rows split. Any number of heads may use the plan.
+        None = chosen from the device for `heads` query heads and `kv_heads` key heads (default: the same number): with
+        many heads a GPU's multiprocessors are evenly busy anyway, with few heads long rows must be split. On a CPU None
+        never splits, since one core does not profit. Any number of heads may use the plan.
 
-        Under torch.func's transforms, under torch.export and of fake tensors an op makes the plan (_traced.py), in
-        which `cap` and the numbers of heads play no part.
+        Under torch.func's transforms, under torch.export and for fake tensors an op makes the plan (`traced_plan`). It
+        ignores `cap` and the numbers of heads.
 
         Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
         """
@@ -143,8 +149,6 @@ class AttentionPlan:
                 f"{mask.device}): they need the same batch and device"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None or not readable(mask.bits, keys.bits):
-            from interlace.attention._traced import traced_plan
-
             plan = traced_plan(mask.tokens(), keys.tokens(), mask.sinks, block)
             return plan if device is None else plan.to(device)
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
@@ -167,7 +171,7 @@ class AttentionPlan:
         return plan.with_maps() if there is plan else there
 
     def with_maps(self) -> AttentionPlan:
-        """The same plan with bitmaps made anew, or without where `block_maps` makes none."""
+        """The same plan with new bitmaps, or without bitmaps if `block_maps` makes none."""
         sides = (self.queries(), self.keys(), self.sinks, self.block)
         part_q_map = block_maps(*sides, self.part_q_ptr, self.part_q_idx, True)
         part_k_map = block_maps(*sides, self.part_k_ptr, self.part_k_idx, False)
@@ -202,7 +206,7 @@ class AttentionPlan:
     # ------------------------------------------------------------------ views
 
     def row_blocks(self) -> Tensor:
-        """int32 [B, q_blocks]: non-empty blocks per query block, which is what attention costs a query block."""
+        """int32 [B, q_blocks]: non-empty blocks per query block, the attention cost of that query block."""
         return (self.full_q_ptr.diff() + self.part_q_ptr.diff()).view(self.batch, self.q_blocks)
 
     def stats(self) -> PlanStats:
@@ -229,11 +233,11 @@ class AttentionPlan:
         return Tokens(self.q_bits, self.q_doc, self.q_span, self.q_pos, self.q_window)
 
     def keys(self) -> Tokens:
-        """The key side of the rule, [B, Tk] per field; its window plays no part in the rule."""
+        """The key side of the rule, [B, Tk] per field. Its window is a placeholder: the rule uses only the query's."""
         return Tokens(self.k_bits, self.k_doc, self.k_span, self.k_pos, torch.zeros_like(self.k_pos))
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor field in the order of declaration; from_tensors undoes it (a custom op's schema wants this)."""
+        """All tensor fields in order of declaration, as a custom op's schema needs them. Inverse: from_tensors."""
         return [getattr(self, name) for name in TENSOR_FIELDS]
 
     @classmethod
@@ -241,13 +245,13 @@ class AttentionPlan:
         return cls(block, sinks, *tensors)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionPlan:
-        """The same plan on another device (itself when it is there already). Bitmaps are not moved but made there."""
-        if torch.empty(0, device=device).device == self.device:  # also "cuda", the current one
+        """The same plan on another device (itself if already there). Bitmaps are not copied but made on that device."""
+        if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current device
             return self
         return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AttentionPlan:
-        """The plan of the tensors that `move` makes of each of these, and bitmaps made where those are."""
+        """The plan with `move` applied to every tensor. Bitmaps are made on the new device."""
         tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSOR_FIELDS if name not in MAPS}
         return replace(self, **tensors).with_maps()
 
@@ -263,9 +267,9 @@ class AttentionPlan:
             raise ValueError(f"the mask or plan is on {self.device} but q is on {device}; use .to({str(device)!r})")
 
 
-# What a PARTIAL block costs beside a FULL one, in rows of queries (forward, dQ) and of keys (dK/dV): instructions of
-# the loops on sm_90 (docs/kernel-report.md), with bitmaps. Not measured on a GPU; 1.12 on a CPU
-# (bench/results/subblocks_cpu.json). It only orders the items.
+# Cost of a PARTIAL block relative to a FULL one, in rows of queries (forward, dQ) and of keys (dK/dV). Counted in
+# instructions of the loops on sm_90 (docs/kernel-report.md), with bitmaps. Not measured on a GPU; 1.12 on a CPU
+# (bench/results/subblocks_cpu.json). Used only to order the items.
 PARTIAL_COST = 1.4
 KEY_PARTIAL_COST = 1.35
 
@@ -275,7 +279,7 @@ torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.a
 
 
 class _Splitting:
-    """How rows become work items, in steps that wait for no device."""
+    """Splits rows into work items, in steps that do not wait for a device."""
 
     def __init__(self, cap: int | None, heads: tuple[int, int], device: torch.device) -> None:
         self.cap, self.heads = cap, heads
@@ -284,10 +288,10 @@ class _Splitting:
         self.shares = 4 * multiprocessors
 
     def pieces(self, length: Tensor, blocks: Tensor, heads: int) -> Tensor:
-        """Items of rows of `length` blocks, of `blocks` in all, when every item is run for `heads` heads.
+        """Number of items per row. length: blocks of each row. blocks: all blocks. heads: heads that run each item.
 
-        The default cap is a quarter of one multiprocessor's share of the work, but never below 8 blocks, where merging
-        the pieces would cost more than they save.
+        The default cap is a quarter of one multiprocessor's share of the work, but at least 8 blocks. With fewer
+        blocks, merging the pieces would cost more than it saves.
         """
         if self.never:
             return torch.ones_like(length)
@@ -295,7 +299,7 @@ class _Splitting:
         return (-(-length // cap)).clamp(min=1)
 
     def sizes(self, full_q: Tensor, part_q: Tensor, full_k: Tensor, part_k: Tensor) -> Tensor:
-        """int64 [4]: items and partial results of query-block rows and of key-block rows, given each list's ptr."""
+        """int64 [4]: items and partial results of query-block rows, then of key-block rows, given each list's ptr."""
         sizes = []
         for full, part, heads in zip((full_q, full_k), (part_q, part_k), self.heads):
             pieces = self.pieces((full.diff() + part.diff()).long(), (full[-1] + part[-1]).long(), heads)
@@ -320,7 +324,7 @@ class _Splitting:
             in_slots = torch.where(pieces > 1, pieces, 0)
             row_slots[1:] = in_slots.cumsum(0)
             slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
-            slot_row = _padded(_repeated(in_slots, slots)[0], 3)  # two entries mean that no row is split
+            slot_row = _padded(_repeated(in_slots, slots)[0], 3)  # at least 3: length 2 means that no row is split
             full = full[row]
         full_here = torch.minimum(stop, full) - torch.minimum(start, full)  # full blocks come first in a row
         cost = full_here + partial_cost * (stop - start - full_here)
@@ -330,16 +334,159 @@ class _Splitting:
 
 
 def _repeated(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Row r `counts[r]` times, and which of its times it is; `total` is their sum, which a device need not be asked."""
+    """Row r `counts[r]` times, and the index within its repeats. total: sum of counts, given to avoid a device sync."""
     row = torch.repeat_interleave(counts, output_size=total)
     return row, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[row]
 
 
 def _two_entries(values: Tensor) -> Tensor:
-    """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would compile again."""
+    """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would recompile."""
     return _padded(values.to(torch.int32), 2)
 
 
 def _padded(values: Tensor, entries: int) -> Tensor:
-    """With -1 behind, up to that many entries."""
+    """Pad with -1 at the end to at least `entries` entries."""
     return torch.nn.functional.pad(values, (0, max(0, entries - values.numel())), value=-1)
+
+
+# ---------------------------------------------------------------------- plans made inside compiled code
+
+HEADS = 8  # default of AttentionPlan.build: number of heads for which long rows are split
+QUERIES = tuple(f"q_{name}" for name in Tokens._fields)
+KEYS = tuple(f"k_{name}" for name in Tokens._fields[:4])  # without the window: the rule uses only the query's
+LISTS = tuple(name for name in TENSOR_FIELDS if name not in (*QUERIES, *KEYS))
+DOCS = ("q_doc", "k_doc")  # also made by the op: -1 for queries that see nothing and for keys that no query sees
+
+
+def traced_plan(q: Tokens, k: Tokens, sinks: int, block: int, gaps: Tensor | None = None) -> AttentionPlan:
+    """The plan of queries [B, Tq] and keys [B, Tk], made by one op.
+
+    gaps: bool; if any is True, the op raises ValueError, since the tokens cannot express the mask.
+    """
+    fields = [*q, *k[: len(KEYS)]]
+    blocks = _room_of_blocks(q.bits, k.bits, block)
+    # An exported program must accept all lengths. A plain comparison would restrict them.
+    fits: Callable[[Any], bool] = bool
+    if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as fits  # loads sympy
+    mapped = reads_maps(q.bits.device, block) and fits(fits_maps(blocks, block))
+    made = _plan(fields, sinks, block, mapped, q.bits.new_zeros(1, dtype=torch.bool) if gaps is None else gaps)
+    given = dict(zip((*QUERIES, *KEYS), fields))
+    return AttentionPlan(block, sinks, **{**given, **dict(zip((*LISTS, *DOCS), made))})
+
+
+def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
+    """The plan of a dense mask, bool [B, 1, Q, K], in which each query sees consecutive keys.
+
+    This holds for causal, sliding, packed, chunked and prefix masks. Other masks raise ValueError when the code runs.
+    """
+    seen = seen[:, 0]
+    keys = seen.shape[2]
+    index = torch.arange(keys, device=seen.device)
+    last = torch.where(seen, index, -1).amax(-1)
+    first = torch.where(seen, index, keys).amin(-1)
+    some = last >= 0
+    length = torch.where(some, last - first + 1, 1)
+    gaps = some & (seen.sum(-1) != length)
+    nothing = torch.full_like(last, -1, dtype=torch.int32)
+    queries = Tokens(
+        bits=torch.full_like(last, word(0, causal=True)),
+        doc=torch.where(some, 0, nothing),
+        span=nothing,
+        pos=last.clamp(min=0).to(torch.int32),
+        window=length.to(torch.int32),
+    )
+    place = index.to(torch.int32).expand(seen.shape[0], -1).contiguous()
+    zero = torch.zeros_like(place)
+    nobody = torch.full_like(place, -1)
+    bits = torch.full_like(place, word(0), dtype=torch.int64)
+    return traced_plan(queries, Tokens(bits, doc=zero, span=nobody, pos=place, window=zero), 0, block, gaps)
+
+
+# ---------------------------------------------------------------------- the op
+
+
+# The op reads values, which is not possible in a CUDA graph (mode="reduce-overhead").
+@torch.library.custom_op("interlace::attention_plan", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _plan(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
+    if bool(gaps.any()):
+        raise ValueError(
+            "a compiled model's mask lets a query see keys with others between them that it does not see, which a plan "
+            "made in compiled code, or under torch.func.vmap, cannot say. Compile without fullgraph=True (instead of "
+            "vmap, run a batch), or make the plan outside the model and pass "
+            "attention_mask=interlace.attention.hf.carrier(plan)"
+        )
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos = fields
+    queries = BitfieldMask(q_bits, doc=q_doc, span=q_span, pos=q_pos, window=q_window, sinks=sinks)
+    keys = BitfieldMask(k_bits, doc=k_doc, span=k_span, pos=k_pos)
+    made = AttentionPlan.build(queries, keys, block=block, heads=HEADS)
+    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, _rooms(q_bits, k_bits, block, mapped))]
+    return [*lists, *(getattr(made, name) for name in DOCS)]
+
+
+@_plan.register_fake
+def _plan_fake(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
+    q_bits, k_bits = fields[0], fields[len(QUERIES)]
+    shapes = [*_rooms(q_bits, k_bits, block, mapped), q_bits.shape, k_bits.shape]
+    return [q_bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+@_plan.register_vmap
+def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
+    lists, dims = row_by_row(_plan)(info, in_dims, *args)
+    return list(lists), list(dims)
+
+
+def _rooms(q_bits: Tensor, k_bits: Tensor, block: int, mapped: bool) -> list[tuple[int, ...]]:
+    """Maximum shape of each list of LISTS."""
+    batch = q_bits.shape[0]
+    rows, k_rows = (batch * -(-bits.shape[1] // block) for bits in (q_bits, k_bits))
+    blocks = _room_of_blocks(q_bits, k_bits, block)
+    more = _split_items(q_bits.device)
+    items, k_items = _two(rows + more), _two(k_rows + more)
+    lists = [*[rows + 1, blocks] * 2, *[k_rows + 1, blocks] * 2]
+    slots, k_slots = (items, k_items) if more else (2, 2)  # length 2: no row is split
+    lists += [*[items] * 4, rows + 1, slots, *[k_items] * 4, k_rows + 1, k_slots]
+    return [*((length,) for length in lists), *[map_shape(blocks, block) if mapped else NO_MAPS] * len(MAPS)]
+
+
+def _room_of_blocks(q_bits: Tensor, k_bits: Tensor, block: int) -> int:
+    return _two(q_bits.shape[0] * -(-q_bits.shape[1] // block) * -(-k_bits.shape[1] // block))
+
+
+def _split_items(device: torch.device) -> int:
+    """Maximum number of work items beyond one per row, from the splitting of long rows by _Splitting."""
+    if device.type != "cuda":
+        return 0
+    shares = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return math.ceil(9 / 8 * shares / HEADS) + 1
+
+
+def _two(length: int) -> int:
+    return max(length, 2)
+
+
+def _filled(values: Tensor, room: tuple[int, ...]) -> Tensor:
+    if values.dim() == 1:
+        return torch.nn.functional.pad(values, (0, room[0] - values.numel()), value=-1)
+    maps = values.new_empty(room)
+    if room != NO_MAPS:
+        maps[: values.shape[0]] = values
+    return maps
+
+
+# ---------------------------------------------------------------------- compilation mode
+
+
+@torch.compiler.assume_constant_result  # runs while the code is traced; the result holds for that code
+def whole_graph() -> bool:
+    """True if the traced code must not have graph breaks: fullgraph=True, or torch.export."""
+    if torch.compiler.is_exporting():
+        return True
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracer = InstructionTranslator.current_tx()
+        return bool(tracer.one_graph or tracer.error_on_graph_break)
+    except (ImportError, AttributeError):  # another version of torch: a graph break then reports what to do
+        return False

@@ -1,9 +1,9 @@
-"""The dense oracle: plain torch, any floating dtype, T x T memory. Every other backend is tested against it.
+"""The dense oracle: plain torch, any floating dtype, T x T memory. All other backends are tested against it.
 
-It computes in fp32 (fp64 for fp64 inputs), and its backward is the written-out formula, so gradcheck tests it and it
-tests the others. Weights are divided by their sum, forward and backward: exp(score - LSE), which kernels compute
-backward since they keep nothing else, is off by the rounding of the LSE, 0.4 % where scores reach 80,000. Query heads
-are grouped by the key head that they share, which is never repeated in memory.
+It computes in fp32 (fp64 for fp64 inputs). Its backward is the explicit formula, so gradcheck can test it, and it can
+test the other backends. Weights are divided by their sum, forward and backward. The kernels' backward computes
+exp(score - LSE) instead, since they store only the LSE. That has the rounding error of the LSE: 0.4 % where scores
+reach 80,000. Query heads are grouped by their shared key head, which is never repeated in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ INF = float("inf")
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot run on `q` and `v`: it always can."""
+    """Reason why this backend cannot run on `q` and `v`: always None, since it can."""
     return None
 
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     q, k, v, plan, scale, softcap = job
     seen = visible(plan.queries().rows(), plan.keys().columns(), plan.sinks)
     scores, _ = _scores(q, k, seen, scale, softcap)
@@ -35,7 +35,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
 def backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     q, k, v, plan, scale, softcap = job
     seen = visible(plan.queries().rows(), plan.keys().columns(), plan.sinks)
     rows, columns = seen.any(2), seen.any(1)
@@ -46,7 +46,7 @@ def backward(
     p, empty = _probabilities(scores)
     do = dout.to(scores.dtype).reshape(*grouped, v.shape[3]).masked_fill(empty, 0.0)  # 0 * inf would be NaN
     dp = do @ v.to(scores.dtype).unsqueeze(2).mT
-    # d lse / d score is p as well, so its gradient joins the row's correction term.
+    # d lse / d score is also p, so its gradient is part of the row's correction term.
     correction = (do * out.to(scores.dtype).reshape(do.shape)).sum(-1, keepdim=True)
     if dlse is not None:
         correction = correction - _part_of(rows, dlse).to(scores.dtype).reshape(grouped).unsqueeze(-1)
@@ -59,7 +59,7 @@ def backward(
 
 
 def _part_of(seen: Tensor, x: Tensor) -> Tensor:
-    """x [B, H, T, ...], zero for the tokens that are not `seen` [B, T]: 0 times what they hold could be NaN."""
+    """x [B, H, T, ...], zero for tokens that are not `seen` [B, T]: 0 times their values could be NaN."""
     return x.masked_fill(~seen.view(seen.shape[0], 1, seen.shape[1], *(1,) * (x.dim() - 3)), 0.0)
 
 
@@ -76,6 +76,6 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | N
 
 
 def _probabilities(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension, 0 rather than NaN in an empty row; and which rows are empty."""
+    """Softmax over the last dimension (0 instead of NaN in an empty row), and a mask of empty rows."""
     empty = (scores == -INF).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(empty, 0.0), empty

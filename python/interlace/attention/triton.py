@@ -1,9 +1,9 @@
 """The Triton backend: allocates results and runs the kernels of `interlace.kernels.bitfield_*`.
 
-Runs on NVIDIA GPUs of compute capability 8.0 and later, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1
-in the environment before triton is imported), which is how its arithmetic is tested without a GPU. `forward` and
-`backward` are deterministic: the same inputs give the same bits. `atomic_backward`, which the op takes under
-deterministic=False, adds dQ by atomics in the dK/dV kernel: 5 matrix products instead of 7, and dQ in any order.
+Runs on NVIDIA GPUs of compute capability 8.0 and later. Also runs on CPU tensors in Triton's interpreter
+(TRITON_INTERPRET=1 in the environment before triton is imported), to test its arithmetic without a GPU. `forward` and
+`backward` are deterministic: the same inputs give the same bits. The op uses `atomic_backward` under
+deterministic=False. It adds dQ by atomics in the dK/dV kernel: 5 matrix products instead of 7, dQ summed in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None when it can."""
+    """Reason why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None if it can."""
     if (reason := _missing()) is not None:
         return reason
     if q.dtype not in DTYPES:
@@ -43,7 +43,7 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale, precision
     from interlace.kernels.prepared import launch
 
@@ -66,16 +66,16 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
 def backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backend.py says."""
+    """See backend.py."""
     return _backward(job, out, lse, dout, dlse, wide, fused=False)
 
 
 def atomic_backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q.
+    """Like backward, but the last bits of dq change from run to run. Needs 4 bytes more per element of q.
 
-    For fp32, for head dimensions above 128 and before Hopper it is `backward` (see bitfield_tiles.has_fused).
+    For fp32, for head dimensions above 128 and before Hopper this is `backward` (see bitfield_tiles.has_fused).
     """
     return _backward(job, out, lse, dout, dlse, wide, fused=True)
 
@@ -93,7 +93,7 @@ def _backward(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     fused = fused and can_fuse(q, v, architecture_of(q.device))
     given = [q, k, v, out, lse, dout, *([] if dlse is None else [dlse])]
-    if fused:  # kernels add to it
+    if fused:  # kernels accumulate dq into it
         given.append(torch.zeros(q.shape, dtype=torch.float32, device=q.device))
 
     def calls() -> Any:
@@ -111,7 +111,7 @@ def _backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Kernels take any strides but the last, which must be 1."""
+    """Make the last dimension contiguous. Kernels accept any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,13 +1,14 @@
-"""Who computes what: items with weights (token blocks, samples, microbatches) dealt to bins (ranks).
+"""Load balancing: assignment of weighted items (token blocks, samples, microbatches, layers) to bins (ranks, stages).
 
-- assignment  weighted items to bins: `assign` by ten methods, `assign_exact`, `lower_bound`, `least_spread`
-- tokens      token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`; `block_for`, `rows_per_rank`
-- rearrange   samples to data-parallel ranks after they were drawn: `post_balance`, `batch_costs`, `nodewise_placement`,
-              `compose`, `all_to_all_plan`
-- microbatches  samples to microbatches by encoder and LLM cost at once: `assign_microbatches`, `assign_replicas`
-- reorder     what runs when: `reorder_samples`, `reorder_microbatches`
+- `assignment`: weighted items to bins: `assign` by eight methods, `assign_exact`, `lower_bound`, `least_spread`.
+- `partition`: layers to stages, in order.
+- `tokens`: token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`; `block_for`, `rows_per_rank`.
+- `rearrange`: drawn samples to data-parallel ranks: `post_balance`, `batch_costs`, `nodewise_placement`, `compose`,
+  `all_to_all_plan`.
+- `microbatches`: samples to microbatches by encoder and LLM cost: `assign_microbatches`, `assign_replicas`.
+- `reorder`: the order of samples and microbatches: `reorder_samples`, `reorder_microbatches`.
 
-numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and release the GIL.
+Inputs and outputs are numpy arrays; the algorithms are in csrc/balance/ and release the GIL.
 """
 
 from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, least_spread, lower_bound

@@ -1,14 +1,11 @@
-"""Assignment of weighted items to bins, and how good any assignment could be.
+"""Assignment of weighted items to bins, and bounds on the quality of any assignment.
 
 | method         | order kept | weights used | heaviest bin                              | time                        |
 |----------------|------------|--------------|-------------------------------------------|-----------------------------|
 | lpt            | no         | yes          | never above lpt_greedy's                  | O(n log n) + local search   |
 | even           | no         | yes          | never above lpt's; all loads near a mean  | lpt + up to some ms         |
 | lpt_greedy     | no         | yes          | <= 4/3 - 1/(3 bins) optimum (no capacity) | O(n log n)                  |
-| multifit       | no         | yes          | <= 13/11 optimum (no capacity) and        | O(n log n), up to 40 probes |
-|                |            |              | never above lpt_greedy's                  |                             |
-| karmarkar_karp | no         | yes          | best known heuristic at few items per bin | O(n bins log bins)          |
-| exact          | no         | yes          | optimal where `assign_exact` says proven  | exponential; a node budget  |
+| exact          | no         | yes          | optimal if `assign_exact` returns proven  | exponential; a node budget  |
 | contiguous     | yes        | yes          | optimal among those that keep the order   | O(n + bins log n) probes    |
 | ring           | yes        | no           | equal counts                              | O(n)                        |
 | zigzag         | no         | no           | balanced for causal attention, else none  | O(n)                        |
@@ -28,9 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 from interlace import _core
 
 EXACT_STEPS = 160_000_000
-"""Nodes times bins that the exact method looks at by default: about half a second."""
+"""Default budget of the exact method, nodes times bins: about half a second."""
 EXACT_SECONDS = 60.0
-"""After so long it gives up where more nodes were asked for."""
+"""Time limit of the exact method with a larger node budget; then it raises TimeoutError."""
 
 
 def _exact(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]:
@@ -41,8 +38,6 @@ METHODS: dict[str, Callable[[NDArray[np.generic], int, int | None], NDArray[np.i
     "lpt": _core.assign_lpt,
     "even": _core.assign_even,
     "lpt_greedy": _core.assign_lpt_greedy,
-    "multifit": _core.assign_multifit,
-    "karmarkar_karp": _core.assign_karmarkar_karp,
     "exact": _exact,
     "contiguous": _core.assign_contiguous,
     "ring": _core.assign_ring,
@@ -53,7 +48,7 @@ METHODS: dict[str, Callable[[NDArray[np.generic], int, int | None], NDArray[np.i
 
 @dataclass(frozen=True)
 class ExactAssignment:
-    """What `assign_exact` found."""
+    """Result of `assign_exact`."""
 
     bins: NDArray[np.int32]  # [n], the bin of each item
     makespan: float  # weight of the heaviest bin
@@ -64,27 +59,24 @@ class ExactAssignment:
 def assign(
     weights: ArrayLike, bins: int, *, method: str = "lpt", capacity: int | None = None, seed: int = 0
 ) -> NDArray[np.int32]:
-    """Gives each item a bin so that the heaviest bin is light. Deterministic: ties go to the lower index.
+    """Assigns items to bins to minimise the heaviest bin. Deterministic: ties go to the lower index.
 
     Args:
         weights: real numbers [n], finite and not negative, in any unit. Whole numbers above 2^53 are rounded.
         bins: number of bins; more than items leaves some empty.
-        method: "lpt" deals items by falling weight, each to the lightest bin with room ("lpt_greedy": the token
-            distribution of Cornstarch, dissertation 3.3.2.1, and the sample distribution of OrchMLLM, its Algorithm 1),
-            then moves and exchanges items between the heaviest and the lightest bins while that helps; so it is never
-            worse than "lpt_greedy". "even" goes on from there until all loads, not only the heaviest, lie close to each
-            other: any two bins exchange up to three items each way while that helps (`least_spread` says how close
-            loads can come; the time is bounded by a count of steps). "multifit" bisects for the least limit that first
-            fit by falling weight keeps. "karmarkar_karp" merges the partial solutions of largest spread (differencing);
-            with a capacity below n its counts differ by at most one. "exact" is `assign_exact` with its default budget.
-            "contiguous" keeps the
-            order of the items and cuts it where the heaviest bin is lightest. The others are blind to the weights, with
+        method: "lpt_greedy" assigns items by falling weight, each to the lightest bin with room (the token distribution
+            of Cornstarch, dissertation 3.3.2.1, and the sample distribution of OrchMLLM, its Algorithm 1). "lpt" then
+            moves and exchanges items between the heaviest and the lightest bins while that helps, so it is never worse
+            than "lpt_greedy". "even" continues until all loads, not only the heaviest, are close to each other: any two
+            bins exchange up to three items each way while that helps (`least_spread` bounds how close loads can get;
+            the time is bounded by a count of steps). "exact" is `assign_exact` with its default budget. "contiguous"
+            keeps the order of the items and cuts it to minimise the heaviest bin. The others ignore the weights, with
             counts that differ by at most one: "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal
-            counts, of which bin r takes chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
-            "random" deals a random permutation (Cornstarch 2025-03, section 5.3).
-        capacity: most items a bin may take (None: any number). `n // bins` gives equal counts where bins divides n,
+            counts and gives bin r chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
+            "random" distributes a random permutation (Cornstarch 2025-03, section 5.3).
+        capacity: most items a bin may take (None: any number). `n // bins` gives equal counts if bins divides n,
             e.g. context-parallel ranks with equally many tokens.
-        seed: for method "random", 0 .. 2^64 - 1; the same seed gives the same answer on every platform.
+        seed: for method "random", 0 .. 2^64 - 1; the same seed gives the same result on every platform.
 
     Returns:
         int32 [n], the bin of each item.
@@ -113,22 +105,22 @@ def assign_exact(
     nodes: int | None = None,
     seconds: float = EXACT_SECONDS,
 ) -> ExactAssignment:
-    """The assignment whose heaviest bin is as light as any can be, or the best one found with a bound on the optimum.
+    """The assignment with the lightest possible heaviest bin, or the best one found with a bound on the optimum.
 
-    Starts from the best of "lpt", "multifit" and "karmarkar_karp", stops at once if that reaches `lower_bound`, and
-    otherwise runs branch and bound over the items by falling weight until the tree is done or `nodes` nodes (0 or more)
-    were looked at: a count and no time, so that every rank gets the same answer. O(bins) per node. Up to some 30 items
-    the tree is usually done; with many items per bin the bound is usually reached at once; between the two lies the
-    hard range, where the gap between makespan and bound is what is known. Exact for whole numbers whose sum is below
-    2^53, otherwise up to rounding of the sums. Other arguments and errors as in `assign`.
+    Starts from "lpt" and stops at once if that reaches `lower_bound`. Otherwise it runs branch and bound over the items
+    by falling weight, until the tree is exhausted or `nodes` nodes (0 or more) are visited. The budget is a count, not
+    a time, so that every rank gets the same result. O(bins) per node. Up to about 30 items the tree is usually
+    exhausted; with many items per bin the bound is usually reached at once. In the hard range between the two, the
+    result gives the gap between makespan and bound. Exact for whole numbers whose sum is below 2^53, otherwise up to
+    rounding of the sums. Other arguments and errors as in `assign`.
 
     Args:
-        nodes: by default as many as take about half a second, `EXACT_STEPS` / bins.
-        seconds: how long the tree may take (math.inf: as long as it does).
+        nodes: default: `EXACT_STEPS` / bins, about half a second.
+        seconds: time limit of the tree search (math.inf: none).
 
     Raises:
-        TimeoutError: the tree took longer; the message says how many nodes that were, and what they found. No answer
-            is returned then, since it would differ from machine to machine.
+        TimeoutError: the time limit was reached; the message has the number of nodes and the best result so far. No
+            assignment is returned, since it would differ between machines.
     """
     values, bins = as_numpy(weights), bounded_index(bins, "bins")
     if nodes is None:
@@ -140,20 +132,21 @@ def assign_exact(
 def lower_bound(weights: ArrayLike, bins: int, *, capacity: int | None = None) -> float:
     """A weight that the heaviest bin reaches under every assignment, in the unit of the weights, O(n log n).
 
-    The largest of: total / bins (rounded up where all weights are whole numbers); the largest item; the two smallest of
-    the bins + 1 largest items, since some bin holds two of those, and so on for three of the 2 bins + 1 largest; with a
-    capacity also the lightest items that must join these, since no bin can hold fewer than n - capacity * (bins - 1).
-    Up to rounding of the sums. An assignment that reaches it is optimal. Arguments and errors as in `assign`.
+    The largest of: total / bins (rounded up if all weights are whole numbers); the largest item; the two smallest of
+    the bins + 1 largest items, since some bin holds two of those, and so on for three of the 2 bins + 1 largest. With a
+    capacity it includes the lightest items that must join these, since no bin can hold fewer than n - capacity *
+    (bins - 1). Up to rounding of the sums. An assignment that reaches the bound is optimal. Arguments and errors as in
+    `assign`.
     """
     return _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
 
 
 def least_spread(weights: ArrayLike, bins: int) -> float:
-    """The standard deviation of the bins' loads that no assignment gets below, in the unit of the weights, O(n log n).
+    """Lower bound on the standard deviation of the bins' loads, in the unit of the weights, O(n log n).
 
-    An item that weighs more than an equal share has a bin whose load it sets; the others at best share what is left
-    evenly, among whom the next item may be too large again. Sums of squares are convex, so nothing is more even. 0
-    where no item weighs more than an equal share, though whole items may not add up to one then.
+    An item heavier than an equal share determines the load of its bin. The other bins at best share the rest equally;
+    the next item may be heavier than an equal share of the rest again. Sums of squares are convex, so no other loads
+    have less spread. The bound is 0 if no item is heavier than an equal share, even if whole items cannot reach it.
 
     Args:
         weights: real numbers [n], finite and not negative, in any unit; at least one.
@@ -162,7 +155,7 @@ def least_spread(weights: ArrayLike, bins: int) -> float:
     Raises:
         ValueError: as `assign`.
     """
-    _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), None)  # which refuses what is no weight
+    _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), None)  # validates weights and bins
     falling = np.sort(as_numpy(weights).astype(np.float64))[::-1]
     loads = np.zeros(bins)
     left, alone = float(falling.sum()), 0
@@ -185,7 +178,7 @@ def as_numpy(values: ArrayLike) -> NDArray[Any]:
 
 
 def bounded_index(value: int, name: str) -> int:
-    """A whole number that the extension can hold."""
+    """A whole number that fits in int64 of the extension."""
     index = operator.index(value)
     if abs(index) >= 2**63:
         raise ValueError(f"{name} is out of range: {index}")

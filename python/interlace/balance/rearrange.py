@@ -1,8 +1,8 @@
-"""Samples to data-parallel ranks after they were drawn, and what crosses the network for it (OrchMLLM sections 5-6).
+"""Rearrangement of drawn samples over data-parallel ranks, and its network traffic (OrchMLLM sections 5-6).
 
-A phase (an encoder, the language model) has its own rearrangement of the step's samples: `post_balance` says which
-batch each sample joins, `nodewise_placement` which rank takes which batch so that little crosses nodes, `compose` turns
-"back to where the samples came from, then on to the next phase" into one exchange, `all_to_all_plan` gives its splits.
+Each phase (an encoder, the language model) rearranges the step's samples in its own way. `post_balance` assigns samples
+to batches. `nodewise_placement` assigns batches to ranks with little traffic between nodes. `compose` merges the
+inverse of one rearrangement and the next rearrangement into one exchange. `all_to_all_plan` gives its splits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from interlace import _core
 from interlace.balance.assignment import as_numpy, bounded_index
 
-# Packed batches of this few samples go through branch and bound, for at most some milliseconds.
+# Packed batches of at most this many samples go through branch and bound, which takes at most some milliseconds.
 EXACT_SAMPLES = 24
 EXACT_NODES = 20_000
 
@@ -31,29 +31,29 @@ def post_balance(
     convolution: bool = False,
     items: ArrayLike | None = None,
 ) -> NDArray[np.int32]:
-    """Deals the samples of one step to data-parallel ranks so that the costliest batch is cheap.
+    """Assigns the samples of one step to data-parallel ranks to keep the costliest batch cheap.
 
     With b members of lengths l in a batch and lambda = `quadratic`, a batch costs
 
-    | batching | convolution | cost                               | OrchMLLM   | answer                          |
+    | batching | convolution | cost                               | OrchMLLM   | method                          |
     |----------|-------------|------------------------------------|------------|---------------------------------|
     | packed   | False       | sum(l) + lambda * sum(l^2)         | Algs. 1, 4 | LPT on this cost, then exchanges |
     | packed   | True        | sum(l) + lambda * b * max(l)^2     | Alg. 5     | best of five, then exchanges     |
     | padded   | False       | b * max(l) + lambda * b * max(l)^2 | Alg. 2     | optimal                          |
 
-    and the answer is never above what the printed algorithm reaches (Algorithm 4 at tolerance 0 or unlimited; in
-    between its comparison is not transitive). Up to 24 packed samples go through a short branch and bound too. Where
-    the print is wrong: Algorithm 2 takes its upper bound from the shortest sequence and returns the last probe,
-    feasible or not; Algorithm 5 opens one batch too many.
+    and the result is never costlier than that of the printed algorithm (Algorithm 4 at tolerance 0 or unlimited; in
+    between its comparison is not transitive). Up to 24 packed samples also go through a short branch and bound. Errors
+    in the paper: Algorithm 2 takes its upper bound from the shortest sequence and returns the last probe, feasible or
+    not; Algorithm 5 opens one batch too many.
 
     Args:
         lengths: tokens of each sample [n], finite and not negative.
-        ranks: data-parallel ranks; with fewer samples some get none.
+        ranks: data-parallel ranks; with fewer samples than ranks, some get none.
         batching: "packed" (no padding) or "padded" (to the longest of the batch).
         quadratic: cost of attention, per token squared, over the linear cost per token (beta / alpha in the paper).
         convolution: packed batches whose attention is computed padded, as in a ConvTransformer.
-        items: whole numbers [n], 1 or more: into how many equal sequences a sample's length falls, which do not see
-            each other: its attention costs lambda * l^2 / items. For packed batches alone (default: 1 each).
+        items: whole numbers [n], 1 or more: number of equal sequences in a sample, which do not attend to each other;
+            attention then costs lambda * l^2 / items. Only for packed batches (default: 1 each).
 
     Returns:
         int32 [n], the rank of each sample. O(n log n), and local search for packed batches.
@@ -87,9 +87,10 @@ def batch_costs(
     convolution: bool = False,
     items: ArrayLike | None = None,
 ) -> NDArray[np.float64]:
-    """float64 [batches], what each batch costs by the table of `post_balance`, whose other arguments these are.
+    """float64 [batches], cost of each batch by the table of `post_balance`; other arguments as there.
 
-    batch_of: whole numbers [n] in 0 .. batches - 1. Raises ValueError as `post_balance`, and for other batches.
+    batch_of: whole numbers [n] in 0 .. batches - 1. Raises ValueError as `post_balance`, and for a `batch_of` or
+    `batches` out of range.
     """
     values, attention = _sample_costs(lengths, batching, quadratic, convolution, items)
     count = _positive(batches, "batches")
@@ -109,7 +110,7 @@ def batch_costs(
 def _sample_costs(
     lengths: ArrayLike, batching: str, quadratic: float, convolution: bool, items: ArrayLike | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What each sample costs alone, linear in its length, and for attention. Raises ValueError as `post_balance`."""
+    """Costs of each sample: linear in its length, and of attention. Raises ValueError as `post_balance`."""
     if batching not in ("packed", "padded"):
         raise ValueError(f"unknown batching {batching!r}: use 'packed' or 'padded'")
     if not (np.isfinite(quadratic) and quadratic >= 0):
@@ -137,7 +138,7 @@ def _sample_costs(
 def rearrangement_volume(
     source: ArrayLike, destination: ArrayLike, sizes: ArrayLike, ranks: int
 ) -> NDArray[np.float64]:
-    """float64 [ranks, ranks]: entry [i, j] is the size of all items that rank i holds and batch j takes.
+    """float64 [ranks, ranks]: entry [i, j] is the total size of items that rank i holds and batch j takes.
 
     Args:
         source, destination: whole numbers [n] in 0 .. ranks - 1.
@@ -156,20 +157,20 @@ def rearrangement_volume(
 
 
 def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int32]:
-    """Which rank takes which new batch, so that the rank that sends most to other nodes sends little (Algorithm 3).
+    """Assigns new batches to ranks, to minimise the most that a rank sends to other nodes (Algorithm 3).
 
     Args:
-        volume: real numbers [d, d], finite and not negative: entry [i, j] is what rank i holds of batch j
+        volume: real numbers [d, d], finite and not negative: entry [i, j] is the size that rank i holds of batch j
             (`rearrangement_volume`). float64, float32, int64 and int32 in C order are read without a copy.
         ranks_per_node: ranks i with equal i // ranks_per_node share a node; divides d.
 
     Returns:
         int32 [d], a permutation: the rank of batch j. ``placement[post_balance(...)]`` is the rank of each sample.
 
-    A heuristic: greedy assignment, then a tabu search over exchanges of two batches, of bounded work; never worse than
-    batch j on rank j. A min-cost flow in place of the greedy assignment ended in another bottleneck on 4 of 63 volumes
-    (lower on 3, all below d = 2560) and took several times as long. `nodewise_bound` says how good a placement is: at
-    d = 2560 with 8 ranks per node most of rearranged batches are proven optimal, all are within 2 %. One pass over the
+    A heuristic: greedy assignment, then a tabu search of bounded work over exchanges of two batches. It is never worse
+    than batch j on rank j. A min-cost flow instead of the greedy assignment gave another bottleneck on 4 of 63 volumes
+    (lower on 3, all below d = 2560) and took several times as long. Compare with `nodewise_bound`: at d = 2560 with 8
+    ranks per node most placements of rearranged batches are proven optimal, and all are within 2 %. One pass over the
     matrix, O(entries log entries), and the search.
 
     Raises:
@@ -182,10 +183,10 @@ def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int
 def nodewise_placement_of_items(
     source: ArrayLike, destination: ArrayLike, sizes: ArrayLike, ranks: int, ranks_per_node: int
 ) -> NDArray[np.int32]:
-    """``nodewise_placement(rearrangement_volume(source, destination, sizes, ranks), ranks_per_node)`` without the
-    matrix, which of 2,560 ranks has 52 MB and of 24 samples a rank is nearly empty.
+    """``nodewise_placement(rearrangement_volume(source, destination, sizes, ranks), ranks_per_node)`` without building
+    the matrix. For 2,560 ranks the matrix has 52 MB, and with 24 samples per rank it is nearly empty.
 
-    Arguments and errors as of these two. O(n + ranks + entries log entries), and the search.
+    Arguments and errors as in these two. O(n + ranks + entries log entries), and the search.
     """
     from_, to = as_numpy(source), as_numpy(destination)
     return _core.nodewise_placement_of_items(
@@ -198,13 +199,14 @@ def nodewise_placement_of_items(
 
 
 def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 1000) -> float:
-    """What the bottleneck of `nodewise_placement` cannot go below, in the unit of volume.
+    """Lower bound on the bottleneck of `nodewise_placement`, in the unit of volume.
 
-    The largest of three bounds: what every instance sends if it keeps the batches that it holds most of, and all nodes
-    but one of a batch; the Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps; and what
-    the nodes that are worst off need in whole batches even if they choose first, by a tree search. Valid at any number
-    of iterations (0 or more), which set the steps and the size of the trees; more make it tighter. Tightest where nodes
-    are small: seconds for 8 ranks per node, up to about 10 with 16 or more.
+    The largest of three bounds. First: the traffic that every instance sends if it keeps the batches that it holds most
+    of, and that all nodes but one send of each batch. Second: the Lagrangian dual of Algorithm 3's linear relaxation,
+    by subgradient steps. Third: the traffic of the worst nodes in whole batches even if they choose first, by a tree
+    search. Valid for any number of iterations (0 or more), which set the number of steps and the size of the trees;
+    more iterations make it tighter. Tightest for small nodes: takes seconds for 8 ranks per node, up to about 10
+    seconds with 16 or more.
     Arguments and errors as in `nodewise_placement`.
     """
     return _core.nodewise_bound(
@@ -213,7 +215,8 @@ def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 
 
 
 def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: int) -> NDArray[np.float64]:
-    """float64 [d]: what each rank sends to other nodes under a placement; its maximum is Algorithm 3's objective."""
+    """float64 [d]: size that each rank sends to other nodes under a placement. Its maximum is the objective of
+    Algorithm 3."""
     matrix = as_numpy(volume)
     d = len(matrix)
     per_node = _positive(ranks_per_node, "ranks_per_node")
@@ -228,16 +231,16 @@ def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: in
 
 
 def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
-    """One rearrangement in place of two (OrchMLLM section 6): ``x[compose(a, b)] == x[a][b]``.
+    """Merges two rearrangements into one (OrchMLLM section 6): ``x[compose(a, b)] == x[a][b]``.
 
     Args:
-        first_inverse: whole numbers [m]: where each sample lies in the layout that the data is in now, e.g. the inverse
-            of an encoder's rearrangement.
-        second: whole numbers [k] in 0 .. m - 1: the samples in the order that the next phase wants. It may leave
-            samples out or repeat them.
+        first_inverse: whole numbers [m]: position of each sample in the current layout of the data, e.g. the inverse of
+            an encoder's rearrangement.
+        second: whole numbers [k] in 0 .. m - 1: the samples in the order of the next phase. It may leave samples out or
+            repeat them.
 
     Returns:
-        int64 [k]: for each place of the next phase's layout, the place in the present layout to take it from.
+        int64 [k]: for each position in the next phase's layout, the position in the current layout to take it from.
     """
     first, then = as_numpy(first_inverse), as_numpy(second)
     for name, array in (("first_inverse", first), ("second", then)):
@@ -250,14 +253,15 @@ def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class AllToAllPlan:
-    """Who sends what to whom. A rank packs by destination, then item number; arrivals stand by source, then number."""
+    """Plan of an all-to-all exchange. A rank packs items by destination, then number; received items are ordered by
+    source, then number."""
 
     ranks: int
     source: NDArray[np.int64]  # [n], the rank that holds each item
     destination: NDArray[np.int64]  # [n], the rank that needs it
     sizes: NDArray[np.int64]  # [n], units that each item takes (tokens, rows)
     send_order: NDArray[np.int32]  # [n], items by source rank, in the order in which each rank packs them
-    send_offsets: NDArray[np.int64]  # [ranks + 1], where each rank's part of send_order begins
+    send_offsets: NDArray[np.int64]  # [ranks + 1], start of each rank's part of send_order
     receive_order: NDArray[np.int32]  # [n], items by destination rank, in the order in which they arrive there
     receive_offsets: NDArray[np.int64]  # [ranks + 1]
 
@@ -270,7 +274,7 @@ class AllToAllPlan:
         return self.receive_order[self._part(self.receive_offsets, rank)]
 
     def send_splits(self, rank: int) -> NDArray[np.int64]:
-        """int64 [ranks]: units that a rank sends to each rank, as torch.distributed.all_to_all_single wants them."""
+        """int64 [ranks]: units that a rank sends to each rank, as in torch.distributed.all_to_all_single."""
         items = self.sends(rank)
         return np.bincount(self.destination[items], self.sizes[items], self.ranks).astype(np.int64)
 
@@ -300,15 +304,15 @@ class AllToAllPlan:
 def all_to_all_plan(
     source: ArrayLike, destination: ArrayLike, ranks: int, *, sizes: ArrayLike | None = None
 ) -> AllToAllPlan:
-    """The exchange that brings every item from the rank that holds it to the one that needs it (OrchMLLM 5.2.1).
+    """The exchange that moves every item from the rank that holds it to the rank that needs it (OrchMLLM 5.2.1).
 
     Args:
         source, destination: whole numbers [n] in 0 .. ranks - 1.
-        ranks: ranks that take part.
-        sizes: units of each item, whole numbers [n] that are not negative, 2^53 in all at most (default: 1 each).
+        ranks: number of ranks in the exchange.
+        sizes: units of each item, whole numbers [n] that are not negative, at most 2^53 in total (default: 1 each).
 
     Returns:
-        AllToAllPlan; the splits of all ranks agree: what r expects from s is what s sends to r. O(n + ranks).
+        AllToAllPlan; the splits of all ranks agree: r expects from s exactly the units that s sends to r. O(n + ranks).
 
     Raises:
         ValueError: shapes differ, the named value is out of range.

@@ -1,6 +1,6 @@
-"""Order of samples and of microbatches against stragglers (DistTrain section 6).
+"""Order of samples and of microbatches, to reduce stragglers (DistTrain section 6).
 
-Both start from the paper's algorithm, which is also available alone, and are never worse than it.
+Both functions start from the paper's algorithm, which is also available alone, and are never worse than it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SampleOrder:
 def reorder_samples(
     cost: ArrayLike, groups: int, *, equal_counts: bool = True, as_printed: bool = False
 ) -> SampleOrder:
-    """Deals the samples of a global batch to data-parallel groups so that the slowest is fast (algorithm 2).
+    """Assigns the samples of a global batch to data-parallel groups to keep the slowest group fast (algorithm 2).
 
-    As printed the algorithm takes samples by rising cost, which voids the 4/3 bound that the paper states for it: that
-    is for falling cost (Graham 1969). Here samples go by falling cost, unless the printed order happens to be better.
-    The print also joins the groups without saying how long each is, though a data-parallel rank cuts the
-    result into equal parts: with equal_counts these parts are the groups. O(n log n).
+    The printed algorithm takes samples by rising cost, but the 4/3 bound that the paper states for it holds for falling
+    cost (Graham 1969). Here samples are taken by falling cost, unless the printed order is better. The paper also
+    concatenates the groups without their lengths, though a data-parallel rank cuts the result into equal parts. With
+    equal_counts these parts are the groups. O(n log n).
 
     Args:
         cost: real numbers [n], finite and not negative, in any unit.
@@ -68,12 +68,13 @@ def _heaviest(cost: NDArray[np.generic], group_of: NDArray[np.int32], groups: in
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchOrder:
-    """An order of microbatches and what it is worth.
+    """An order of microbatches and its simulated time.
 
     order: int32 [l]; the i-th microbatch to run is order[i].
-    seconds: when the last rank finishes, simulated. printed_seconds: with the paper's order. bound: what no order gets
-        below (the busiest rank with the cheapest way to it and from it; each microbatch alone).
-    evaluations: how many orders were simulated.
+    seconds: simulated time at which the last rank finishes. printed_seconds: the same for the paper's order.
+    bound: lower bound for every order (the busiest rank with the cheapest way to it and from it; each microbatch
+        alone).
+    evaluations: number of simulated orders.
     """
 
     order: NDArray[np.int32]
@@ -84,7 +85,7 @@ class MicrobatchOrder:
 
     @property
     def gap(self) -> float:
-        """How far seconds are above the bound, as a share of it: 0 proves that the order is optimal."""
+        """Relative distance of seconds from the bound: 0 proves that the order is optimal."""
         return self.seconds / self.bound - 1.0 if self.bound else 0.0
 
 
@@ -96,22 +97,23 @@ def reorder_microbatches(
     transfer: float = 0.0,
     evaluations: int = 6_000,
 ) -> MicrobatchOrder:
-    """The order in which a 1F1B pipeline should take microbatches of unequal cost (algorithm 3), refined by search.
+    """Order of microbatches of unequal cost for a 1F1B pipeline (algorithm 3), refined by search.
 
-    The paper's order comes first: the smallest microbatch, then those whose forwards best fill the gaps of the first
-    rank, the ranks - 1 smallest at the end (the printed loop runs ranks - 2 rounds too long; it ends here when none is
-    left). Then the given, the rising and the falling order. Then all permutations if the evaluations suffice, which
-    makes the result optimal, else an iterated local search (moves, swaps, a few random swaps where none helps) from the
-    best of these until the bound is met or the evaluations are spent. Each order is timed by the event simulator, so
-    the result is never worse than the paper's, O(l stages) per evaluation. Deterministic.
+    The first candidate is the paper's order: the smallest microbatch, then those whose forwards best fill the gaps of
+    the first rank, with the ranks - 1 smallest at the end (the printed loop runs ranks - 2 rounds too long; here it
+    ends when no microbatch is left). Next are the given, the rising and the falling order. If the evaluations suffice,
+    all permutations follow, which makes the result optimal. Otherwise an iterated local search (moves, swaps, a few
+    random swaps if none helps) runs from the best order so far, until the bound is reached or the evaluations are used
+    up. Each order is timed by the event simulator, so the result is never worse than the paper's. O(l stages) per
+    evaluation. Deterministic.
 
     Args:
         forward, backward: seconds [l, stages] of each microbatch on each stage, finite and not negative.
         ranks: pipeline ranks; stage s runs on rank s % ranks. None: one per stage. Fewer than stages: interleaved 1F1B
             (Megatron-LM, arXiv 2104.04473, section 2.2), which needs l to be a multiple of ranks.
         transfer: seconds of every message between ranks.
-        evaluations: how many orders to simulate at most; the default covers all permutations up to l = 7. 0: the
-            paper's order alone.
+        evaluations: most orders to simulate; the default covers all permutations up to l = 7. 0: only the paper's
+            order.
 
     Raises:
         ValueError: shapes disagree, the named entry is NaN, infinite or negative, ranks do not fit, or there are more

@@ -1,8 +1,8 @@
 """Token blocks to context-parallel ranks (dissertation 3.3.2.1, cornstarch-2025-11 section 5.1, Algorithm 2).
 
-The papers' algorithm gives every rank about the same attention work and whatever number of tokens follows from that.
-Here every rank also gets the same number of tokens of every sequence, so that shards stack into tensors of one shape,
-all-gathers are regular, and the work that is linear in tokens is balanced by construction.
+The papers' algorithm gives every rank about the same attention work, with no limit on the number of tokens. Here every
+rank also gets the same number of tokens of every sequence. So shards stack into tensors of one shape, all-gathers are
+regular, and the work that is linear in tokens is balanced by construction.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from interlace import _core
 from interlace.balance.assignment import METHODS, as_numpy, assign, lower_bound
 
 BLOCK = 128
-"""Tokens that are dealt together, at most: the block of the attention kernels."""
+"""Maximum tokens of a block: the block size of the attention kernels."""
 PER_RANK = 4
-"""Blocks that a rank has at least, as long as blocks may get smaller: with few there is nothing to balance."""
+"""Minimum blocks of a rank, as long as blocks can get smaller: few blocks cannot be balanced."""
 
 
 def block_for(length: int, ranks: int) -> int:
-    """Tokens of a block where a sequence of `length` tokens is dealt to so many ranks."""
+    """Tokens of a block for a sequence of `length` tokens on `ranks` ranks."""
     block = BLOCK
     while block > 1 and block * ranks * PER_RANK > length:
         block //= 2
@@ -33,20 +33,20 @@ def block_for(length: int, ranks: int) -> int:
 
 
 def rows_per_rank(length: int, ranks: int) -> int:
-    """Rows that each of the ranks has then: `TokenShards.tokens_per_rank`, with the padding that fills blocks up."""
+    """Rows of each rank with the block of `block_for`: `TokenShards.tokens_per_rank`, including padding of blocks."""
     block = block_for(length, ranks)
     return -(-length // (block * ranks)) * block
 
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Which rank holds which tokens of a batch of B sequences. Made once per microbatch.
+    """Assignment of the tokens of a batch of B sequences to ranks. Made once per microbatch.
 
-    The n query blocks of every sequence are extended by padding blocks to a multiple of `ranks`, so that every rank
-    holds `tokens_per_rank` tokens of every sequence, in rising order of position. Give `x` of shape [B, T, ...] padding
-    to `padded_length` tokens (for a mask: doc = -1); then rank r holds ``x[b, order[b]]`` at r * tokens_per_rank ..
-    (r + 1) * tokens_per_rank, and the rank-major gather ``y`` of all shards is put back by ``y[b, inverse[b]]``, of
-    which the first T tokens are the caller's.
+    The n query blocks of every sequence are extended by padding blocks to a multiple of `ranks`. So every rank holds
+    `tokens_per_rank` tokens of every sequence, in rising order of position. Pad `x` of shape [B, T, ...] to
+    `padded_length` tokens (for a mask: doc = -1). Then rank r holds ``x[b, order[b]]`` at r * tokens_per_rank ..
+    (r + 1) * tokens_per_rank. ``y[b, inverse[b]]`` restores the order of the rank-major gather ``y`` of all shards; the
+    first T tokens of it are those of `x`.
     """
 
     ranks: int
@@ -56,7 +56,7 @@ class TokenShards:
     block_order: NDArray[np.int64]  # [B, blocks], a permutation per row: blocks of rank 0, of rank 1, ...
     counts: NDArray[np.int64]  # [B, ranks], tokens that are not padding
     loads: NDArray[np.float64]  # [ranks], work in the unit of row_blocks
-    bound: float  # no rank's load can be made lower than this with equal token counts
+    bound: float  # lower bound on the heaviest load with equal token counts
 
     @property
     def padded_length(self) -> int:
@@ -70,24 +70,24 @@ class TokenShards:
 
     @property
     def gap(self) -> float:
-        """How far the heaviest rank is above the bound: 0.001 is 0.1 %."""
+        """Relative distance of the heaviest rank from the bound: 0.001 is 0.1 %."""
         return float(self.loads.max() / self.bound - 1) if self.bound > 0 else 0.0
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """[B, padded_length]: the token at each place of the rank-major layout; padding is >= the sequence's length."""
+        """[B, padded_length]: the token at each position of the rank-major layout; padding >= the sequence length."""
         tokens = self.block_order[:, :, None] * self.block + np.arange(self.block)
         return tokens.reshape(len(self.block_order), -1)
 
     @cached_property
     def inverse(self) -> NDArray[np.int64]:
-        """[B, padded_length]: the place of each token in the rank-major layout."""
+        """[B, padded_length]: the position of each token in the rank-major layout."""
         blocks = np.argsort(self.block_order, axis=1)
         places = blocks[:, :, None] * self.block + np.arange(self.block)
         return places.reshape(len(self.block_order), -1)
 
     def tokens(self, rank: int) -> NDArray[np.int64]:
-        """[B, tokens_per_rank]: the tokens that one rank holds, rising; those >= the sequence's length are padding."""
+        """[B, tokens_per_rank]: the tokens of one rank, rising; those >= the sequence length are padding."""
         rank = operator.index(rank)
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must lie between 0 and {self.ranks - 1}, got {rank}")
@@ -103,7 +103,7 @@ def distribute_tokens(
     lengths: ArrayLike | None = None,
     method: str | Callable[[NDArray[np.float64], int, int], ArrayLike] = "lpt",
 ) -> TokenShards:
-    """Deals the query blocks of a batch of sequences to context-parallel ranks: equal tokens, nearly equal work.
+    """Assigns the query blocks of a batch of sequences to context-parallel ranks: equal tokens, nearly equal work.
 
     Args:
         row_blocks: whole numbers [B, n] or [n] (one sequence), >= 0: attention work of each query block, as
@@ -112,15 +112,16 @@ def distribute_tokens(
             blocks of padding are added, so choose a smaller block for short sequences.
         block: tokens per block.
         linear: work of one token outside attention, in the unit of row_blocks (the work of one attention block).
-        lengths: tokens of each sequence that are not padding, an int or [B], 0 .. n * block (default: all). What lies
-            behind is padding and has no linear work.
+        lengths: tokens of each sequence that are not padding, an int or [B], 0 .. n * block (default: all). Later
+            tokens are padding and have no linear work.
         method: any of `assign`. "lpt" and "lpt_greedy" balance the sum over all sequences of the batch, since a rank
-            computes them together; the others deal each sequence by itself. Or a function of your own, called for each
-            sequence as method(work [blocks], ranks, blocks // ranks): it returns the rank of each block, so many each.
+            computes them together; the others assign each sequence separately. Or a custom function, called for each
+            sequence as method(work [blocks], ranks, blocks // ranks); it returns the rank of each block, with
+            blocks // ranks blocks for each rank.
 
     Returns:
-        TokenShards. `TokenShards.gap` says how far the heaviest rank can be from the best possible.
-        O(N log N) for N blocks in all, O(N ranks) where B > 1.
+        TokenShards. `TokenShards.gap` bounds the distance of the heaviest rank from the optimum.
+        O(N log N) for N blocks in total, O(N ranks) if B > 1.
 
     Raises:
         ValueError: wrong shape or dtype, a named value is negative or out of range, an unknown method.
@@ -178,7 +179,7 @@ def distribute_tokens(
         block_order=np.argsort(bins, axis=1, kind="stable"),
         counts=counts.reshape(batch, ranks),
         loads=np.bincount(flat, weights.reshape(-1), ranks).astype(np.float64, copy=False),
-        # Counts are equal per sequence; for several of them, equal counts overall is what the bound keeps.
+        # Counts are equal per sequence; the bound for several sequences uses only equal counts overall.
         bound=lower_bound(weights.reshape(-1), ranks, capacity=batch * each),
     )
 

@@ -1,33 +1,31 @@
-"""Collectives that leave the multiprocessors to the matrix products, and what is overlapped with them.
+"""Communication: channels, collectives, communication overlap and process bookkeeping.
 
-`transports` move bytes, `group` finds the transport of a process group, `collectives` are torch's with sums in a fixed
-order, `matmul` hides them under the matrix products of tensor parallelism (`overlap`), `deferred` puts off gradients
-of weights, `context_parallel` is attention over tokens that several ranks hold, `shards` deals tokens to them, `trace`
-records what overlapped what.
-
-`channel` is what the pipeline's executor speaks to, between threads (`channel_local`) or processes (`channel_group`),
-with `star` for small values of all ranks, `reductions` to compare what was summed, `lost` to find out who is gone and
-`recorder` to say afterwards what everyone did. `rendezvous` is where ranks meet before there is any of this.
+- `process`: rendezvous, groups, agreement between ranks, lost peers, the flight recorder, traces.
+- `transports`: move bytes, one file per implementation; `choose` selects the transport of a group.
+- `collectives`: torch's collectives with sums in a fixed order; shards of context-parallel sequences.
+- `overlap`: collectives overlapped with matrix products and attention; deferred weight gradients.
+- `channels`: point-to-point messages of the pipeline executor, between threads or processes.
 """
 
-from interlace.comm.channel import Channel, Pending, Tag
-from interlace.comm.channel_group import GroupChannel
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
-from interlace.comm.collectives import (
+from interlace.comm.channels.base import Channel, Pending, Tag
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
+from interlace.comm.channels.process_group import GroupChannel
+from interlace.comm.collectives.rows import (
     Handle,
     all_gather_into_tensor,
     all_reduce,
     all_to_all_single,
     reduce_scatter_tensor,
 )
-from interlace.comm.context_parallel import ContextParallelPlan, context_parallel_attention
-from interlace.comm.group import disconnect, resolve
-from interlace.comm.matmul import all_gather_matmul, matmul_reduce_scatter
-from interlace.comm.recorder import FlightRecorder
-from interlace.comm.shards import shard, shard_mask, unshard
-from interlace.comm.torch_balancer import torch_load_balancer
-from interlace.comm.trace import Trace, traced
-from interlace.comm.transports import CommError, EmulatedTransport, Transport, connect, run_local
+from interlace.comm.collectives.shards import shard, shard_mask, unshard
+from interlace.comm.collectives.torch_balancer import torch_load_balancer
+from interlace.comm.overlap.context_parallel import ContextParallelPlan, context_parallel_attention
+from interlace.comm.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.recorder import FlightRecorder
+from interlace.comm.process.trace import Trace, traced
+from interlace.comm.transports import EmulatedTransport, Transport, connect, run_local
+from interlace.comm.transports.choose import disconnect, resolve
 
 __all__ = [
     "Channel",

@@ -1,20 +1,10 @@
-"""Datasets of uncollated multimodal samples, and what carries them to the trainer.
+"""Multimodal datasets and the loaders that feed them to the trainer.
 
-digits (samples; base, tokenizer: what they are made with) -> loader (batches; ahead: its thread). media: decodes files.
-Apart from training: producing (tasks and answers) in worker processes (workers, worker_process) or on Ray (ray_tasks)
--> decoded (items that the ranks of a node share) -> produced (batches of them in the trainer).
-The stamps: fetch (Debian's package into a cache) -> index (what it holds) -> stamps (records; stamps_media: files;
-chats_bpe: a tokenizer) -> stamps_folder (chats like one's own; stamps_digits: what stands in for them).
-Chats: chats_files (records; chats_tar: of tars, opened: members read in place) -> chats_shapes (one shape, or broken;
-chats_keys: which keys; chats_records: by rules) -> chats_look (sizes; chats_index: of large data, made by processes:
-chats_index_pool, chats_index_worker) -> chats_template, chats_tokens, chats_media, chats_examine (ids, targets, items;
-chats_processor: of whole checkpoints, chats_parts: what their processors are made of; chats_video: frames; chats_load:
-tokenizers, processors) -> chats_store (prepared, kept) -> chats (samples) -> mixture (of sources) -> rows (packed
-batches); chats_page: samples as the model will see them.
-Streams: stream (what is read in order, and the reader of a share of it; chats_stream: of chats) -> streams (batches of
-what all readers read).
+- `media`: decodes files. `loader`: batches. `mixture`: several sources. `rows`: packed batches.
+- `chats/`: chats in common formats. `streams/`: data that can only be read in order.
+- `workers/`: decoding and encoding ahead, in processes or on Ray. `builtin/`: digits and stamps.
 
-Names are imported when first used: a process that only decodes or fetches must not wait for torch and transformers.
+Names are imported on first use: a process that only decodes or fetches does not wait for torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,33 +13,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.data.base import MediaRef, MultimodalDataset, Recipe
-    from interlace.data.baseline import unigram_nats
-    from interlace.data.chats import ChatDataset, load_chats
-    from interlace.data.digits import DigitsDataset
-    from interlace.data.fetch import cache_folder, fetch_stamps, find_stamps
+    from interlace.data.builtin.base import MediaRef, MultimodalDataset, Recipe
+    from interlace.data.builtin.baseline import unigram_nats
+    from interlace.data.builtin.byte_tokenizer import ByteTokenizer
+    from interlace.data.builtin.digits import DigitsDataset
+    from interlace.data.builtin.fetch import cache_folder, fetch_stamps, find_stamps
+    from interlace.data.chats.dataset import ChatDataset, load_chats
     from interlace.data.loader import Loader
     from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, load_audio, load_image
     from interlace.data.mixture import MixedDataset, Part, by_source
     from interlace.data.rows import RowLoader
-    from interlace.data.stream import IterableStream, SampleStream
-    from interlace.data.streams import StreamBatch, StreamError, StreamLoader
-    from interlace.data.tokenizer import ByteTokenizer
+    from interlace.data.streams.base import IterableStream, SampleStream
+    from interlace.data.streams.batches import StreamBatch, StreamError, StreamLoader
     from interlace.model.sample import IGNORE, Media, Sample
 
 _WHERE = {
-    "interlace.data.base": ("MediaRef", "MultimodalDataset", "Recipe"),
-    "interlace.data.baseline": ("unigram_nats",),
-    "interlace.data.chats": ("ChatDataset", "load_chats"),
-    "interlace.data.digits": ("DigitsDataset",),
-    "interlace.data.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
+    "interlace.data.builtin.base": ("MediaRef", "MultimodalDataset", "Recipe"),
+    "interlace.data.builtin.baseline": ("unigram_nats",),
+    "interlace.data.chats.dataset": ("ChatDataset", "load_chats"),
+    "interlace.data.builtin.digits": ("DigitsDataset",),
+    "interlace.data.builtin.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
     "interlace.data.loader": ("Loader",),
     "interlace.data.media": ("AudioSpec", "DecodeError", "ImageSpec", "ImageTooLarge", "load_audio", "load_image"),
     "interlace.data.mixture": ("MixedDataset", "Part", "by_source"),
     "interlace.data.rows": ("RowLoader",),
-    "interlace.data.stream": ("IterableStream", "SampleStream"),
-    "interlace.data.streams": ("StreamBatch", "StreamError", "StreamLoader"),
-    "interlace.data.tokenizer": ("ByteTokenizer",),
+    "interlace.data.streams.base": ("IterableStream", "SampleStream"),
+    "interlace.data.streams.batches": ("StreamBatch", "StreamError", "StreamLoader"),
+    "interlace.data.builtin.byte_tokenizer": ("ByteTokenizer",),
     "interlace.model.sample": ("IGNORE", "Media", "Sample"),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}
@@ -91,7 +81,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Kept, so that the next use costs nothing.
+    # Cached: the next use costs nothing.
     value = globals()[name] = getattr(import_module(_MODULE[name]), name)
     return value
 

@@ -1,12 +1,13 @@
 """Batches of uncollated samples: seeded shuffling, background prefetch, exact resumption.
 
-- The order of an epoch is a permutation drawn from (seed, epoch), or a mixture's own; batch ``b`` is its ``b``-th
-  slice. Every rank gets the whole batch, ids, labels and shapes; media are decoded only where they are read. So all
-  agree without talking.
-- ``state_dict`` says what has been *handed out*, not what the prefetch thread has already made; a loader that loads
-  it continues with the very next batch, on any layout.
-- The thread is enough while decoding takes no time (0.2 to 0.4 ms per sample). Where it does, `producers` prepare data
-  apart from training (workers.py, ray_tasks.py): batches and items are asked of them (produced.py), with the same bits.
+- The order of an epoch is a permutation drawn from (seed, epoch), or the mixture's own order. Batch ``b`` is its
+  ``b``-th slice. Every rank gets the whole batch with ids, labels and shapes; media are decoded only on the ranks that
+  read them. So all ranks agree without communication.
+- ``state_dict`` records the batches *handed out*, not those already prefetched. A loader that loads it continues with
+  the next batch, on any layout.
+- The prefetch thread is enough while decoding is fast (0.2 to 0.4 ms per sample). Otherwise `producers` prepare the
+  data in other processes (workers/pool.py, workers/ray_tasks.py). They serve batches and items (workers/produced.py),
+  bit for bit the same.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from interlace.data.ahead import AheadThread
-from interlace.data.produced import Ahead, Producers
+from interlace.data.workers.ahead import AheadThread
+from interlace.data.workers.produced import Ahead, Producers
 from interlace.model.sample import Media, Sample
 
 log = logging.getLogger("interlace.data")
@@ -29,15 +30,15 @@ log = logging.getLogger("interlace.data")
 class Loader:
     """Endless iterator over lists of ``batch_size`` samples.
 
-    dataset: map-style; one with ``sample(index, epoch)`` gets the epoch, others are indexed. One with
-        ``order(seed, epoch)`` says what an epoch draws, always equally many.
+    dataset: map-style. ``sample(index, epoch)`` is used if the dataset has it, else plain indexing. An optional
+        ``order(seed, epoch)`` defines the draws of an epoch; their number must be the same in every epoch.
     drop_last: leave out the samples at the end of an epoch that do not fill a batch. By default they are a smaller one.
     prefetch: batches made ahead by a thread (0: none).
-    wanted: the media of a batch that this process will read; the thread loads these, others wait until somebody asks
-        for their data. None: all. Called in the thread.
-    producers: makes those who prepare the data from this loader, when the first batch is asked for; None: the thread
-        does. pinned: what they decode lies in pinned memory, for a GPU. held_out: another dataset, whose samples they
-        can be asked for, too (`produced.HeldOut`).
+    wanted: the media of a batch that this process will read. The thread loads these; others are loaded when their
+        data is first accessed. None: all. Called in the thread.
+    producers: starts the producers for this loader, when the first batch is requested. None: the thread prepares the
+        data. pinned: producers decode into pinned memory, for a GPU. held_out: another dataset whose samples the
+        producers can serve too (`produced.HeldOut`).
     Raises ValueError for sizes that do not fit.
     """
 
@@ -76,7 +77,7 @@ class Loader:
         self._orders: dict[int, np.ndarray] = {}
         self._worker: _Prefetcher | Ahead | None = None
         self._closed = False
-        self._failures_told = len(getattr(dataset, "failures", ()))  # those are told by who made the dataset
+        self._failures_told = len(getattr(dataset, "failures", ()))  # already reported by the creator of the dataset
 
     def order(self, epoch: int) -> np.ndarray:
         """Dataset indices in the order of ``epoch``."""
@@ -89,8 +90,8 @@ class Loader:
                 drawn = self.dataset.order(self.seed, epoch)
             else:
                 drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size)
-            # The thread that reads ahead is in the next epoch while this one is still asked for. Both come here: what
-            # one of them goes through the other must not change.
+            # The prefetch thread may be in the next epoch already. Both threads call this method, so the dict is
+            # replaced, never modified: the other thread may be reading it.
             kept = {other: order for other, order in self._orders.items() if abs(other - epoch) < 2}
             self._orders = {**kept, epoch: drawn}
         return drawn
@@ -100,19 +101,19 @@ class Loader:
         return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size].tolist()
 
     def drawn(self, epoch: int, position: int) -> int:
-        """How many samples of the order of ``epoch`` are drawn by the end of the batch at ``position``."""
+        """Number of samples of the order of ``epoch`` drawn by the end of the batch at ``position``."""
         return min((position + 1) * self.batch_size, len(self.dataset))  # type: ignore[arg-type]
 
     def left_out(self, epoch: int) -> int:
-        """How many samples of the order of ``epoch`` are in none of its batches."""
+        """Number of samples of the order of ``epoch`` that are in none of its batches."""
         return len(self.dataset) - self.drawn(epoch, self.batches(epoch) - 1)  # type: ignore[arg-type]
 
     def batches(self, epoch: int) -> int:
-        """Batches of ``epoch``."""
+        """Number of batches of ``epoch``."""
         return self.batches_per_epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        # For producers, who make batches of the same sequence: they read nothing ahead.
+        # Pickled for producers, which make batches of the same sequence and prefetch nothing themselves.
         own = {"wanted", "start_producers", "producers", "_worker", "_orders", "_closed"}
         kept = {name: value for name, value in self.__dict__.items() if name not in own}
         return kept | dict.fromkeys(own) | {"_orders": {}, "_closed": False, "prefetch": 0}
@@ -127,7 +128,7 @@ class Loader:
         return [self.sample(index, epoch) for index in self.indices(epoch, position)]
 
     def _load(self, samples: list[Sample]) -> list[Sample]:
-        """`samples`, with the media decoded that this process will read."""
+        """Decodes the media that this process will read; returns `samples`."""
         for item in self.wanted(samples) if self.wanted is not None else self._all_media(samples):
             item.data  # noqa: B018 (loads it)
         return samples
@@ -139,7 +140,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[Sample]:
-        """The next batch. Raises RuntimeError after ``close``, and whatever the dataset raised."""
+        """The next batch. Raises RuntimeError after ``close``, and any error of the dataset."""
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and load its state_dict")
         if self.prefetch > 0 or self.start_producers is not None:
@@ -163,7 +164,7 @@ class Loader:
         return samples
 
     def begin(self) -> None:
-        """Starts the producers, which takes seconds, before the first batch is asked for."""
+        """Starts the producers before the first batch is requested; this takes seconds."""
         if self.start_producers is not None and self.producers is None:
             self.producers = self.start_producers(self)
 
@@ -179,7 +180,7 @@ class Loader:
         return (epoch, position + 1) if position + 1 < self.batches(epoch) else (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch comes from: plain numbers, the same on every rank."""
+        """Position of the next batch and the settings: plain numbers, the same on every rank."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -192,12 +193,12 @@ class Loader:
         }
 
     def fingerprint(self) -> str:
-        """What the dataset says that its samples depend on."""
+        """The dataset's own fingerprint of everything its samples depend on; "" without one."""
         return str(self.dataset.fingerprint()) if hasattr(self.dataset, "fingerprint") else ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was taken. Raises ValueError when it belongs to other data or another order."""
-        mine, state = self.state_dict(), {"drop_last": True} | state  # states without the key are of runs that did so
+        mine, state = self.state_dict(), {"drop_last": True} | state  # the default is for old states
         if set(state) != set(mine) or not all(type(state[key]) is type(mine[key]) for key in mine):
             raise ValueError(f"the saved loader state is damaged: it has {sorted(state)}, not {sorted(mine)}")
         for key in mine:
@@ -237,12 +238,12 @@ class Loader:
 
 
 class _Prefetcher(AheadThread):
-    """Makes batches itself. loader, epoch, position: from where on."""
+    """Thread that makes the batches itself. loader, epoch, position: the start."""
 
     def _run(self, loader: Loader, epoch: int, position: int) -> None:
         try:
             while not self._stopping.is_set():
                 self._put(loader._load(loader._make(epoch, position)))
                 epoch, position = loader.following(epoch, position)
-        except BaseException as error:  # handed over, not swallowed
+        except BaseException as error:  # handed over to the reader, not swallowed
             self._put(error)

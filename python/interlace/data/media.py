@@ -1,9 +1,9 @@
 """Files to arrays: images at their own resolution, speech to log-mel frames.
 
-- Sizes are known without decoding (``png_size``, ``svg_size``, ``clip_info``), and ``ImageSpec.fit`` and
-  ``AudioSpec.shape`` say from them which shape the decoded item will have; ``decode_*`` gives exactly it.
-- SVG is rendered straight at its target size (a tenth of the time of rendering at its nominal size).
-- Arrays are compact (uint8 pixels, float16 mel) so that they can be kept on disk; ``to_tensor`` makes them
+- Sizes are read from headers, without decoding (``png_size``, ``svg_size``, ``clip_info``). ``ImageSpec.fit`` and
+  ``AudioSpec.shape`` compute the shape of the decoded item from them; ``decode_*`` returns exactly that shape.
+- SVG is rendered directly at its target size (a tenth of the time of rendering at its nominal size).
+- Arrays are compact (uint8 pixels, float16 mel) so that they can be cached on disk. ``to_tensor`` converts them to
   float32 inputs. Cached and freshly decoded items are equal bit for bit.
 """
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16_000
 HOP = 160  # samples per mel frame: 10 ms
-MIN_SAMPLES = 400  # one analysis window (25 ms): nothing shorter can be transformed
-SVG_DPI = 96.0  # CSS: 1in = 96px; resvg refuses sizes in pt, mm or cm when given none
+MIN_SAMPLES = 400  # one analysis window (25 ms): the shortest clip that can be transformed
+SVG_DPI = 96.0  # CSS: 1in = 96px; without it resvg refuses sizes in pt, mm or cm
 
 
 class DecodeError(ValueError):
-    """A file that cannot be used; the message names it and says why."""
+    """An unusable file; the message has its name and the reason."""
 
 
 class ImageTooLarge(DecodeError):
-    """An image that the token budget cannot hold."""
+    """An image that exceeds the token budget."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How images become tensors.
+    """Preprocessing of images.
 
-    patch_size: sides are resized to multiples of it (pixels); give patch x merge when the model merges patches.
-    max_tokens: most patches (patch_size squares) per image; larger images are scaled down, keeping their aspect.
-    mean, std: per channel, of pixels in 0..1 (default: SigLIP's, pixels end in -1..1).
+    patch_size: sides are resized to multiples of it (pixels). Use patch x merge when the model merges patches.
+    max_tokens: most patches (patch_size squares) per image. Larger images are scaled down, keeping their aspect.
+    mean, std: per channel, of pixels in 0..1 (default: SigLIP's, which map pixels to -1..1).
     """
 
     patch_size: int = 16
@@ -61,14 +61,14 @@ class ImageSpec:
             raise ValueError(f"mean and std need 3 values each, std > 0; got {self.mean}, {self.std}")
 
     def patches(self, width: float, height: float) -> tuple[int, int]:
-        """(rows, columns) at the image's own resolution, whatever the budget."""
+        """(rows, columns) at the image's own resolution, ignoring the budget."""
         return max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
 
     def fit(self, width: float, height: float, name: str = "image", *, strict: bool = False) -> tuple[int, int, int]:
-        """Shape (3, H, W) that an image of this size (pixels) is resized to.
+        """Shape (3, H, W) after resizing an image of this size (pixels).
 
-        Raises ImageTooLarge when it is longer than ``max_tokens`` times its width (it could not keep its shape
-        even as a single row of patches), or, with ``strict``, when it would have to be scaled down at all.
+        Raises ImageTooLarge when one side is more than ``max_tokens`` times the other: even a single row of patches
+        could not keep its shape. With ``strict``, also raised when the image would be scaled down at all.
         """
         rows, columns = self.patches(width, height)
         budget = self.max_tokens
@@ -86,14 +86,14 @@ class ImageSpec:
             exact_rows, exact_columns = height / self.patch_size, width / self.patch_size
             scale = math.sqrt(budget / (exact_rows * exact_columns))
             rows, columns = max(1, int(exact_rows * scale)), max(1, int(exact_columns * scale))
-            # A side held at one patch leaves the other longer than the area allows.
+            # If one side is clamped to one patch, the other can exceed the budget.
             rows, columns = min(rows, budget // columns or 1), min(columns, budget // rows or 1)
         return 3, rows * self.patch_size, columns * self.patch_size
 
 
 @dataclass(frozen=True)
 class AudioSpec:
-    """How speech becomes tensors: ``mel_bins`` log-mel features per 10 ms frame; longer clips are left out."""
+    """Preprocessing of speech: ``mel_bins`` log-mel features per 10 ms frame. Longer clips are left out."""
 
     mel_bins: int = 80
     max_seconds: float = 8.0
@@ -108,7 +108,8 @@ class AudioSpec:
 
 
 def resampled_length(frames: int, rate: int) -> int:
-    """Samples at 16 kHz of ``frames`` samples at ``rate`` Hz, as scipy's polyphase resampler rounds it."""
+    """Number of samples after resampling ``frames`` samples from ``rate`` Hz to 16 kHz, rounded as in scipy's
+    polyphase resampler."""
     shared = math.gcd(SAMPLE_RATE, rate)
     return -(-frames * (SAMPLE_RATE // shared) // (rate // shared))
 
@@ -122,7 +123,7 @@ def image_size(path: str | Path) -> tuple[float, float]:
 
 
 def png_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) from the IHDR chunk. Raises DecodeError when the file is no PNG."""
+    """(width, height) from the IHDR chunk. Raises DecodeError for a file that is not a PNG."""
     with open(path, "rb") as file:
         head = file.read(24)
     if len(head) < 24 or head[:8] != b"\x89PNG\r\n\x1a\n" or head[12:16] != b"IHDR":
@@ -196,7 +197,7 @@ def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     image_module, (_, height, width) = _library("PIL.Image"), shape
     image = image.convert("RGBA")
     if image.size != (width, height):
-        # Premultiplied, else the colour of transparent pixels bleeds into the edges.
+        # Premultiplied alpha: otherwise the colour of transparent pixels bleeds into the edges.
         resample = image_module.Resampling.BICUBIC
         image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
     white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
@@ -205,7 +206,7 @@ def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def check_depth(image: Any) -> None:
-    """Raises ValueError for a picture (PIL) of more than 8 bits of grey: Pillow would cut them off, all to white."""
+    """Raises ValueError for a picture (PIL) with more than 8 bits of grey: Pillow would clip them to white."""
     if image.mode[0] in "IF":
         raise ValueError("has pixels of 16 or 32 bits, which cannot be scaled as it was meant: save it with 8 bits")
 
@@ -239,7 +240,7 @@ def decode_audio(path: str | Path, spec: AudioSpec) -> np.ndarray:
 
 
 def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
-    """Mono ``samples`` (float32 [n]) at ``rate`` Hz as they are at 16 kHz."""
+    """Mono ``samples`` (float32 [n]), resampled from ``rate`` Hz to 16 kHz."""
     if rate == SAMPLE_RATE:
         return samples
     up, down = SAMPLE_RATE // math.gcd(SAMPLE_RATE, rate), rate // math.gcd(SAMPLE_RATE, rate)
@@ -262,7 +263,7 @@ def log_mel(samples: np.ndarray, rate: int, spec: AudioSpec, name: str = "clip")
 
 @lru_cache(maxsize=16)
 def _low_pass(up: int, down: int) -> np.ndarray:
-    """scipy's default anti-aliasing filter, designed once per rate: designing it costs more than applying it."""
+    """scipy's default anti-aliasing filter, cached per rate: designing it costs more than applying it."""
     rate = max(up, down)
     taps = _library("scipy.signal").firwin(20 * rate + 1, 1.0 / rate, window=("kaiser", 5.0))
     return taps.astype(np.float32)
@@ -277,7 +278,7 @@ def _extractor(mel_bins: int) -> Any:
 
 def to_tensor(array: np.ndarray, spec: ImageSpec | AudioSpec) -> torch.Tensor:
     """float32 model input: pixels normalised by the spec's mean and std, mel features as they are."""
-    import torch  # not above: workers that decode pictures do without it
+    import torch  # imported here: workers that decode pictures do not need torch
 
     if isinstance(spec, AudioSpec):
         return torch.from_numpy(array.astype(np.float32))
@@ -301,7 +302,7 @@ def _pillow_size(path: str | Path) -> tuple[int, int]:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """(width, height) of an opened picture (PIL) as it is shown: cameras write beside the pixels which side is up."""
+    """(width, height) of an opened picture (PIL) as displayed, with its EXIF orientation applied."""
     width, height = image.size
     return (height, width) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (width, height)
 
@@ -318,7 +319,7 @@ def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
 
 
 def modality_of(spec: ImageSpec | AudioSpec) -> str:
-    """ "vision" or "audio": which kind of file a spec is for."""
+    """ "vision" or "audio": the modality of a spec."""
     return "audio" if isinstance(spec, AudioSpec) else "vision"
 
 

@@ -1,14 +1,15 @@
-"""Several sources as one dataset, each with its share of what is drawn.
+"""Mixture: several sources as one dataset, each with its share of the draws.
 
-A weight is a share of the samples drawn, or of their tokens. Of samples by default: it needs no model to be
-understood, it holds in every epoch to the sample, and another tokenizer leaves the order as it is; a share of tokens
-says what the model reads where sources differ in length. Weights count relative to each other.
+A weight is a share of the samples drawn (default), or of their tokens. Weights are relative to each other. Shares of
+samples need no model, hold exactly in every epoch, and do not depend on the tokenizer. Shares of tokens describe what
+the model reads when sources differ in length.
 
-An epoch of the mixture has as many draws as the sources have samples in all; each source gives its share of them,
-going through its own samples again and again, each time in a new order, and goes on in the next epoch where it
-stopped. So a source of a large weight is seen several times an epoch, one of a small weight in several epochs, and no
-sample of a source comes again before all of its others did. All of it follows from (seed, epoch) alone: the place in
-the epoch is all the state there is, on any number of ranks. One source alone is a permutation of its samples per epoch.
+An epoch of the mixture has as many draws as the sources have samples in total. Each source contributes its share. It
+goes through its own samples repeatedly, each pass in a new order, and continues in the next epoch at the same position.
+So a source with a large weight is seen several times per epoch, and one with a small weight takes several epochs. No
+sample of a source repeats before all others of the source were drawn. Everything follows from (seed, epoch): the
+position in the epoch is the only state, on any number of ranks. A single source is a permutation of its samples per
+epoch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from interlace.data.base import Reading
-from interlace.data.chats import ChatDataset, Question
-from interlace.data.chats_shapes import Chat
+from interlace.data.builtin.base import Reading
+from interlace.data.chats.dataset import ChatDataset, Question
+from interlace.data.chats.files.shapes import Chat
 from interlace.model.sample import Sample
 
 By = Literal["samples", "tokens"]
@@ -41,8 +42,8 @@ class Part:
 
 
 def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) -> list[Fraction]:
-    """The share of each source in the samples drawn, exact; they add up to 1. means: tokens of a sample of each, where
-    weights are shares of tokens: of long samples as many fewer are drawn."""
+    """The exact share of each source in the samples drawn; shares add up to 1. means: mean tokens per sample of each
+    source, if weights are shares of tokens. A source with longer samples is then drawn less often."""
     found = [Fraction(str(weight)) for weight in weights]
     if means is not None:
         found = [weight / mean for weight, mean in zip(found, means, strict=True)]
@@ -51,10 +52,10 @@ def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) 
 
 
 class MixedDataset(Dataset[Sample]):
-    """The samples of several sources, one source after the other; `order` mixes them by their weights.
+    """The samples of several sources, concatenated; `order` mixes them by their weights.
 
-    mixes: False for samples of which nobody draws shares, such as those for validation; they may be few.
-    Raises ValueError for sources that are too many to be mixed for their samples.
+    mixes: False if no shares are drawn from the samples, as in validation; there may then be few samples.
+    Raises ValueError when there are too many sources for the number of samples.
     """
 
     name = "chats"
@@ -65,7 +66,7 @@ class MixedDataset(Dataset[Sample]):
         if not parts:
             raise ValueError("there is no source")
         self.parts, self.by = list(parts), by
-        self._produced = Reading()  # what producers have read for this process, of any source
+        self._produced = Reading()  # counters of what producers read for this process, over all sources
         self.starts = np.concatenate([[0], np.cumsum([len(part.data) for part in parts])])
         means = [Fraction(int(part.data.token_lengths.sum()), len(part.data)) for part in parts]
         self.shares = share_of([part.weight for part in parts], means if by == "tokens" else None)
@@ -77,22 +78,22 @@ class MixedDataset(Dataset[Sample]):
 
     @property
     def names(self) -> list[str]:
-        """Of the sources in order."""
+        """Names of the sources, in order."""
         return [part.name for part in self.parts]
 
     @property
     def draws(self) -> int:
-        """Samples that an epoch draws."""
+        """Number of samples that an epoch draws."""
         return int(self.starts[-1])
 
     def drawn(self, epoch: int) -> list[int]:
-        """How many samples of each source are drawn before `epoch` begins."""
+        """Number of samples of each source drawn before `epoch` begins."""
         before = [int(epoch * self.draws * share) for share in self.shares]  # rounded down
         before[self._most] += epoch * self.draws - sum(before)
         return before
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """int64 [draws]: the samples of an epoch in the order in which they are drawn."""
+        """int64 [draws]: the samples of an epoch in the order of the draws."""
         begin, end = self.drawn(epoch), self.drawn(epoch + 1)
         labels = np.repeat(np.arange(len(self.parts), dtype=np.int16), np.subtract(end, begin))
         if len(self.parts) > 1:
@@ -103,7 +104,7 @@ class MixedDataset(Dataset[Sample]):
         return order
 
     def _through(self, seed: int, place: int, first: int, last: int) -> np.ndarray:
-        """The draws [first, last) of a source, which goes through its samples in a new order each time."""
+        """The draws [first, last) of a source, with a new permutation of its samples in each pass."""
         size = len(self.parts[place].data)
         found = np.empty(last - first, np.int64)
         at = first
@@ -116,7 +117,7 @@ class MixedDataset(Dataset[Sample]):
         return found
 
     def source_of(self, indices: Any) -> np.ndarray:
-        """int64: which source each of the samples is of."""
+        """int64: the source of each sample."""
         return np.searchsorted(self.starts, np.asarray(indices), side="right") - 1
 
     # --- as one dataset -------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class MixedDataset(Dataset[Sample]):
         return self.sample(index)
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
-        """Sample `index`, as its source gives it. Raises IndexError."""
+        """Sample `index` from its source. Raises IndexError."""
         data, own = self._at(index)
         return data.sample(own, epoch)
 
@@ -149,25 +150,25 @@ class MixedDataset(Dataset[Sample]):
         return np.concatenate([part.data.token_lengths for part in self.parts])
 
     def set_epoch(self, epoch: int) -> None:
-        """All epochs have the same samples."""
+        """No-op: all epochs have the same samples."""
 
     def prompt(self, index: int) -> tuple[Sample, Chat]:
-        """What a sample asks; see `ChatDataset.prompt`."""
+        """Prompt of a sample; see `ChatDataset.prompt`."""
         data, own = self._at(index)
         return data.prompt(own)
 
     def answer(self, index: int, epoch: int | None = None) -> list[int]:
-        """The tokens of a sample that are learnt."""
+        """The tokens of a sample that have a loss."""
         data, own = self._at(index)
         return data.answer(own, epoch)
 
     def kind(self, index: int) -> str:
-        """What a sample is of; see `ChatDataset.kind`."""
+        """Kind of a sample; see `ChatDataset.kind`."""
         data, own = self._at(index)
         return data.kind(own)
 
     def questions(self) -> dict[str, list[Question]]:
-        """Kind -> the samples whose records name it, of all sources."""
+        """Kind -> the samples whose records name it, over all sources."""
         found: dict[str, list[Question]] = {}
         for start, part in zip(self.starts.tolist(), self.parts, strict=False):
             for kind, questions in part.data.questions().items():
@@ -177,7 +178,7 @@ class MixedDataset(Dataset[Sample]):
         return found
 
     def asked(self, question: Question, shown: Question | None = None) -> Sample:
-        """The sample of a question, with the media of `shown`, of any source, in the place of its own."""
+        """The sample of a question. `shown`, of any source, replaces its media by its own."""
         data, own = self._at(question.index)
         media = None
         if shown is not None:
@@ -186,52 +187,52 @@ class MixedDataset(Dataset[Sample]):
         return data.asked(Question(own, question.answer, question.takes), media=media)
 
     def longest(self) -> tuple[int, int]:
-        """Tokens of the longest sample, and a bound of the longest prompt."""
+        """Tokens of the longest sample, and an upper bound for the longest prompt."""
         sizes = [part.data.longest() for part in self.parts]
         return max(size for size, _ in sizes), max(prompt for _, prompt in sizes)
 
     def fingerprint(self) -> str:
-        """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""
+        """A hash of everything that determines the sample sequence. It must be equal on all ranks."""
         if len(self.parts) == 1:
             return self.parts[0].data.fingerprint()
         said = (self.by, [(part.name, str(part.weight), part.data.fingerprint()) for part in self.parts])
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def report(self) -> str:
-        """One line on what was left out and what was cut, of each source."""
+        """One line per source about samples left out or cut."""
         if len(self.parts) == 1:
             return self.parts[0].data.report()
         said = [f"{part.name}: {part.data.report()}" for part in self.parts]
         return "; ".join(said + [f"{path}: {why}" for path, why in self._produced.failures.items()][:1])
 
     def listing(self) -> str:
-        """Every sample that was left out or cut, one a line with file, line and reason."""
+        """Every sample that was left out or cut, one per line with file, line and reason."""
         return "".join(part.data.listing() for part in self.parts)
 
     @property
     def failures(self) -> dict[str, str]:
-        """File -> why it could not be read, of all sources."""
+        """File -> error for each unreadable file, over all sources."""
         found = {where: why for part in self.parts for where, why in part.data.failures.items()}
         return found | self._produced.failures
 
     @property
     def skipped(self) -> dict[str, str]:
-        """File -> why it is left out although it is not broken, of all sources."""
+        """File -> reason for each intact file that is left out, over all sources."""
         return {where: why for part in self.parts for where, why in part.data.skipped.items()}
 
     @property
     def read_items(self) -> int:
-        """Samples whose media this process has read."""
+        """Number of samples whose media this process has read."""
         return sum(part.data.read_items for part in self.parts) + self._produced.read_items
 
     @property
     def blank_items(self) -> int:
-        """How many of these could no longer be read."""
+        """Number of these that became unreadable."""
         return sum(part.data.blank_items for part in self.parts) + self._produced.blank_items
 
     @property
     def noted(self) -> list[tuple[str, str]] | None:
-        """Where a producer notes what it lost, of all sources; see `Reading.noted`."""
+        """List where a producer records lost samples, over all sources; see `Reading.noted`."""
         return self.parts[0].data.noted
 
     @noted.setter
@@ -240,7 +241,7 @@ class MixedDataset(Dataset[Sample]):
             part.data.noted = found
 
     def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
-        """What a producer has read, and lost; see `Reading.took`."""
+        """Adds the reads and losses of a producer; see `Reading.took`."""
         self._produced.took(read, lost)
 
     def lost(self, source: str, why: str) -> None:
@@ -249,8 +250,8 @@ class MixedDataset(Dataset[Sample]):
 
 
 def by_source(data: Any, indices: Sequence[int], found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
-    """(source, those of `found` that are of it) of each source that is among samples `indices` of a dataset; of one
-    that is no mixture all, under ""."""
+    """(source, its entries of `found`) for each source among the samples `indices` of a dataset. A dataset that is not
+    a mixture yields everything under ""."""
     if not isinstance(data, MixedDataset) or len(data.parts) < 2:
         yield "", list(found)
         return

@@ -1,7 +1,7 @@
-"""Media files as libraries can read them: by their path, or, of a member of a tar, as a window into that tar.
+"""Opening media files: a plain path, or a member of a tar as a window into that tar.
 
-A member is named ``/data/shard-000.tar!1536+20480!cat.jpg``: the tar, where the member's bytes begin in it, how many
-they are, its name. So reading one needs no index and no neighbour, and nothing is unpacked to a disk.
+A member is named ``/data/shard-000.tar!1536+20480!cat.jpg``: path of the tar, offset of the member's bytes, their
+number, name of the member. Reading a member needs no index, and nothing is unpacked to disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MEMBER = re.compile(r"(?P<tar>.+\.tar)!(?P<offset>\d+)\+(?P<size>\d+)!(?P<name>
 
 
 class Member(NamedTuple):
-    """A member of a tar: the tar's path, the first of its bytes in it, their number, its name."""
+    """A member of a tar: path of the tar, byte offset, size in bytes, name."""
 
     tar: str
     offset: int
@@ -30,20 +30,20 @@ class Member(NamedTuple):
 
 
 def member_of(path: str | Path) -> Member | None:
-    """What `path` names if that is a member of a tar."""
+    """The tar member that `path` names, or None for a plain file."""
     text = str(path)
     found = _MEMBER.fullmatch(text) if ".tar!" in text.lower() else None
     return None if found is None else Member(found["tar"], int(found["offset"]), int(found["size"]), found["name"])
 
 
 def container_of(path: str) -> str:
-    """The file on the disk that holds a medium: its own, or the tar that it is a member of."""
+    """The file on disk that contains a medium: the medium's own file, or its tar."""
     member = member_of(path)
     return path if member is None else member.tar
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file as a file of their own."""
+    """A range of bytes of a file, as a file object."""
 
     def __init__(self, member: Member) -> None:
         self._file = open(member.tar, "rb", buffering=0)  # closed in `close`
@@ -84,7 +84,7 @@ class _Window(io.RawIOBase):
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[Any]:
-    """What libraries that read files are given: the path as text, or an open file of a tar's member. Raises OSError."""
+    """Yields a path as text, or an open file for a tar's member, as libraries accept them. Raises OSError."""
     member = member_of(path)
     if member is None:
         yield str(path)
@@ -94,7 +94,7 @@ def opened(path: str | Path) -> Iterator[Any]:
 
 
 def read_head(path: str | Path, size: int) -> bytes:
-    """At most the first `size` bytes; -1: all. Raises OSError."""
+    """The first `size` bytes at most; -1: all. Raises OSError."""
     with opened(path) as found:
         if not isinstance(found, str):
             data: bytes = found.read(size)
@@ -104,7 +104,7 @@ def read_head(path: str | Path, size: int) -> bytes:
 
 
 def size_of(path: str | Path) -> os.stat_result:
-    """What the system says of the file that holds a medium. Raises OSError, also for a member behind its tar's end."""
+    """`os.stat` of the file on disk that contains a medium. Raises OSError, also for a member beyond its tar's end."""
     member = member_of(path)
     if member is None:
         return os.stat(path)

@@ -1,10 +1,10 @@
 """Rows of packed samples: batches counted in tokens instead of samples.
 
-A batch is a number of rows, each of whole samples with at most so many tokens together; they become one packed row of
-the language model each, in which the bitfield mask keeps the documents apart. The samples of an epoch are taken in
-their drawn order, as many per batch as fit, and dealt to the batch's rows so that these are about equally long (the
-balancer's `lpt`): no rank waits for a fuller row. All of it follows from the seed and the lengths, so every rank knows
-the rows of any step, and the place in the epoch is still all the state there is.
+A batch has a fixed number of rows. A row holds whole samples with at most `max_tokens` tokens in total. It becomes one
+packed row of the language model, where the bitfield mask separates the documents. The samples of an epoch are taken in
+their drawn order, as many per batch as fit. The balancer (`lpt`) assigns them to the rows of the batch at about equal
+length, so no rank waits for a fuller row. Everything follows from the seed and the lengths: every rank can compute the
+rows of any step, and the position in the epoch is the only state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from interlace import balance
 from interlace.data.loader import Loader
-from interlace.data.produced import Producers
+from interlace.data.workers.produced import Producers
 from interlace.model.sample import Media
 
 
 class _Plan(NamedTuple):
-    """The rows of an epoch, as arrays: a million samples are no million objects.
+    """The rows of an epoch as arrays, not as one object per sample.
 
-    samples: int64, dataset indices row by row; starts: int64 [batches * rows + 1], where each row begins in them.
+    samples: int64, dataset indices row by row; starts: int64 [batches * rows + 1], offset of each row in them.
     """
 
     samples: np.ndarray
@@ -34,10 +34,10 @@ class _Plan(NamedTuple):
 class RowLoader(Loader):
     """Batches of `rows` rows with at most `max_tokens` tokens each.
 
-    `__next__` yields a batch as lists of samples, one per row, which is what `wanted` is given too. dataset: one with
-    `token_lengths` (int64 [n]). The last batch of an epoch has what is left, in rows that are shorter, or fewer;
+    `__next__` yields a batch as lists of samples, one list per row; `wanted` gets the same. dataset: needs
+    `token_lengths` (int64 [n]). The last batch of an epoch has the rest, in shorter or fewer rows;
     drop_last leaves these samples out.
-    Raises ValueError when a sample is longer than a row, or with drop_last all of them make no batch.
+    Raises ValueError when a sample is longer than a row, or when drop_last leaves no batch.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RowLoader(Loader):
             )
         self.rows, self.max_tokens = rows, max_tokens
         self._planned: dict[int, _Plan] = {}
-        self.batches_per_epoch = self.batches(0)  # of other epochs: about
+        self.batches_per_epoch = self.batches(0)  # approximate for other epochs
         if not self.batches_per_epoch:
             raise ValueError(
                 f"{len(self.tokens)} samples with {int(self.tokens.sum())} tokens make no batch of {rows} rows with "
@@ -74,7 +74,7 @@ class RowLoader(Loader):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_planned": {}, "tokens": None}  # which the dataset knows there, too
+        return super().__getstate__() | {"_planned": {}, "tokens": None}  # the copy takes the lengths from its dataset
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -89,7 +89,7 @@ class RowLoader(Loader):
             room = self.rows * self.max_tokens
             while start < len(order):
                 end = int(np.searchsorted(sums, sums[start] + room, side="right")) - 1
-                if self.drop_last and end == len(order):  # what is left does not fill a batch
+                if self.drop_last and end == len(order):  # the rest does not fill a batch
                     break
                 dealt, each = self._deal(order[start:end])
                 samples.append(dealt)
@@ -101,8 +101,7 @@ class RowLoader(Loader):
         return planned
 
     def _deal(self, picks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first of `picks` in rows that hold them, row by row, and how many each row has; the others wait for the
-        next batch."""
+        """The first `picks` that fit into the rows, row by row, and the count per row. The rest goes to the next."""
         while True:
             lengths = self.tokens[picks]
             bins = balance.assign(lengths, self.rows)
@@ -111,7 +110,7 @@ class RowLoader(Loader):
             picks = picks[:-1]
 
     def groups(self, epoch: int, position: int) -> list[list[int]]:
-        """The dataset indices of each row of a batch; rows without samples are left out."""
+        """The dataset indices of each row of a batch, without empty rows."""
         plan = self._plan(epoch)
         ends = plan.starts[position * self.rows : (position + 1) * self.rows + 1].tolist()
         rows = [plan.samples[first:last].tolist() for first, last in pairwise(ends)]
@@ -122,7 +121,7 @@ class RowLoader(Loader):
         return [index for row in self.groups(epoch, position) for index in row]
 
     def drawn(self, epoch: int, position: int) -> int:
-        """How many samples of the order of `epoch` are drawn by the end of the batch at `position`."""
+        """Number of samples of the order of `epoch` drawn by the end of the batch at `position`."""
         return int(self._plan(epoch).starts[(position + 1) * self.rows])
 
     def _make(self, epoch: int, position: int) -> list[Any]:
@@ -133,11 +132,11 @@ class RowLoader(Loader):
         return super()._all_media([sample for row in batch for sample in row])
 
     def batches(self, epoch: int) -> int:
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         return (len(self._plan(epoch).starts) - 1) // self.rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch comes from: plain numbers, the same on every rank."""
+        """Position of the next batch and the settings: plain numbers, the same on every rank."""
         return super().state_dict() | {"batch_size": self.rows, "row_tokens": self.max_tokens}
 
 

@@ -1,12 +1,13 @@
-"""Where: which ranks hold which layers of which replica of which module, as pure data that everybody asks.
+"""Layouts: placement of the layers of each module's replicas on ranks, as pure data.
 
-spec.py (ParallelSpec: the degrees of a module) · layout.py (Lane, Stage, Pipeline, Layout and its groups of ranks) ·
-reductions.py (who sums which gradients, and who keeps which slices). Placements are made in `interlace.plan.place`,
-from costs.
+- `spec`: ParallelSpec, the degrees of a module.
+- `layout`: Layout, and its groups of ranks.
+- `parts`: Lane, Stage, Pipeline, Reduction, Shard.
+- `place`: placements of modules, with cuts by the costs of their layers.
 """
 
-from interlace.layout.layout import Lane, Layout, Pipeline, Stage
-from interlace.layout.reductions import Reduction, Shard
+from interlace.layout.layout import Layout
+from interlace.layout.parts import Lane, Pipeline, Reduction, Shard, Stage
 from interlace.layout.spec import ParallelSpec
 
 __all__ = ["Lane", "Layout", "ParallelSpec", "Pipeline", "Reduction", "Shard", "Stage"]

@@ -1,8 +1,10 @@
-"""Lane, Stage, Pipeline and Layout: where everything is. Nobody computes with rank numbers; they ask the layout.
+"""Layout: the ranks of every stage of every replica of each module. Other code does no arithmetic on rank numbers.
 
-A module has dp pipelines (its replicas), a pipeline has stages (consecutive layers), a stage runs on a lane: the
-tp * cp ranks that share its work and go in lock step. A stage may have copies: further lanes that compute the same once
-more (placement "replicated"). Shards are the ranks of one lane, copies are other lanes.
+Layers that the same stages hold form one reduction, so replicas with different cuts need no special case. Ranks of a
+lane at different tensor-parallel places hold different weights, which are summed separately. Ranks at different
+context-parallel places hold the same weights, which are summed together. Some weights are whole on each rank of a lane,
+but each rank uses them only on its own rows or heads (norms, with sequence parallelism). Their gradients are summed
+over all ranks of all lanes.
 """
 
 from __future__ import annotations
@@ -10,111 +12,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
+from interlace.layout import place
+from interlace.layout.parts import Lane, Pipeline, Reduction, Shard, Stage
 from interlace.layout.spec import ParallelSpec
-
-if TYPE_CHECKING:
-    from interlace.layout.reductions import Reduction, Shard
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """The ranks of one stage, in lock step; tensor-parallel ranks are innermost."""
-
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
-            raise ValueError(f"a lane names each of its ranks once, from 0 upwards; got {self.ranks}")
-
-    def __str__(self) -> str:
-        return "+".join(map(str, self.ranks))
-
-    def tp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks that have the same rows: a group of `tp` for each context-parallel place."""
-        return tuple(self.ranks[i : i + tp] for i in range(0, len(self.ranks), tp))
-
-    def cp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks that have the same weights: a group for each of the `tp` tensor-parallel places."""
-        return tuple(self.ranks[place::tp] for place in range(tp))
-
-    def places(self, rank: int, tp: int) -> tuple[int, int]:
-        """The tensor- and the context-parallel place of `rank`: its groups are `cp_groups(tp)` of the first and
-        `tp_groups(tp)` of the second. Raises ValueError for a rank that is not in the lane."""
-        context, tensor = divmod(self.ranks.index(rank), tp)
-        return tensor, context
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Layers [start, stop) of `module` as stage `index` of one of its pipelines, on `lane`; `copies`: see above."""
-
-    module: str
-    index: int
-    start: int
-    stop: int
-    lane: Lane
-    copies: tuple[Lane, ...] = ()
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lane, then those of the copies."""
-        return (self.lane, *self.copies)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those of all its lanes."""
-        return tuple(rank for lane in self.lanes for rank in lane.ranks)
-
-    def lane_of(self, rank: int) -> Lane:
-        """The one of its lanes that `rank` is in. Raises ValueError where that is none."""
-        for lane in self.lanes:
-            if rank in lane.ranks:
-                return lane
-        raise ValueError(f"{self} is on ranks {', '.join(map(str, self.ranks))}, not on rank {rank}")
-
-    def __str__(self) -> str:
-        return f"{self.module}/{self.index}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """One replica of a module, cut into stages. Cuts may differ from replica to replica."""
-
-    module: str
-    replica: int
-    stages: tuple[Stage, ...]
-
-    def __post_init__(self) -> None:
-        where = f"{self.module}, replica {self.replica}"
-        if not self.stages:
-            raise ValueError(f"{where} has no stages")
-        if any(s.module != self.module or s.index != i for i, s in enumerate(self.stages)):
-            found = ", ".join(map(str, self.stages))
-            raise ValueError(f"{where} has the stages {found}; number its own from 0 in the order of layers")
-        if any(not s.start < s.stop for s in self.stages):
-            raise ValueError(f"{where}: a stage needs at least one layer")
-        if self.stages[0].start != 0 or any(a.stop != b.start for a, b in pairwise(self.stages)):
-            cuts = ", ".join(f"[{s.start}, {s.stop})" for s in self.stages)
-            raise ValueError(f"{where}: stages must follow each other from layer 0 on, got {cuts}")
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the module."""
-        return self.stages[-1].stop
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every stage of every replica of every module runs.
+    """Placement of every stage of every replica of every module.
 
-    modules: name -> (its degrees, its pipelines, replica 0 first), in the order in which data takes them, the language
-        model last. world: ranks in all. placement: how it was made ("parallel", "colocated", "shared", "replicated",
-        "chain", or "custom").
+    modules: name -> (its degrees, its pipelines, replica 0 first), in the order of data flow, the language model last.
+    world: total number of ranks. placement: name of the method that made it ("parallel", "colocated", "shared",
+        "replicated", "chain", or "custom").
 
-    Raises ValueError, naming the module, for parts that do not fit together.
+    Raises ValueError, with the module's name, for parts that do not fit together.
     """
 
     modules: Mapping[str, tuple[ParallelSpec, tuple[Pipeline, ...]]]
@@ -164,7 +78,7 @@ class Layout:
         if max(lane.ranks) >= self.world:
             raise ValueError(f"{stage} is on rank {max(lane.ranks)}, but ranks go from 0 to {self.world - 1}")
 
-    # -- what is where ---------------------------------------------------------------------------------------
+    # -- stages and lanes ------------------------------------------------------------------------------------
 
     def spec(self, module: str) -> ParallelSpec:
         """The degrees of `module`."""
@@ -181,7 +95,7 @@ class Layout:
         return tuple(stage for pipeline in self.pipelines() for stage in pipeline.stages)
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that `rank` takes part in, in the order in which data takes them."""
+        """The stages of `rank`, in the order of data flow."""
         return self._of_rank.get(rank, ())
 
     @cached_property
@@ -193,7 +107,7 @@ class Layout:
         return {rank: tuple(stages) for rank, stages in found.items()}
 
     def replica(self, rank: int, module: str) -> int | None:
-        """The replica of `module` that `rank` works for; None if it holds nothing of it."""
+        """The replica of `module` that `rank` belongs to; None if it holds nothing of it."""
         self.spec(module)  # raises KeyError for a module that the layout does not have
         return self._replicas.get((rank, module))
 
@@ -207,7 +121,7 @@ class Layout:
         }
 
     def lanes(self) -> tuple[Lane, ...]:
-        """All lanes; their places here are the numbers that actions name as `peer`."""
+        """All lanes; an index into this tuple is the `peer` of an action."""
         return self._all_lanes
 
     @cached_property
@@ -215,11 +129,11 @@ class Layout:
         return tuple(self._lanes)
 
     def lane_number(self, lane: Lane) -> int:
-        """The place of `lane` in `lanes()`."""
+        """The index of `lane` in `lanes()`."""
         return self._lanes[lane]
 
     def holders(self, module: str, layer: int) -> tuple[Lane, ...]:
-        """The lanes that hold layer `layer` of `module`: of each replica its own, then its copies."""
+        """The lanes that hold layer `layer` of `module`: for each replica its own lane, then those of its copies."""
         return tuple(
             lane
             for pipeline in self.pipelines(module)
@@ -229,19 +143,19 @@ class Layout:
         )
 
     def same_weights(self, module: str, layer: int) -> tuple[tuple[int, ...], ...]:
-        """For each tensor-parallel place of `module` the ranks that hold the same of layer `layer`, lane by lane."""
+        """For each tensor-parallel place of `module`: ranks that hold the same weights of `layer`, lane by lane."""
         tp = self.spec(module).tp
         groups = zip(*(lane.cp_groups(tp) for lane in self.holders(module, layer)), strict=True)
         return tuple(tuple(rank for group in each for rank in group) for each in groups)
 
-    # -- who talks to whom -----------------------------------------------------------------------------------
+    # -- groups of ranks -------------------------------------------------------------------------------------
 
     def group(self, rank: int, module: str, kind: str) -> tuple[int, ...]:
         """The ranks of the "tp", "cp", "dp" or "shard" group of `rank` for its first stage of `module`.
 
-        "dp": the ranks with the same place in their lane over replicas and copies. "shard": those that share one set of
-        slices of what it holds; itself alone where nothing is sharded. Raises ValueError where the rank holds nothing
-        of the module.
+        "dp": the ranks with the same place in their lane over replicas and copies. "shard": the ranks that share one
+        set of slices of its weights; only the rank itself if nothing is sharded. Raises ValueError if the rank holds
+        nothing of the module.
         """
         spec = self.spec(module)
         stage = next((stage for stage in self.of_rank(rank) if stage.module == module), None)
@@ -262,27 +176,70 @@ class Layout:
         raise ValueError(f'kind is {kind!r}: one of "tp", "cp", "dp", "shard"')
 
     def reduce_groups(self, in_part: Collection[str] = ()) -> tuple[Reduction, ...]:
-        """Which ranks sum the gradients of which layers: see `interlace.layout.reductions`."""
-        from interlace.layout.reductions import reduce_groups
+        """The reductions over more than one rank, modules and layers in order.
 
-        return reduce_groups(self, in_part)
+        in_part: the modules with weights of which each rank of a lane uses only a part.
+        """
+        found = []
+        for module in self.modules:
+            for start, stop in self._ranges(module):
+                holders = self.same_weights(module, start)
+                found += [Reduction(module, start, stop, tuple(sorted(set(ranks)))) for ranks in holders]
+                if module in in_part:
+                    found.append(Reduction(module, start, stop, tuple(sorted(set(chain(*holders)))), in_part=True))
+        return tuple(reduction for reduction in found if len(reduction.ranks) > 1)
 
     def shard_groups(self) -> tuple[Shard, ...]:
-        """Which ranks keep slices of which layers: see `interlace.layout.reductions`."""
+        """The sharded weights and the ranks that keep their slices, modules and layers in order.
+
+        Ranks of a set are in the order of the replicas, those of one lane together. So the ranks of a replica have the
+        same places in the sets of all its stages, and a weight that is tied across stages has the same slices on all.
+
+        Raises ValueError if the ranks that hold a module do not divide into sets of `shard_ranks`.
+        """
         return self._shard_groups
 
     @cached_property
     def _shard_groups(self) -> tuple[Shard, ...]:
-        from interlace.layout.reductions import shard_groups
+        found = []
+        for module, (spec, _) in self.modules.items():
+            for start, stop in self._ranges(module) if spec.shard != "none" else ():
+                for ranks in self.same_weights(module, start):
+                    size = spec.shard_ranks or len(ranks)
+                    if len(ranks) % size:
+                        raise ValueError(
+                            f"{module} has shard_ranks = {size}, but {len(ranks)} ranks hold the same weights of it: "
+                            "give a number that divides theirs, or none for all"
+                        )
+                    sets = tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
+                    if size > 1:
+                        found += [Shard(module, start, stop, owners, sets, spec.shard == "full") for owners in sets]
+        return tuple(found)
 
-        return shard_groups(self)
+    def _ranges(self, module: str) -> list[tuple[int, int]]:
+        """Ranges of a module's layers, cut at every cut of its pipelines: the same stages hold all of a range."""
+        pipelines = self.pipelines(module)
+        cuts = sorted({stage.start for pipeline in pipelines for stage in pipeline.stages})
+        return list(zip(cuts, [*cuts[1:], pipelines[0].num_layers], strict=True))
+
+    def uneven(self, module: str, layers: Collection[int]) -> bool:
+        """Whether layers of `module` that share a weight are grouped into stages or lanes differently in some replicas.
+        A rank has one gradient for all of these layers that it holds."""
+        each, alike = sorted(set(layers)), set()
+        if len(each) < 2:
+            return False
+        for pipeline in self.pipelines(module):
+            homes = [next(s for s in pipeline.stages if s.start <= layer < s.stop) for layer in each]
+            lanes = [stage.lane for stage in homes]
+            alike.add((tuple(map(homes.index, homes)), tuple(map(lanes.index, lanes))))
+        return len(alike) > 1
 
     @cached_property
     def data_parallel(self) -> dict[str, int]:
         """Module -> number of its replicas."""
         return {name: spec.dp for name, (spec, _) in self.modules.items()}
 
-    # -- how it is made --------------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------------------
 
     @classmethod
     def from_specs(
@@ -296,12 +253,11 @@ class Layout:
         frozen_aware: bool = True,
         recompute: bool = False,
     ) -> Layout:
-        """Cut every module into `specs[module].pp` stages and place them: see `interlace.plan.place.from_specs`."""
-        from interlace.plan import place  # costs and cuts are plan's; a layout is only what comes of them
-
-        return place.from_specs(
+        """Cut every module into `specs[module].pp` stages and place them: see `interlace.layout.place.from_specs`."""
+        parts = place.from_specs(
             mllm, specs, placement=placement, costs=costs, ranks=ranks, frozen_aware=frozen_aware, recompute=recompute
         )
+        return cls(*parts)
 
     @classmethod
     def balanced(
@@ -314,13 +270,11 @@ class Layout:
         recompute: bool = False,
         dp: int = 1,
     ) -> Layout:
-        """Cut the chain of all layers into `ranks` balanced ranges: see `interlace.plan.place.balanced`."""
-        from interlace.plan import place
-
-        return place.balanced(mllm, ranks, costs=costs, frozen_aware=frozen_aware, recompute=recompute, dp=dp)
+        """Cut the chain of all layers into `ranks` balanced ranges: see `interlace.layout.place.balanced`."""
+        return cls(*place.balanced(mllm, ranks, costs=costs, frozen_aware=frozen_aware, recompute=recompute, dp=dp))
 
     def describe(self) -> str:
-        """One line per rank: what it holds."""
+        """One line per rank with its layers."""
         return "\n".join(f"rank {rank}: {_names(self.of_rank(rank))}" for rank in range(self.world))
 
 

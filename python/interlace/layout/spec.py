@@ -1,4 +1,4 @@
-"""ParallelSpec: how one module is spread over ranks."""
+"""ParallelSpec: parallel degrees and sharding of one module."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _SHARDS = ("none", "optimizer", "full")
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """The degrees of one module: tensor, context, pipeline and data parallel; its replicas have dp of them.
+    """The degrees of one module: tensor (tp), context (cp), pipeline (pp) and data (dp) parallel.
 
-    virtual: stages of one pipeline per rank. order: how these follow each other. "loop": the i-th of the pp ranks (or
+    virtual: stages of one pipeline per rank. order: placement of these stages. "loop": the i-th of the pp ranks (or
         lanes) has stages i, i + pp, ...; "v": down the ranks and up again, i and 2 * pp - 1 - i, for virtual = 2.
 
-    shard: of what the ranks that hold the same weights, those of dp and cp, keep a slice each instead of all. "none";
-        "optimizer": summed gradients and optimizer state (ZeRO-1); "full": weights too, which are then whole only
-        while their layer needs them, or from the beginning of a step to their last use. shard_ranks: so many ranks, at
-        least 2, share one set of slices, and there are as many sets as that gives (default: all share one).
+    shard: state of which each rank keeps only a slice, among the ranks that hold the same weights (those of dp and cp).
+        "none"; "optimizer": summed gradients and optimizer state (ZeRO-1); "full": also weights, which are then whole
+        only while their layer needs them, or from the start of a step to their last use. shard_ranks: number of ranks,
+        at least 2, that share one set of slices; there may be several sets (default: all ranks share one set).
 
-    Raises ValueError for a degree below 1, an `order` or a `shard` that is none of these or does not go with the rest,
-    and a `shard_ranks` that means nothing.
+    Raises ValueError for a degree below 1, for an unknown `order` or `shard` or one that does not fit the other values,
+    and for a `shard_ranks` without effect.
     """
 
     tp: int = 1
@@ -60,7 +60,7 @@ class ParallelSpec:
         return self.pp * self.virtual
 
     def place(self, stage: int) -> int:
-        """Which of the pp lanes of a replica runs stage `stage`."""
+        """Index of the lane, of the pp lanes of a replica, that runs stage `stage`."""
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.order == "v" and lap == 1 else place
 

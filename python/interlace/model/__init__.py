@@ -1,13 +1,14 @@
-"""Multimodal models made of unmodified HuggingFace modules, and their slices as pipeline stages.
+"""Multimodal models built from unmodified HuggingFace modules.
 
-sample.py and collate.py (data in) · modality.py and projector.py (an encoder) · language.py (merging, loss) ·
-multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py ·
-naming.py and patterns.py (names of parts) · lora.py (adapters) · places.py (where media and targets stand) ·
-counted.py, pairs.py and flops.py (what modules compute)
+- `sample`, `collate`: uncollated samples, and their collation into tensors.
+- `modality`, `projector`: an encoder with its projector. `language`, `loss`: merging, logits, loss.
+- `multimodal`: the whole model. `generate`: text generation. `checkpointing`, `lora`, `naming`, `patterns`, `rows`.
+- `inputs/`: inputs of encoders. `whole/`: whole checkpoints. `checkpoints/`: folders of weights.
+- `probe/`: separation tests. `stages/`: slices that ranks run. `counting/`: FLOPs and shapes.
 """
 
 from interlace.model.checkpointing import Checkpointing, set_checkpointing
-from interlace.model.describe import LayerInfo, LayerPart
+from interlace.model.counting.layers import LayerInfo, LayerPart
 from interlace.model.generate import generate
 from interlace.model.language import merge_tokens
 from interlace.model.modality import ModalityModule
@@ -20,8 +21,8 @@ from interlace.model.projector import (
     QFormerProjector,
 )
 from interlace.model.sample import IGNORE, Media, Sample, SampleOutline, shift_labels
-from interlace.model.slice import carve, find_layers
-from interlace.model.stage import StageModule
+from interlace.model.stages.slice import carve, find_layers
+from interlace.model.stages.stage import StageModule
 
 __all__ = [
     "IGNORE",

@@ -1,18 +1,19 @@
-"""Activation checkpointing per layer: what a layer keeps for its backward pass, and what that pass computes again.
+"""Activation checkpointing per layer: what a layer keeps for backward, and what backward recomputes.
 
-    "none"        everything that autograd saves
-    "full"        the layer's input: its whole inside runs again
-    "selective"   the input and the results of costly operations (`KEPT`: matrix products, attention, what ranks of a
-                  lane tell each other): norms, activations and additions run again
+    "none"        keeps everything that autograd saves
+    "full"        keeps the layer's input: the whole layer runs again
+    "selective"   keeps the input and the results of costly operations (`KEPT`: matrix products, attention,
+                  collectives inside a lane): norms, activations and additions run again
 
-In multiples of tokens x hidden size, a Llama block with a gated MLP of F hidden sizes keeps about 11 + 4 F, 1, or
-7 + 2 F. "full" costs a second forward of every layer that has a backward; "selective" a few passes over memory, and on
-every forward about 10 us of Python per operation, which a GPU notices where its kernels are as short. A layer that is
-frozen behind trainable ones saves little for its backward, so "selective" may keep more there than "none" does.
+A Llama block with a gated MLP of F hidden sizes keeps about 11 + 4 F ("none"), 1 ("full") or 7 + 2 F ("selective"), in
+multiples of tokens x hidden size. "full" costs a second forward of every layer that has a backward. "selective" costs a
+few passes over memory, and about 10 us of Python per operation in every forward, which matters if GPU kernels are as
+short. A frozen layer behind trainable ones saves little for its backward, so for it "selective" may keep more than
+"none".
 
-`layer.forward` is replaced on the instance, so hooks stay outside and run once. Backward runs where no attention plan
-is active, possibly in another thread, so the recomputation re-establishes the plan of the forward. The random state is
-put back, too: dropout draws the same again.
+`layer.forward` is replaced on the instance, so hooks stay outside and run once. Backward runs without an active
+attention plan, possibly in another thread, so the recomputation restores the plan of the forward. It also restores the
+random state, so dropout repeats the same draws.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ KEPT = frozenset(
         "interlace::collective",
     }
 )
-"""Operations whose results "selective" keeps, by name: not every build of torch has all of them."""
+"""Operations whose results "selective" keeps. Listed by name, because not every build of torch has all of them."""
 
 
 UNSAFE_VIEW = "aten::_unsafe_view"
-"""torch.matmul returns its product through this: the same memory under a version counter of its own."""
+"""torch.matmul returns its product through this operation: the same memory with a separate version counter."""
 
 
 def keeps(_: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of "selective", as `torch.utils.checkpoint.create_selective_checkpoint_contexts` asks for it."""
+    """Policy of "selective", called by `torch.utils.checkpoint.create_selective_checkpoint_contexts`."""
     name = operation.name()
-    # Kept, too, for its counter: torch then sees that a product was changed in place, and does not take it for the old.
+    # The view is kept for its version counter: torch then detects an in-place change of the product.
     view = name == UNSAFE_VIEW and type(args[0].grad_fn).__name__ != "CloneBackward0"
     if view or (name in KEPT and not _drops_out(operation, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
@@ -72,8 +73,9 @@ def keeps(_: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: A
 
 
 def _drops_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention draws random numbers: left out of the recomputation, it would not draw them again, and
-    every dropout after it would draw others than in the forward."""
+    """True if an attention operation uses dropout. Such an operation must be recomputed: otherwise it would not draw
+    its random numbers again, and all later dropout would draw different ones than in the forward.
+    """
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
@@ -104,7 +106,7 @@ def _full(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _selective(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # torch.compile takes the contexts of this very function, and no others.
+    # torch.compile accepts the contexts of this exact function only.
     return _checkpointed(layer, args, kwargs, context_fn=partial(create_selective_checkpoint_contexts, keeps))
 
 
@@ -112,9 +114,9 @@ _FORWARDS: dict[str, Callable[..., Any]] = {"full": _full, "selective": _selecti
 
 
 def check_entry(layer: nn.Module) -> None:
-    """Raise ValueError where hooks on `layer` would run again in the recomputation, after they are gone.
+    """Raise ValueError if hooks on `layer` would run again in the recomputation, after their removal.
 
-    So it is in transformers 4, whose layers checkpoint their __call__ and not their forward.
+    This happens in transformers 4, whose layers checkpoint their __call__ instead of their forward.
     """
     recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
     if recomputed and any("__call__" in base.__dict__ for base in type(layer).__mro__ if base is not nn.Module):
@@ -126,13 +128,13 @@ def check_entry(layer: nn.Module) -> None:
 
 
 def check_checkpointing(mode: object) -> None:
-    """Raises ValueError for what is no `Checkpointing`."""
+    """Raise ValueError unless `mode` is a valid `Checkpointing`."""
     if mode not in get_args(Checkpointing):
         raise ValueError(f'activation checkpointing must be "none", "full" or "selective", not {mode!r}')
 
 
 def set_checkpointing(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Set the activation checkpointing of each of `layers`; the last call counts. Raises ValueError for other modes."""
+    """Set the activation checkpointing of each of `layers`; the last call wins. Raises ValueError for other modes."""
     check_checkpointing(mode)
     for layer in layers:
         # Set on the instance, as a bound method: deepcopy then binds it to the copy.

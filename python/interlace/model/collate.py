@@ -1,12 +1,12 @@
-"""Lays samples out for the language model: ids, labels, positions and the bitfield mask.
+"""Collation for the language model: ids, labels, positions and the bitfield mask.
 
     [ text image image text ][ text audio text ] ...      packed: one document per sample, positions restart
 
-    [ text image image text ]                             or in rows, where a language model mixes neighbours outside
+    [ text image image text ]                             in rows, if a language model mixes neighbours outside
     [ text audio text  -  - ]                             attention (see interlace.model.rows); - is padding
 
-Text is stream 0, encoders are streams 1, 2, ... in the model's order. Every token is causal and attends every stream;
-where the model is one with bidirectional media, the tokens of one item are a span and see each other both ways besides
+Text is stream 0. Encoders are streams 1, 2, ... in the model's order. Every token is causal and attends every stream.
+In models with bidirectional media, the tokens of one item form a span and also attend to each other in both directions
 (the rule of Gemma-3).
 """
 
@@ -20,8 +20,8 @@ import torch
 
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, word
+from interlace.model.inputs.placeholders import Ids, blank_id, in_words, is_placeholder
 from interlace.model.modality import ModalityModule
-from interlace.model.placeholders import Ids, blank_id, in_words, is_placeholder
 from interlace.model.rows import padded
 from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
 
@@ -29,7 +29,7 @@ JOINED = "joined"
 
 
 def check_bidirectional(value: Any) -> bool | str:
-    """`value`, if it says whether tokens of an item see each other both ways. Raises ValueError."""
+    """Return `value` if it is a valid setting of `bidirectional`. Raises ValueError otherwise."""
     if type(value) is bool or (isinstance(value, str) and value == JOINED):
         return value
     raise ValueError(f"bidirectional is {value!r}: it is True, False, or {JOINED!r}, in items that touch, too")
@@ -46,17 +46,19 @@ def collate_language(
     bidirectional: bool | str = True,
     positions_of: Callable[[Sample], torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Pack `samples` into one row, or with `rows` give each one of its own, padded on the right.
+    """Pack `samples` into one row. With `rows`, give each sample its own row, padded on the right.
 
     Returns input_ids, labels, position_ids int64 [B, T] (B = 1 when packed), mask (BitfieldMask [B, T]) and plan (its
-    AttentionPlan). bidirectional: the tokens of a media item see each other both ways; JOINED: also those of items that
-    touch. positions_of: sample -> int64 [L, k], for models whose tokens have k positions each; then position_ids are
-    [B, T, k]. Padding is document -1, without a target, and its id is no placeholder. Raises ValueError naming the
-    sample; see check_sample. Labels that were not shifted are refused as in Sample.
+    AttentionPlan).
+    bidirectional: True = the tokens of a media item attend to each other in both directions. JOINED: also across
+    adjacent items.
+    positions_of: sample -> int64 [L, k], for models with k positions per token; position_ids are then [B, T, k].
+    Padding is document -1, has no target, and its id is not a placeholder. Raises ValueError with the name of the
+    sample; see check_sample. Unshifted labels are refused as in Sample.
     """
     if not samples:
         raise ValueError("collate needs at least one sample")
-    # Answers of one token are too short to be told one by one.
+    # One-token answers are too short for a check per sample, so the whole batch is checked.
     refuse_copies("the batch", [(sample.input_ids, sample.labels) for sample in samples])
     spans: list[torch.Tensor] = []
     streams: list[torch.Tensor] = []
@@ -116,7 +118,7 @@ def collate_media(
     *,
     decode: bool = True,
 ) -> dict[str, Any]:
-    """Inputs of encoder `name` for all its items in `samples`, in order; decode=False: meta tensors of their shapes."""
+    """Inputs of encoder `name` for all its items in `samples`, in order. decode=False: meta tensors of their shapes."""
     items: list[Media] = [item for sample in samples for item in sample.media.get(name, [])]
     return encoder.collate(items if decode else [item.without_data() for item in items])
 
@@ -128,11 +130,11 @@ def check_sample(
     max_length: int | None = None,
     vocab_size: int | None = None,
 ) -> None:
-    """Raise ValueError, naming the sample, unless its text and its media fit each other and the model.
+    """Raise ValueError, with the sample's name, unless its text and media fit each other and the model.
 
     Refused are: ids or labels outside the vocabulary of `vocab_size`, more than `max_length` tokens, media of an
-    unknown encoder, an item that its encoder cannot take or that says a wrong number of tokens, placeholders that do
-    not match the media in number, and an item whose placeholders are not consecutive.
+    unknown encoder, an item that its encoder does not support, an item with a wrong `tokens`, a number of placeholders
+    that does not match the media, and an item whose placeholders are not consecutive.
     """
     where = f"sample {sample.name!r}"
     if vocab_size is not None:

@@ -1,10 +1,11 @@
 """Text generation in one process: media are encoded once, keys and values are cached, one token per prompt and step.
 
-The prompts lie packed in one row, like training samples. Each step appends one token per prompt that still runs, in
-its prompt's document, so the row grows as [ a a a b b | a b | a b | b | ... ] and the bitfield mask keeps the prompts
-apart: no padding, no reordering of the cache. A language model that does not pack (rows.py) reads each prompt by
-itself; one whose cache does not give what reading all again gives, as a trial finds out, goes without, and so does a
-prompt that may get longer than the length at which the model's rotary frequencies change.
+The prompts are packed into one row, like training samples. Each step appends one token per unfinished prompt, in the
+document of its prompt. The row grows as [ a a a b b | a b | a b | b | ... ], and the bitfield mask separates the
+prompts. So there is no padding and no reordering of the cache. Exceptions: a language model that does not pack
+(rows.py) processes each prompt separately. The cache is off for a model whose cached results differ from uncached ones,
+which a probe detects. It is also off for a prompt that may exceed the length at which the model's rotary frequencies
+change.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from transformers import DynamicCache, cache_utils
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import use_plan
 from interlace.masks import BitfieldMask, Tokens, word
-from interlace.model.deepstack import handing
+from interlace.model.inputs.placeholders import every_id
 from interlace.model.language import LanguageSettings, as_model_wants, embed, plan_after, plan_of
-from interlace.model.placeholders import every_id
 from interlace.model.rows import PACKED, mask_of
 from interlace.model.sample import Sample, check_samples
-from interlace.model.slice import takes
+from interlace.model.stages.deepstack import handing
+from interlace.model.stages.slice import takes
 
 if TYPE_CHECKING:
     from interlace.model.multimodal import MultimodalModel
@@ -42,13 +43,16 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """Token ids that continue each of `prompts`, at most `max_new_tokens`, ending before the first id in `stop`.
+    """Generate token ids that continue each of `prompts`: at most `max_new_tokens`, ending before the first id in
+    `stop`.
 
-    An answer also ends where prompt and answer fill the language model's positions, so that of a prompt that fills
-    them alone is empty. temperature 0 takes the likeliest token; above, tokens are drawn from softmax(logits /
-    temperature), limited to the smallest set whose probability reaches `top_p`, with `generator`. Placeholder ids are
-    never produced. The model is put into evaluation mode for the call. Raises ValueError for options out of range and,
-    as collation does, for a prompt that does not fit the model.
+    An answer also ends when prompt and answer fill the language model's positions. It is empty if the prompt alone
+    fills them.
+    temperature: 0 takes the most likely token. Above 0, tokens are drawn from softmax(logits / temperature).
+    top_p: limits the draw to the smallest set of tokens whose probability reaches `top_p`.
+    generator: random generator for the draw.
+    Placeholder ids are never produced. The model is in evaluation mode during the call. Raises ValueError for options
+    out of range and, like collation, for a prompt that does not fit the model.
     """
     if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 0:
         raise ValueError(
@@ -82,10 +86,10 @@ def generate(
 
 
 class Reading:
-    """Prompts in one row and what has been added to them, with or without a cache of keys and values.
+    """Prompts in one row and their generated tokens, with or without a cache of keys and values.
 
-    With one, each step reads the new tokens. Without, it reads all tokens again, of one prompt: slow, and right for
-    every model.
+    With a cache, each step processes only the new tokens. Without a cache, there is one prompt, and each step processes
+    all its tokens again: slow, but correct for every model.
     """
 
     def __init__(self, module: nn.Module, settings: LanguageSettings, inputs: dict[str, Any], cached: bool):
@@ -111,7 +115,7 @@ class Reading:
             return self._run(plan, self.every, self.last, **_given(made))
 
     def add(self, running: list[int], tokens: list[int]) -> Tensor:
-        """Append one token to each of the prompts `running`; logits [running, V], fp32, of the tokens after them."""
+        """Append one token to each of the prompts `running`; returns logits [running, V], fp32, of the next tokens."""
         index = torch.tensor(running, device=self.device)
         self.positions[:, index] += 1
         self.ends.pos[:, index] += 1
@@ -131,21 +135,21 @@ class Reading:
         return self._run(plan, self.positions[:, index], torch.arange(len(running), device=self.device), input_ids=ids)
 
     def _last_positions(self, doc: Tensor) -> Tensor:
-        """Where each prompt has come to, [1, prompts] or [1, prompts, k]: text goes on behind the furthest position."""
+        """Last position of each prompt, [1, prompts] or [1, prompts, k]. Text continues after the largest position."""
         if self.every.dim() == 2:
             return self.every[:, self.last]
         furthest = [self.every[0, doc[0] == doc[0, last]].max() for last in self.last]
         return torch.stack(furthest)[None, :, None].expand(1, -1, self.every.shape[-1]).clone()
 
     def _embed(self) -> dict[str, Any]:
-        """The inputs with embeddings of all ids so far; anew, as some models scale them in place."""
+        """Inputs with embeddings of all ids so far. Recomputed each time, because some models scale them in place."""
         return embed(self.module, self.settings, {**self.inputs, "input_ids": self.ids}, [], self.device)
 
     def _run(self, plan: AttentionPlan, positions: Tensor, wanted: Tensor, **given: Tensor) -> Tensor:
         postprocess = self.settings.postprocess
         options: dict[str, Any] = {}
         if postprocess is None and "logits_to_keep" in inspect.signature(self.module.forward).parameters:
-            options["logits_to_keep"] = wanted  # the vocabulary is large, and a row of prompts long
+            options["logits_to_keep"] = wanted  # the vocabulary is large, and a row of prompts is long
         cache_name = "cache" if takes(self.module, "cache") else "past_key_values"  # transformers before 5.24
         cache = {} if self.cache is None else {cache_name: self.cache}
         if takes(self.module, "use_cache"):
@@ -159,12 +163,12 @@ class Reading:
 
 
 def _given(made: dict[str, Any]) -> dict[str, Tensor]:
-    """What the model takes in the place of ids."""
+    """Inputs that the model takes instead of ids."""
     return {name: made[name] for name in ("inputs_embeds", "per_layer_inputs") if made[name] is not None}
 
 
 class Readings:
-    """Prompts that share nothing, each a `Reading` of its own."""
+    """Prompts that share nothing; each has its own `Reading`."""
 
     def __init__(self, readings: list[Reading]):
         self.readings = readings
@@ -177,7 +181,7 @@ class Readings:
 
 
 def _open(mllm: MultimodalModel, prompts: Sequence[Sample], room: Sequence[int]) -> Reading | Readings:
-    # Past the limit, positions are rotated otherwise: those of the keys that a cache holds, too.
+    # Beyond the limit, positions are rotated differently, including those of cached keys.
     limit = mllm.language_settings.limit
     fits = [limit is None or len(prompt) + most <= limit for prompt, most in zip(prompts, room, strict=True)]
     caches_right = mllm.caches_right()
@@ -193,11 +197,11 @@ def _open(mllm: MultimodalModel, prompts: Sequence[Sample], room: Sequence[int])
 
 
 def _cache(module: Any, packing: str) -> DynamicCache:
-    """An empty cache of every key.
+    """An empty cache that keeps all keys.
 
-    Not the kind of cache that the config asks for: sliding ones drop the oldest keys of the row, whose prompt is not
-    the one that has moved on, and the plan has all keys. It knows each prompt's window. Layers that keep a state, not
-    keys, are the config's.
+    The config's own kind of cache is not suitable: a sliding cache drops the oldest keys of the row, which may belong
+    to a different prompt. The plan needs all keys, and already applies each prompt's window. Layers with a state
+    instead of keys use the config's cache.
     """
     if packing == PACKED:
         return DynamicCache()
@@ -213,17 +217,17 @@ def _unlimited(layer: Any) -> Any:
 
 
 def _last_tokens(mask: BitfieldMask) -> Tensor:
-    """Index in its row of each document's last token, int64 [documents]."""
+    """Index of each document's last token in its row, int64 [documents]."""
     doc = mask.tokens().doc[0]
     return torch.unique_consecutive(doc, return_counts=True)[1].cumsum(0) - 1
 
 
 def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> list[int]:
-    """A token id for each row of `logits` [n, V]."""
+    """Choose a token id for each row of `logits` [n, V]."""
     if temperature == 0:
         return logits.argmax(-1).tolist()
     probability, order = torch.softmax(logits / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
-    # A token stays if what is likelier does not reach top_p yet: the first one always does.
+    # A token stays if the more likely tokens do not reach top_p yet. The first one always stays.
     probability[probability.cumsum(-1) - probability >= top_p] = 0
     drawn = torch.multinomial(probability, 1, generator=generator)
     return order.gather(-1, drawn).squeeze(-1).tolist()

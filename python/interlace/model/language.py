@@ -1,4 +1,4 @@
-"""The language model's side: token merging and the forward of a stage."""
+"""Execution of the language model: token merging and the forward of a stage."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
-from interlace.attention._hf_limits import Limits
-from interlace.attention._hf_plans import narrowed
 from interlace.attention.hf import Backend, use_plan
-from interlace.model.deepstack import Deepstack, handing, split_features
-from interlace.model.placeholders import Ids, every_id, in_words
-from interlace.model.places import media_in
+from interlace.attention.hf.limits import Limits
+from interlace.attention.hf.plans import narrowed
+from interlace.model.inputs.placeholders import Ids, every_id, in_words
+from interlace.model.inputs.places import media_in
 from interlace.model.rows import ALONE, PACKED, ROWS, Document, check_rows, documents, longest
 from interlace.model.sample import Sample
-from interlace.model.shared import per_layer_inputs
-from interlace.model.slice import ending_at, run
+from interlace.model.stages.deepstack import Deepstack, handing, split_features
+from interlace.model.stages.shared import per_layer_inputs
+from interlace.model.stages.slice import ending_at, run
 
 Inputs = dict[str, Any]
 
 
 def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
-    """Put each encoder's features where its placeholder id stands (Cornstarch 2025-03 section 5.1, cb_before_llm).
+    """Insert each encoder's features at its placeholder ids (Cornstarch 2025-03 section 5.1, cb_before_llm).
 
-    features: encoder name -> [n, D]; inputs: input_ids [B, T], inputs_embeds [B, T, D] of the text and placeholders
-    (encoder name -> id or ids). Returns inputs with inputs_embeds merged. Features replace placeholders in order; a
-    placeholder's own embedding gets no gradient. Raises ValueError if the counts differ.
+    features: encoder name -> [n, D].
+    inputs: input_ids [B, T], inputs_embeds [B, T, D] of the text, and placeholders (encoder name -> id or ids).
+    Returns inputs with inputs_embeds merged. Features replace placeholders in order. The embedding of a placeholder
+    itself gets no gradient. Raises ValueError if the counts differ.
     """
     embeds = inputs["inputs_embeds"]
     flat = embeds.reshape(-1, embeds.shape[-1])
@@ -47,7 +48,7 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
                 "features: check that every item has encoder.tokens(shape) placeholders and that its media is in the "
                 "batch"
             )
-        if given is not None:  # though none of them is here: gradients go back through the layers all the same
+        if given is not None:  # also for zero features: gradients then still flow back through the encoder's layers
             if given.shape[1] != flat.shape[1]:
                 raise ValueError(
                     f"{name}: the projector gives features of size {given.shape[1]}, the language model's embeddings "
@@ -59,7 +60,7 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
 
 @dataclass
 class LanguageSettings:
-    """What running a language model takes besides its weights."""
+    """Settings for running a language model, besides its weights."""
 
     layer_path: str
     placeholders: dict[str, Ids]
@@ -67,13 +68,13 @@ class LanguageSettings:
     preprocess: Callable[[Inputs], Inputs] | None = None
     postprocess: Callable[[Inputs, Any], Any] | None = None
     backend: str | None = None
-    packing: str = PACKED  # of interlace.model.rows
-    limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Packing
-    ends_with_head: bool = False  # its logits are what its head gives: see Packing
-    bidirectional: bool | str = True  # the tokens of a media item see each other both ways (JOINED of collate.py)
-    positions: Callable[[Sample], Tensor] | None = None  # int64 [L, k] of a sample, where a token has k of them
-    deepstack: int = 0  # first layers that features are added behind
-    limits: set[Limits] = field(default_factory=set)  # of its layers, as far as any has asked for a narrower plan
+    packing: str = PACKED  # kind in interlace.model.rows
+    limit: int | None = None  # if a batch has a longer sample [tokens], each sample gets its own call: see Packing
+    ends_with_head: bool = False  # the logits are exactly the head's output: see Packing
+    bidirectional: bool | str = True  # the tokens of a media item attend in both directions (JOINED of collate.py)
+    positions: Callable[[Sample], Tensor] | None = None  # sample -> int64 [L, k], for k positions per token
+    deepstack: int = 0  # number of first layers that add features
+    limits: set[Limits] = field(default_factory=set)  # attention limits that its layers have requested so far
 
 
 def run_language(
@@ -87,13 +88,15 @@ def run_language(
     columns: Tensor | None = None,
     head: nn.Module | None = None,
 ) -> Any:
-    """One stage of the language model: the module's output, or the hidden state [B, T, D] where a cut ends it.
+    """Run one stage of the language model: the module's output, or the hidden state [B, T, D] if a cut ends the stage.
 
-    inputs: as collated, with "features" on the first stage; of a rank that has some of the tokens also "attend", which
-    attends for it (see interlace.attention.hf.Backend). hidden: the previous stage's output, None on the first.
-    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order. columns: int64 [n], the same of a
-    batch of one row, if it is known. head: the layer that makes logits; the forward ends before it, and what it would
-    be given [n, K] for the wanted positions is returned.
+    inputs: as collated, with "features" on the first stage. On a rank that holds only some of the tokens, also
+    "attend", which computes its attention (see interlace.attention.hf.Backend).
+    hidden: the previous stage's output; None on the first stage.
+    wanted: bool [B, T], positions whose logits are needed. The logits are then [1, n, V], in order.
+    columns: int64 [n], the wanted positions of a one-row batch, if known.
+    head: the layer that makes logits. The forward ends before it and returns the head's input [n, K] at the wanted
+    positions.
     """
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
@@ -129,14 +132,14 @@ def run_language(
 
 
 def look_at(settings: LanguageSettings, plan: AttentionPlan) -> None:
-    """Find out on the host what a forward asks a plan for: `run_language` then has not to wait for a GPU."""
+    """Precompute on the host what a forward needs from a plan, so that `run_language` does not wait for a GPU."""
     for limits in tuple(settings.limits):
         narrowed(plan, limits)
     _parts(settings, plan)
 
 
 def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Document]:
-    """The samples that get a call each; none where one call takes them all."""
+    """Samples that each get their own call; empty if one call takes all of them."""
     if settings.packing == ROWS:
         check_rows(plan)
     if settings.packing == ALONE or (settings.limit is not None and longest(plan) > settings.limit):
@@ -159,7 +162,7 @@ def _call(
     *,
     deep: Deepstack | None,
 ) -> tuple[Any, bool]:
-    """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""
+    """One call of the module: (its output, False) or (hidden state, True), as in `run` of slice.py."""
     kwargs: Inputs = {"inputs_embeds": given, "position_ids": as_model_wants(positions)}
     if per_layer is not None:
         kwargs["per_layer_inputs"] = per_layer
@@ -177,7 +180,7 @@ def _call(
         chosen = made[0]
     elif len(wanted) == 1 and columns is not None:
         chosen = made[0][columns]
-    else:  # waits for a GPU
+    else:  # synchronizes with a GPU
         chosen = made[(wanted[:, columns] if kept else wanted).to(made.device)]
     if head is not None:
         assert left
@@ -187,7 +190,7 @@ def _call(
 
 
 def _joined(outputs: list[Any], parts: list[Document], given: Tensor, wanted: Tensor | None) -> Any:
-    """What calls for one sample each have given, as of one call for all."""
+    """Join the results of one-sample calls into the result of a single call."""
     left = isinstance(outputs[0], Tensor)
     pieces = outputs if left else [output.logits for output in outputs]
     if not left and wanted is not None:
@@ -201,10 +204,10 @@ def _joined(outputs: list[Any], parts: list[Document], given: Tensor, wanted: Te
 def embed(
     module: nn.Module, settings: LanguageSettings, inputs: Inputs, parts: list[Document], device: torch.device
 ) -> Inputs:
-    """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in.
+    """Return `inputs` with inputs_embeds [B, T, D]: text embeddings with the encoders' features merged in.
 
-    And, where the model's layers want them, per_layer_inputs (see interlace.model.shared) and deepstack. parts: samples
-    whose embeddings are made in calls of their own.
+    Also adds deepstack and, for models that need them, per_layer_inputs (see interlace.model.stages.shared).
+    parts: samples whose embeddings are made in separate calls.
     """
     ids = inputs["input_ids"].to(device)
     table: Any = module.get_input_embeddings()  # type: ignore[operator]
@@ -216,7 +219,7 @@ def embed(
 
 
 def as_model_wants(positions: Tensor) -> Tensor:
-    """position_ids [B, T] as they are; [B, T, k] of a model with k positions per token as HuggingFace's [k, B, T]."""
+    """position_ids in HuggingFace's layout: [B, T] unchanged; [B, T, k] becomes [k, B, T] for k positions per token."""
     return positions if positions.dim() == 2 else positions.movedim(-1, 0)
 
 
@@ -227,7 +230,7 @@ def plan_of(inputs: Inputs) -> AttentionPlan:
 
 
 def plan_after(plan: AttentionPlan, before: Inputs, after: Inputs) -> AttentionPlan:
-    """The plan of `after`, which a merge callback made of `before`: it may have put another mask or plan there."""
+    """The plan after a merge callback turned `before` into `after`. The callback may replace the mask or plan."""
     if after.get("plan") is not before.get("plan"):
         return plan_of(after)
     return plan if after.get("mask") is before.get("mask") else AttentionPlan.build(after["mask"])

@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers, made by peft before a model is cut.
+"""LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers, created by peft before a model is cut.
 
-A layer ``q_proj`` becomes peft's LoRA layer with ``q_proj.base_layer``, ``q_proj.lora_A.default`` and
-``q_proj.lora_B.default`` inside, which is then a part of its block as any other: it goes where the block goes. What was
-trained leaves as a folder that peft loads (`adapter_files`), or is added to the weights (`merge_adapters`), after which
-the model has the layers and names that it had before.
+A layer ``q_proj`` becomes peft's LoRA layer, which contains ``q_proj.base_layer``, ``q_proj.lora_A.default`` and
+``q_proj.lora_B.default``. It is an ordinary part of its block and moves with the block. Trained adapters are written to
+a folder that peft loads (`adapter_files`), or added to the weights (`merge_adapters`). After a merge, the model has its
+original layers and names.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.model.module_folder import PROJECTOR, projector_weights
+from interlace.model.checkpoints.module_folder import PROJECTOR, projector_weights
 from interlace.model.multimodal import MultimodalModel
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.patterns import Names, base_name, is_adapter
-from interlace.model.whole import new_folder
+from interlace.model.whole.model import new_folder
 
 ALL_LINEAR = "all-linear"
 MERGE = "merge instead (merge_adapters, or interlace export without --adapter)"
-_ADAPTER = "default"  # peft's name for the only one
+_ADAPTER = "default"  # peft's name for the only adapter
 
 
 def add_lora(
@@ -36,20 +36,20 @@ def add_lora(
     use_rslora: bool = False,
     modules_to_save: Sequence[str] = (),
 ) -> list[str]:
-    """Put adapters into `model`, in place, and train them; returns the paths of the layers that have one.
+    """Add trainable adapters to `model`, in place; returns the paths of the layers that have one.
 
-    Weights of encoders and of the language model are frozen from now on, but for `modules_to_save`; projectors stay
-    as they are, trained or frozen. An adapter adds scale * B(A(dropout(x))), A [rank, in] and B [out, rank], to what
-    its layer gives, with scale = alpha / rank, or alpha / sqrt(rank) with use_rslora (arXiv 2312.03732). The values of
-    A and B are as undefined as those of the model while it is on meta.
+    All weights of encoders and of the language model become frozen, except `modules_to_save`. Projectors stay as they
+    are, trained or frozen. An adapter adds scale * B(A(dropout(x))), A [rank, in] and B [out, rank], to the output of
+    its layer. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (arXiv 2312.03732). While the model is
+    on meta, the values of A and B are undefined, like the model's own values.
 
-    targets, modules_to_save: patterns (see `interlace.model.patterns`); a name such as ``q_proj`` means the layers of
-    the language model that end with it, "all-linear" all linear layers of the language model but its head: of a model
-    that keeps the experts of a layer in one parameter [experts, out, in], not these, which stay frozen. An adapter
-    would freeze a projector that is trained, so patterns with wildcards leave that out.
+    targets, modules_to_save: patterns (see `interlace.model.patterns`). A name such as ``q_proj`` means the layers of
+    the language model whose names end with it. "all-linear" means all linear layers of the language model except its
+    head. It does not include experts that a layer stores in one parameter [experts, out, in]; these stay frozen.
+    Patterns with wildcards skip trained projectors, because an adapter would freeze them.
 
-    Raises ValueError for patterns that match no linear layer, for tied weights, for a trained projector, and without
-    peft.
+    Raises ValueError for patterns that match no linear layer, for tied weights, for a trained projector, and if peft is
+    missing.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -80,7 +80,7 @@ def add_lora(
 
 
 def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
-    """Path -> linear layer of all that the patterns name."""
+    """Path -> linear layer, for all layers that the patterns match."""
     names = Names(model)
     linear = {path: layer for path, layer in model.named_modules() if type(layer) is nn.Linear}
     head: Any = model.language_model.get_output_embeddings()  # type: ignore[operator]
@@ -102,7 +102,7 @@ def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
             chosen = {path: layer for path, layer in chosen.items() if path not in projectors}
         if not chosen:
             if not any(_names_module(names, pattern, path) for path, _ in model.named_modules()):
-                names.matching(pattern)  # says what is near
+                names.matching(pattern)  # raises with the nearest name
             raise ValueError(f"{pattern!r} names no linear layer (torch.nn.Linear), which is what LoRA takes")
         found |= chosen
     tied = {name for group in model.tied_parameters() for name in group}
@@ -112,14 +112,14 @@ def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _names_module(names: Names, pattern: str, path: str) -> bool:
-    """Whether `pattern` names the module at `path`: of those of the language model the end of the name is enough."""
+    """True if `pattern` names the module at `path`. For the language model, the end of the name is enough."""
     if path.startswith(f"{LANGUAGE_MODEL}.") and path.endswith(f".{pattern}"):
         return True
     return names.names_module(pattern, path)
 
 
 def _saved(names: Names, pattern: str, layers: Collection[str]) -> set[str]:
-    """The parameters of what a pattern of modules_to_save names. Raises ValueError for one that has an adapter."""
+    """Parameters that a pattern of modules_to_save matches. Raises ValueError for a parameter that has an adapter."""
     modules = {name.rpartition(".")[0] for name in names.first}
     named = {path for path in modules if _names_module(names, pattern, path)}
     found = {first for name, first in names.first.items() if name.rpartition(".")[0] in named}
@@ -130,23 +130,24 @@ def _saved(names: Names, pattern: str, layers: Collection[str]) -> set[str]:
     return found
 
 
-# ---------------------------------------------------------------------- what leaves
+# ---------------------------------------------------------------------- export
 
 
 def adapter_files(
     model: MultimodalModel, folder: Path, *, parts: Collection[str] = (LANGUAGE_MODEL,), base: str = ""
 ) -> list[str]:
-    """Write what was trained into `folder`, as adapter_config.json and adapter_model.safetensors that peft loads.
+    """Write the trained weights into `folder`, as adapter_config.json and adapter_model.safetensors that peft loads.
 
-    parts: the modules of the model that together are the HuggingFace model which the adapter is for: the language
-    model alone, or all of them of a whole checkpoint, whose names follow "language_model." or
-    "encoders.<name>.module.". base: where that model lies, for the reader of the folder. What was trained whole is
-    among peft's modules_to_save. Projectors of encoders that are none of these parts lie beside, in
-    projector.safetensors (`interlace.model.module_folder.load_projectors` reads it). Returns their encoders' names.
+    parts: modules of the model that together form the adapter's HuggingFace base model: the language model alone, or
+    all modules of a whole checkpoint. The names follow "language_model." or "encoders.<name>.module.".
+    base: location of that base model, for the reader of the folder.
+    Fully trained modules become peft's modules_to_save. Projectors of encoders outside `parts` are written to
+    projector.safetensors (`interlace.model.checkpoints.module_folder.load_projectors` reads it). Returns the names of
+    these encoders.
 
-    Raises ValueError for a model without adapters in these parts, for what else was trained in other parts, for a
-    folder that is there and not empty, and for what a folder of peft cannot say: trained weights that are tied, or
-    that lie around or under an adapter.
+    Raises ValueError for a model without adapters in these parts, for other trained weights outside these parts, for an
+    existing folder that is not empty, and for weights that peft's format cannot express: trained weights that are tied,
+    or that are around or under an adapter.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -207,9 +208,9 @@ def adapter_files(
 
 @torch.no_grad()
 def merge_adapters(model: MultimodalModel) -> int:
-    """Add the adapters to the weights of their layers and take them out, in place; returns how many there were.
+    """Add the adapters to the weights of their layers and remove them, in place; returns the number of adapters.
 
-    Layers and names are then those of the model before `add_lora`. Not for a model that was parallelized.
+    The model then has the same layers and names as before `add_lora`. Not for a parallelized model.
     """
     found = lora_layers(model)
     for path, layer in found:
@@ -222,10 +223,10 @@ def merge_adapters(model: MultimodalModel) -> int:
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """(path, peft's layer) of all that have an adapter."""
+    """(path, peft's layer) of every layer with an adapter."""
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
 
 
 def reset_adapter(layer: Any) -> None:
-    """Give an adapter its first values by peft's rule: A at random, B zero, so that it changes nothing yet."""
+    """Initialise an adapter by peft's rule: A at random, B zero, so that it has no effect yet."""
     layer.reset_lora_parameters(_ADAPTER, True)

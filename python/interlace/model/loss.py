@@ -1,15 +1,15 @@
-"""The loss of a language model: the sum of the cross entropy over the vocabulary, never with all logits at once.
+"""Language model loss: sum of the cross entropy over the vocabulary, without all logits in memory at once.
 
-At 32,768 tokens and 128,000 words the logits take 16 GiB in fp32, and their gradient as much again. So where they are
-many, they are made a few rows at a time, in the backward pass once more: a third more of the head's work.
-`torch.nn.functional.linear_cross_entropy` (from 2.13) makes the gradients in the forward pass instead, which keeps one
-of the size of the head for every chunk that waits for its backward.
+At 32,768 tokens and 128,000 words, the logits take 16 GiB in fp32, and their gradient the same again. Large logits are
+therefore computed a few rows at a time, and again in backward. This adds a third to the head's work.
+`torch.nn.functional.linear_cross_entropy` (from 2.13) computes the gradients in the forward pass instead. That keeps a
+gradient of the size of the head for every chunk that waits for its backward.
 
-Ranks that share a head by its words make the logits of their own. They tell each other, once for all rows, the log of
-the sum of exponentials and the target's logit, and later sum their gradients of the hidden states, of some rows while
-the gradients of the head and of the next rows are made. Of libraries with such a loss, torch's `loss_parallel` and
-Megatron-LM's take logits of all rows, and those of Liger-Kernel and Apple's cut cross-entropy need a GPU with Triton;
-this one runs wherever torch does, for any number of words.
+Ranks that share a head split by words each compute the logits of their own words. They exchange the log of the sum of
+exponentials and the target's logit, once for all rows. In backward they sum their gradients of the hidden states. The
+sum for some rows overlaps with the gradients of the head and of the next rows. torch's `loss_parallel` and
+Megatron-LM's loss take logits of all rows. Liger-Kernel and Apple's cut cross-entropy need a GPU with Triton. This loss
+runs wherever torch runs, for any number of words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from interlace.comm import all_reduce
-from interlace.comm.deferred import DeferredForward
-from interlace.comm.reverse_mode import check_reverse_mode
+from interlace.comm.collectives.reverse_mode import check_reverse_mode
+from interlace.comm.overlap.deferred import DeferredForward
 from interlace.model.sample import IGNORE
 from interlace.parallel.mappings import Ranks
 from interlace.parallel.vocabulary import VocabularyHead
@@ -32,13 +32,14 @@ from interlace.parallel.vocabulary import VocabularyHead
 Head = nn.Linear | VocabularyHead
 
 LOGITS_BYTES = 256 << 20
-"""Of fp32 logits that may exist at once; twice as much while their exponentials are summed."""
+"""Maximum size of fp32 logits in memory at once [bytes]; twice as much while their exponentials are summed."""
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropy over valid targets, fp32 scalar in nats; 0 (with a graph) when there are none.
+    """Sum of the cross entropy over valid targets, fp32 scalar in nats; 0 (with a graph) if there are no targets.
 
-    logits [B, T, V] or [1, n, V] for the n valid targets alone; labels [B, T], already shifted.
+    logits: [B, T, V], or [1, n, V] for the n valid targets alone.
+    labels: [B, T], already shifted.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(logits.device)
     if len(flat) != len(wanted):
@@ -47,7 +48,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def head_of(module: nn.Module) -> Head | None:
-    """The layer that makes logits of hidden states, if it is a plain one: no subclass, no hooks, not compiled."""
+    """The layer that makes logits, if it is plain: no subclass, no hooks, not compiled. Otherwise None."""
     head = module.get_output_embeddings()  # type: ignore[operator]
     if type(head) not in (nn.Linear, VocabularyHead) or set(head._parameters) != {"weight", "bias"}:
         return None
@@ -57,17 +58,21 @@ def head_of(module: nn.Module) -> Head | None:
 
 
 def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """`cross_entropy_sum` of head(hidden), whose logits never exist for more rows than `LOGITS_BYTES` have room for.
+    """`cross_entropy_sum` of head(hidden), with logits in memory only for as many rows as fit into `LOGITS_BYTES`.
 
-    hidden [n, K]; head: K -> V; targets int64 [n], all of them valid. With a VocabularyHead all ranks pass the same
-    hidden and targets, and each has the loss, the whole gradient of `hidden`, and that of its own piece of the head.
+    hidden: [n, K].
+    head: K -> V.
+    targets: int64 [n], all valid.
+    With a VocabularyHead, all ranks pass the same hidden and targets. Each rank gets the loss, the whole gradient of
+    `hidden`, and the gradient of its own shard of the head.
     """
     words = None
     if isinstance(head, VocabularyHead) and head.ranks.world > 1:
         words = Words(head.ranks, head.first, max(head.ranks.counts(head.out_features)))
         check_reverse_mode("head_cross_entropy", hidden, head.weight)
         known = (targets >= 0) & (targets < head.out_features)
-        # Such a target would be nobody's word, and its logit 0 without a word. Does not wait for a GPU.
+        # Such a target would belong to no rank and silently get logit 0. This assertion does not synchronize with a
+        # GPU.
         torch._assert_async(known.all(), f"a target is outside the vocabulary of {head.out_features} words")
     elif len(hidden) <= at_once(head.out_features):
         return cross_entropy(head(hidden).float(), targets, reduction="sum")
@@ -78,7 +83,7 @@ def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 
 class Words(NamedTuple):
-    """Among whom a head is cut by its words, the first word of this rank's, and how many a rank has at most."""
+    """Split of a head by words: the ranks, the first word of this rank, and the largest number of words of any rank."""
 
     ranks: Ranks
     first: int
@@ -86,7 +91,7 @@ class Words(NamedTuple):
 
 
 def at_once(words: int) -> int:
-    """Rows whose logits over so many words may exist at once."""
+    """Maximum rows whose logits over `words` words may be in memory at once."""
     return max(1, LOGITS_BYTES // (4 * words))
 
 
@@ -96,7 +101,7 @@ def _parts(rows: int, words: int) -> Iterator[slice]:
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
-    """words: None where this rank has all of them."""
+    """Autograd function of the chunked loss. words: None if this rank has all of them."""
 
     @staticmethod
     def forward(
@@ -109,7 +114,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         words: Words | None,
     ) -> Tensor:
         norms = torch.empty(len(hidden), device=hidden.device)  # log of the sum of exponentials
-        wanted = torch.empty_like(norms)  # the target's logit, 0 where that is another rank's
+        wanted = torch.empty_like(norms)  # the target's logit; 0 if another rank has it
         with torch.autocast(hidden.device.type, enabled=False):
             made = [None if x is None else x.to(dtype) for x in (hidden, weight, bias)]
             for part in _parts(len(hidden), len(weight)):
@@ -130,14 +135,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if to_hidden else None
-        # Sums over parts in fp32: of many parts rounding would add up.
+        # Accumulated in fp32: rounding errors would add up over many parts.
         d_weight = torch.zeros(weight.shape, device=weight.device) if to_weight else None
         d_bias = torch.zeros(bias.shape, device=weight.device) if to_bias else None
         sums: list[Any] = []
         with torch.autocast(hidden.device.type, enabled=False):
             rows, words, shift = (None if x is None else x.to(ctx.dtype) for x in (hidden, weight, bias))
             assert rows is not None and words is not None
-            # Ranks sum part by part, and one may have a word more than another: all cut alike.
+            # Ranks sum part by part. All use the same parts, although one rank may have one word more than another.
             for part in _parts(len(hidden), len(weight) if ctx.words is None else ctx.words.most):
                 d_logits = _logits(part, rows, words, shift).sub_(norms[part, None]).exp_()
                 at, here = _places(targets[part], len(weight), ctx.words)
@@ -147,7 +152,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 narrow = d_logits.to(ctx.dtype)
                 if d_hidden is not None:
                     d_hidden[part] = narrow @ words
-                    if ctx.words is not None:  # under the product of the weight gradient, and the next part
+                    if ctx.words is not None:  # overlaps with the product of the weight gradient and with the next part
                         whole = d_hidden[part]
                         sums.append(all_reduce(whole, group=ctx.words.ranks.transport(whole), async_op=True))
                 if d_weight is None:
@@ -164,7 +169,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 
 def _places(targets: Tensor, count: int, words: Words | None) -> tuple[Tensor, Tensor]:
-    """Of each target its place among the `count` words of this rank, and whether it is one of them; both [n, 1]."""
+    """Index of each target among the `count` words of this rank, and whether it is one of them; both [n, 1]."""
     at = targets[:, None]
     if words is None:
         return at, torch.ones_like(at, dtype=torch.bool)

@@ -3,17 +3,17 @@
     media ── preprocess ── encoder ── postprocess ── stack k tokens ── projector ── postprocess_projector ── features
                 (dict)     [1, N, D]     [N, D]        [N/k, k D]        [n, D_llm]                         [n, D_llm]
 
-Images keep their own resolution: the encoder's part before its layers (patches, interpolated positions) runs once for
-each distinct size (or for all, in encoders that take several: images.py), then all items lie side by side in one row
-[1, N, D] and a block-diagonal bitfield mask keeps them apart. Audio is padded to the length the encoder insists on for
-its convolutions only; the padding is dropped before the first layer, so it is neither attended nor computed. Attention
-must go through `attn_implementation="interlace"`.
+Images keep their own resolution. The part of the encoder before its layers (patches, interpolated positions) runs once
+per distinct size, or once for all in encoders that take several sizes (images.py). All items are then concatenated into
+one row [1, N, D], and a block-diagonal bitfield mask separates them. Audio is padded to the encoder's required length
+for its convolutions only. The padding is dropped before the first layer, so it costs no attention and no compute.
+Attention must go through `attn_implementation="interlace"`.
 
-An encoder that is told numbers about each item (grid_thw, as Qwen2-VL) is given all items in one call, and its own
-boundaries keep them apart, in each layer as it wants (patches.py).
+An encoder that takes numbers about each item (grid_thw, as in Qwen2-VL) gets all items in one call. It separates them
+by its own boundaries, in each layer in its own way (patches.py).
 
-An encoder that mixes tokens elsewhere too (pooling or convolutions between or after its layers), as a trial finds out
-(trial_encoder.py), gets a call per size of items instead, or per item (rows.py); stages still hand on one row.
+Some encoders mix tokens elsewhere too (pooling or convolutions between or after the layers). A probe detects them
+(probe/encoder.py). They get one call per item size, or one per item (rows.py). Stages still pass on one row.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
-from interlace.model import callbacks
-from interlace.model.clips import ClipInputs
-from interlace.model.feed import NOTHING, About, Inputs, Item, Shape
-from interlace.model.feeding import ARGUMENTS, Feed, config_of, features_of, feeds_of
-from interlace.model.images import ImageInputs
-from interlace.model.patches import GRID, PatchInputs
+from interlace.model.counting.shapes import features_after_layers, measure, tokens_before_layers
+from interlace.model.inputs import callbacks
+from interlace.model.inputs.base import NOTHING, About, Inputs, Item, Shape
+from interlace.model.inputs.clips import ClipInputs
+from interlace.model.inputs.images import ImageInputs
+from interlace.model.inputs.kinds import ARGUMENTS, Feed, config_of, features_of, feeds_of
+from interlace.model.inputs.patches import GRID, PatchInputs
+from interlace.model.inputs.tiles import TileInputs
+from interlace.model.probe.encoder import encoder_packing
 from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
 from interlace.model.rows import PACKED, full_plan, mask_of, packed_plan
 from interlace.model.sample import Media
-from interlace.model.shapes import features_after_layers, measure, tokens_before_layers
-from interlace.model.slice import changing_output, find_layers, leave, run
-from interlace.model.switch import use_bitfield_attention
-from interlace.model.tiles import TileInputs
-from interlace.model.trial_encoder import encoder_packing
+from interlace.model.stages.attention_switch import use_bitfield_attention
+from interlace.model.stages.slice import changing_output, find_layers, leave, run
 from interlace.parallel.sending import sent_plan
 
 if TYPE_CHECKING:
@@ -55,22 +55,23 @@ class ModalityModule(nn.Module):
     """An encoder for one modality, or (with projector=None) a language model with callbacks.
 
     module: HuggingFace model whose attention goes through its attention interface. Its main input decides the kind:
-    `pixel_values` images (3, H, W), `input_features` audio (mel bins, frames), `input_ids` text; with `grid_thw` beside
-    it images and videos of (patches, numbers of a patch), whose grid Media.about holds.
-    projector: "linear", "mlp", "pixel_shuffle", "qformer" or a class, called with (downsample * D, D_llm,
-    **projector_config) when the module joins a MultimodalModel, which knows D_llm; or your own module
-    [n, downsample * D] -> [n, D_llm], or an ItemProjector. None for an encoder whose features have that width already.
-    preprocess(inputs) -> inputs, before the encoder. It runs on every stage, on those after the first with meta
-    tensors: let it depend on shapes only.
-    postprocess(inputs, output) -> output, features [N, D] of the encoder in item order, class tokens dropped.
-    postprocess_projector(inputs, output) -> output, features [n, D_llm]. (Cornstarch 2025-03 section 5.1.)
-    downsample: consecutive tokens of an item that become one, so an item of n becomes ceil(n / downsample).
-    tokens: (shape, about) -> language-model tokens, where callbacks change the number.
-    collate: items -> inputs, in place of `pixel_values=[...]` or `input_features, lengths`.
-    layers: path of the ModuleList that is cut into stages, where it is not plain.
+    `pixel_values` images (3, H, W), `input_features` audio (mel bins, frames), `input_ids` text; with an additional
+    `grid_thw`, images and videos of (patches, numbers of a patch), whose grid is in Media.about.
+    projector: "linear", "mlp", "pixel_shuffle", "qformer" or a class. The class is called with (downsample * D, D_llm,
+    **projector_config) when the module joins a MultimodalModel, where D_llm is known. It may also be an ItemProjector,
+    or your own module that maps [n, downsample * D] to [n, D_llm]. None for an encoder whose features already have
+    width D_llm.
+    preprocess: (inputs) -> inputs, called before the encoder. It runs on every stage. On stages after the first, the
+    inputs are meta tensors, so it must depend on shapes only.
+    postprocess: (inputs, output) -> output, features [N, D] of the encoder in item order, without class tokens.
+    postprocess_projector: (inputs, output) -> output, features [n, D_llm]. (Cornstarch 2025-03 section 5.1.)
+    downsample: number of consecutive tokens that become one. An item of n tokens becomes ceil(n / downsample).
+    tokens: (shape, about) -> language-model tokens, for callbacks that change the number.
+    collate: items -> inputs, instead of `pixel_values=[...]` or `input_features, lengths`.
+    layers: path of the ModuleList that is cut into stages, if it cannot be found automatically.
 
-    Raises ValueError for a module without recognisable layers or input, one that gives other features in here than by
-    itself, or an unknown projector; TypeError for a callback that does not take these arguments.
+    Raises ValueError for a module without recognisable layers or input, for one whose features here differ from its own
+    forward, and for an unknown projector. Raises TypeError for a callback that does not take these arguments.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ModalityModule(nn.Module):
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        # Of one to make. Not a module that was given: that would be in here under two names.
+        # Set only if the projector must be created: a given module would be registered under two names.
         self.projector_class = projector if isinstance(projector, type) else None
         if isinstance(projector, str):
             self.projector_class = PROJECTORS[projector]
@@ -117,35 +118,35 @@ class ModalityModule(nn.Module):
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
-        self.tower_names, self.projector_names = ["module"], ["projector"]  # what freezing the one or the other freezes
+        self.tower_names, self.projector_names = ["module"], ["projector"]  # module names for freezing
         self.out_features = 0
         self.hidden_size = self.feature_size = 0
         self.implementation = NAME
         self.packing = PACKED  # of interlace.model.rows
         self.prefix = 0  # class tokens before those of an item
-        self._counts: dict[Any, int] = {}  # features, and
-        self._lengths: dict[Shape, int] = {}  # tokens inside the layers, of items of these shapes
-        self.returned: tuple[int | None, ...] = ()  # what each layer returns, see slice.Absent
+        self._counts: dict[Any, int] = {}  # shape of an item -> features
+        self._lengths: dict[Shape, int] = {}  # shape of an item -> tokens inside the layers
+        self.returned: tuple[int | None, ...] = ()  # return kind of each layer, see slice.Absent
         if self.kind == "text":
             use_bitfield_attention(module)
             return
         try:
             config = config_of(module, self.layer_path)
             feeds = feeds_of(module, config, self.layer_path, list(parameters))
-        except Exception as error:  # whatever a config lacks
+        except Exception as error:  # a config may lack any attribute
             raise self._unknown(error) from error
         self.feed: Feed = feeds[0]
         width = self.feed.width if isinstance(self.feed, PatchInputs) else None
         self.hidden_size = int(width or getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
         if not self.hidden_size:
             raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
-        # An encoder that lays its items in one row keeps them apart by a mask of its own, except under this name.
+        # An encoder that packs its items into one row separates them by its own mask, except under FLASH_NAME.
         apart = self.feed.in_one_row and not isinstance(self.feed, TileInputs)
-        # One that has attention of its own keeps it: items that it is given alone, or with others alike, need no mask.
+        # An encoder with its own attention keeps it: it gets items alone or with equal ones, so no mask is needed.
         self.implementation = use_bitfield_attention(module, FLASH_NAME if apart else NAME, required=apart)
         try:
             self._measure(feeds)
-        except Exception as error:  # whatever a model may raise
+        except Exception as error:  # a model may raise anything
             raise self._unknown(error) from error
         packing = encoder_packing(self)
         self.packing, self.returned = packing.name, packing.returned
@@ -163,29 +164,29 @@ class ModalityModule(nn.Module):
 
     @property
     def images(self) -> ImageInputs | None:
-        """How images are given to it, if they are what it takes."""
+        """Image inputs of the encoder; None if it takes no images."""
         return self.feed if isinstance(self.feed, ImageInputs) else None
 
     @property
     def in_one_row(self) -> bool:
-        """Whether one call of the encoder takes all items, and lays their tokens side by side itself."""
+        """True if one call of the encoder takes all items and concatenates their tokens itself."""
         return self.feed.in_one_row
 
     @property
     def default(self) -> Item:
-        """An item of the size that the encoder was configured for."""
+        """An item of the encoder's configured size."""
         return self.feed.default
 
     @property
     def default_shape(self) -> Shape:
-        """Its shape."""
+        """Shape of the default item."""
         return self.default.shape
 
     def _measure(self, feeds: Sequence[Feed]) -> None:
         measure(self, feeds)
 
     def connect(self, out_features: int) -> None:
-        """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
+        """Create the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
         width = self.feature_size * self.downsample
         if self.projector_class is not None and self.projector is None:
@@ -202,11 +203,11 @@ class ModalityModule(nn.Module):
 
     @property
     def nominal_length(self) -> int:
-        """Tokens inside the layers of an item of the size that the encoder was configured for."""
+        """Tokens inside the layers for an item of the encoder's configured size."""
         return self._length(self.default)
 
     def check_shape(self, shape: Shape, about: About = NOTHING) -> None:
-        """Raise ValueError for an item that the encoder cannot take, saying what it takes."""
+        """Raise ValueError for an item that the encoder does not support; the message lists what it supports."""
         self.feed.check(Item(tuple(shape), about), type(self.module).__name__)
 
     def encoder_length(self, shape: Shape, about: About = NOTHING) -> int:
@@ -228,11 +229,11 @@ class ModalityModule(nn.Module):
         return self._lengths[item.shape]
 
     def tokens(self, shape: Shape, about: About = NOTHING) -> int:
-        """Language-model tokens (= placeholders) that an item becomes. Raises ValueError as check_shape.
+        """Number of language-model tokens (= placeholders) of an item. Raises ValueError as check_shape.
 
-        shape, about: of its Media. image (3, H, W): ceil(patches / downsample); audio (mel bins, frames):
-        ceil(ceil(frames / stride) / downsample); (patches, numbers of a patch) and grid_thw: what the encoder's merger
-        makes of them, and again of `downsample` one.
+        shape, about: of its Media. Image (3, H, W): ceil(patches / downsample). Audio (mel bins, frames):
+        ceil(ceil(frames / stride) / downsample). (patches, numbers of a patch) with grid_thw: the features of the
+        encoder's merger, divided by `downsample`, rounded up.
         """
         if self._tokens is not None:
             return callbacks.token_count(self._tokens, tuple(shape), about)
@@ -241,12 +242,12 @@ class ModalityModule(nn.Module):
         return count_tokens(self.projector or self.projector_class, count, self._grid(item, count))
 
     def _grid(self, item: Item, features: int) -> Grid | None:
-        """Rows and columns of an item's features; None where they are no grid."""
+        """Rows and columns of an item's features; None if they form no grid."""
         rows, columns = (0, 0) if self.images is None else self.images.grid(item)
         return (rows, columns) if rows * columns == features else None
 
     def _feature_count(self, item: Item) -> int:
-        """Features of an item, before downsampling."""
+        """Number of features of an item, before downsampling."""
         length = self.encoder_length(*item)
         if isinstance(self.feed, PatchInputs):
             return self.feed.features(item)
@@ -263,10 +264,10 @@ class ModalityModule(nn.Module):
     def collate(self, items: Sequence[Media]) -> Inputs:
         """Inputs of `forward` for these items. Items without data become meta tensors: shapes for later stages.
 
-        images: pixel_values = list of [3, H, W]; audio: input_features [n, mel, longest], padded with zeros, and
-        lengths int64 [n] in frames. Both: plan, the attention plan of the packed items (absent where they are not
-        packed, and with a preprocess callback, which may change them). Patches: list of [patches, numbers of a patch]
-        and int64 [n, k] of each name that the encoder is told, grid_thw [n, 3].
+        Images: pixel_values = list of [3, H, W]. Audio: input_features [n, mel, longest], padded with zeros, and
+        lengths int64 [n] in frames. Both: plan, the attention plan of the packed items. It is absent if the items are
+        not packed, or if a preprocess callback may change them. Patches: list of [patches, numbers of a patch], and
+        int64 [n, k] for each per-item name of the encoder, such as grid_thw [n, 3].
         """
         if self._collate is not None:
             return callbacks.call("collate", self._collate, items)  # type: ignore[no-any-return]
@@ -276,12 +277,15 @@ class ModalityModule(nn.Module):
         return inputs
 
     def kwargs_of(self, items: Sequence[Media], like: Tensor | None = None) -> dict[str, Any]:
-        """What the encoder is called with for items alike; like: of the device and dtype (default: its layers')."""
+        """Encoder arguments for items of equal size.
+
+        like: tensor with the device and dtype to use; default: a weight of the layers.
+        """
         like = next(self.layers.parameters()) if like is None else like
         return self.feed.kwargs(self.feed.collate(items), range(len(items)), like)
 
     def _groups(self, inputs: Inputs, items: list[Item], like: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
-        """The items of each call of the encoder, and what it is called with on its first stage."""
+        """The items of each encoder call, with the arguments of that call on the first stage."""
         sets = self.feed.sets(items, self.packing)
         if not self.is_first:
             return [(which, {}) for which in sets]
@@ -296,7 +300,7 @@ class ModalityModule(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The list that is cut into stages."""
+        """The list of layers that is cut into stages."""
         layers = self.module.get_submodule(self.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return layers
@@ -318,12 +322,12 @@ class ModalityModule(nn.Module):
         return self.run(inputs)
 
     def run(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """This stage's part: hidden state [1, N, D] for the next stage, or on the last one features [n, D_llm].
+        """Run this stage: hidden state [1, N, D] for the next stage, or features [n, D_llm] on the last stage.
 
-        `hidden` is the previous stage's output; on stages after the first only the shapes of `inputs` matter. With
-        "context" in `inputs` the layers, and the hidden states between stages, have this rank's share of the rows.
+        hidden: the previous stage's output. Stages after the first use only the shapes of `inputs`.
+        With "context" in `inputs`, the layers and the hidden states between stages hold this rank's share of the rows.
         """
-        if self.preprocess is not None:  # which may leave out what it does not know
+        if self.preprocess is not None:  # may drop unknown inputs
             inputs = {"context": inputs.get("context"), **callbacks.call("preprocess", self.preprocess, dict(inputs))}
         items = self.feed.items(inputs)
         lengths = [self.encoder_length(*item) for item in items]
@@ -346,7 +350,7 @@ class ModalityModule(nn.Module):
 
     @property
     def is_told(self) -> bool:
-        """Whether the encoder is told numbers of each item (Media.about), and makes its features of them, too."""
+        """True if the encoder takes numbers about each item (Media.about). It then also makes the features itself."""
         return isinstance(self.feed, (PatchInputs, TileInputs))
 
     def _run_packed(
@@ -362,7 +366,7 @@ class ModalityModule(nn.Module):
 
     @contextmanager
     def _sharing(self, context: Context | None, plan: AttentionPlan, device: torch.device) -> Iterator[Rows]:
-        """Inside, attention follows `plan`; with a context the layers are to have what is yielded of the rows."""
+        """Inside, attention follows `plan`. With a context, the layers must get the yielded share of the rows."""
         if context is None:
             with use_plan(sent_plan(plan, device), backend=self.backend):
                 yield lambda rows: rows
@@ -375,14 +379,14 @@ class ModalityModule(nn.Module):
     def _run_later(self, hidden: Tensor | None, like: Tensor, items: list[Item]) -> Any:
         if hidden is None:
             raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
-        # What the hollow prologue makes of this is replaced at the first layer.
+        # The first layer replaces the hollow prologue's output.
         kwargs = self.feed.blank(items, self.packing, like)
-        if self.is_told:  # layers of such encoders may take tokens without a batch [N, D], or tiles as a batch
+        if self.is_told:  # layers may take tokens without a batch [N, D], or tiles as a batch
             return run(self.module, self._first_layer, kwargs, enter=lambda given: hidden.reshape(given.shape))[0]
         return run(self.module, self._first_layer, kwargs, hidden=hidden)[0]
 
     def _run_first(self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, take: Rows) -> Any:
-        """All groups but the last stop at the first layer; the last goes on with what `take` takes of all, packed."""
+        """Run the prologue per group. The last group continues with `take` of all packed tokens; others stop before."""
         *others, (last, kwargs) = self._groups(inputs, items, like)
         if self.in_one_row:
             return run(self.module, self._first_layer, kwargs)[0]
@@ -405,7 +409,7 @@ class ModalityModule(nn.Module):
     def _run_apart(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
-        """A call per group; the hidden state [L, D] of each item, or its features [n, D] on the last stage."""
+        """One call per group; returns each item's hidden state [L, D], or its features [n, D] on the last stage."""
         given = None if hidden is None else hidden[0].split(lengths)
         pieces: dict[int, Tensor] = {}
         for which, kwargs in self._groups(inputs, items, like):
@@ -423,14 +427,14 @@ class ModalityModule(nn.Module):
     def _run_told(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
-        """As `_run_apart`, of an encoder that is told what each item is."""
+        """Same as `_run_apart`, for an encoder that takes numbers about each item."""
         if inputs.get("context") is not None:
             raise ValueError(f"{type(self.module).__name__} knows where each token lies, in order: leave it at cp = 1")
         given = None if hidden is None else hidden[0].split(lengths)
         pieces: dict[int, Tensor] = {}
         for which, kwargs in self._groups(inputs, items, like):
             some = [items[i] for i in which]
-            plan = None  # the encoder itself tells its layers by boundaries which tokens attend to each other
+            plan = None  # the encoder passes its own boundaries of attention to its layers
             if isinstance(self.feed, TileInputs):
                 tiles = sum(item.shape[0] for item in some)
                 plan = full_plan(tiles, self.feed.length, like.device)
@@ -447,8 +451,8 @@ class ModalityModule(nn.Module):
         return [pieces[i] for i in range(len(lengths))]
 
     def features_of(self, output: Any) -> Tensor:
-        """[B, n, D] of what the encoder returns; [1, n, D] of all items where it is told about them."""
-        if self.is_told:  # it may merge tokens, and give what becomes of them beside the tokens themselves
+        """Features [B, n, D] in an encoder's output; [1, n, D] of all items if it takes numbers about each item."""
+        if self.is_told:  # it may merge tokens, and return the merged ones beside the tokens themselves
             pooled = isinstance(self.feed, TileInputs) or self.feed.pooled  # type: ignore[union-attr]
             features = getattr(output, "pooler_output", None) if pooled else None
             features = features_of(output) if features is None else features
@@ -457,7 +461,7 @@ class ModalityModule(nn.Module):
         return features_of(output)
 
     def without_prefix(self, features: Tensor, length: int) -> Tensor:
-        """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
+        """Features [n, D] without class tokens. Unchanged if the part after the layers has pooled the tokens."""
         return features[self.prefix :] if len(features) == length else features
 
     def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:

@@ -1,4 +1,4 @@
-"""MultimodalModel: encoders and a language model glued into one trainable module, and cut into pipeline stages."""
+"""MultimodalModel: encoders and a language model joined into one trainable module that can be cut into stages."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
+from interlace.model.checkpoints.module_folder import FACTS, load_projectors, read_modules, save_modules
 from interlace.model.collate import check_bidirectional, collate_language, collate_media
-from interlace.model.deepstack import check_deepstack
-from interlace.model.describe import LayerInfo, describe_layers
+from interlace.model.counting.layers import LayerInfo, describe_layers
 from interlace.model.generate import generate
+from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
 from interlace.model.modality import ModalityModule
-from interlace.model.module_folder import FACTS, load_projectors, read_modules, save_modules
 from interlace.model.naming import LANGUAGE_MODEL, resolve
-from interlace.model.placeholders import Ids, check_placeholders, configured
+from interlace.model.probe.encoder import encoder_cuts
+from interlace.model.probe.language import allowed_cuts, caches_right, language_packing
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, check_samples, refuse_copies
-from interlace.model.shared import check_cut
-from interlace.model.slice import carve, find_layers
-from interlace.model.stage import StageModule, frozen_modules, keep_frozen
-from interlace.model.switch import use_bitfield_attention
-from interlace.model.trial_encoder import encoder_cuts
-from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
-from interlace.model.whole import new_folder, put_together, read_whole, save_whole, take_apart
-from interlace.model.whole_parts import check_fed, decoder_layers
-from interlace.model.whole_tower import WholeEncoder
+from interlace.model.stages.attention_switch import use_bitfield_attention
+from interlace.model.stages.deepstack import check_deepstack
+from interlace.model.stages.shared import check_cut
+from interlace.model.stages.slice import carve, find_layers
+from interlace.model.stages.stage import StageModule, frozen_modules, keep_frozen
+from interlace.model.whole.model import new_folder, put_together, read_whole, save_whole, take_apart
+from interlace.model.whole.parts import check_fed, decoder_layers
+from interlace.model.whole.tower import WholeEncoder
 
 
 @dataclass
 class MultimodalOutput:
-    """loss: mean cross entropy over valid targets [nats], None without labels; logits [B, T, V]; targets: how many."""
+    """Output of `MultimodalModel.forward`.
+
+    loss: mean cross entropy over valid targets [nats]; None without labels.
+    logits: [B, T, V].
+    targets: number of valid targets.
+    """
 
     loss: Tensor | None
     logits: Tensor
@@ -55,20 +60,23 @@ class Encoders(nn.ModuleDict):
 
 
 class MultimodalModel(nn.Module):
-    """Encoders feeding one language model (Cornstarch 2025-03 section 3): a plain single-device module.
+    """Encoders that feed one language model (Cornstarch 2025-03 section 3): a plain single-device module.
 
-    encoders: name -> ModalityModule. language_model: a HuggingFace causal LM, or a ModalityModule(llm, projector=None)
-    with callbacks. placeholders: encoder name -> the token id that stands for one of its features, or several (image
-    and video); by default what the language model's config says (image_token_id or image_token_index, likewise for
-    audio). preprocess(features, inputs) -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens.
-    backend: attention backend, None = the fastest. bidirectional: whether the tokens of a media item see each other
-    both ways or are causal as text is (LLaVA, Qwen-VL); JOINED of collate.py: both ways also in items that touch (Gemma
-    3). positions: sample -> int64 [L, k], for a model whose tokens have k positions each. deepstack: how many of its
-    first layers add features (deepstack.py). generators must be empty: this version trains models that produce text.
+    encoders: name -> ModalityModule.
+    language_model: a HuggingFace causal LM, or a ModalityModule(llm, projector=None) with callbacks.
+    generators: must be empty. This version trains models that produce text.
+    preprocess: (features, inputs) -> inputs; merges features into inputs["inputs_embeds"], see merge_tokens.
+    placeholders: encoder name -> the token id of its features, or several ids (image and video). Default: the ids in
+    the language model's config (image_token_id or image_token_index, likewise for audio).
+    backend: attention backend; None = the fastest.
+    bidirectional: True = the tokens of a media item attend to each other in both directions. False = they are causal,
+    like text (LLaVA, Qwen-VL). JOINED of collate.py = bidirectional also across adjacent items (Gemma 3).
+    positions: sample -> int64 [L, k], for a model whose tokens have k positions each.
+    deepstack: number of first layers that add features (deepstack.py).
 
-    Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
-    `packing` says how samples share a batch of each module. Raises ValueError for parts that do not fit each other and
-    for a language model that is not itself in here (see trial_language.py).
+    Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...". `packing`
+    is the packing kind of each module. Raises ValueError for parts that do not fit each other, and for a language model
+    whose results in a MultimodalModel differ from its own (see probe/language.py).
     """
 
     def __init__(
@@ -135,7 +143,7 @@ class MultimodalModel(nn.Module):
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
         self.language_settings.ends_with_head = self._packing.ends_with_head
         self._cuts: dict[str, list[bool | str]] = {}  # see slice
-        self._counted: dict[str, Any] = {}  # see describe.py
+        self._counted: dict[str, Any] = {}  # see counting/layers.py
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
@@ -152,11 +160,12 @@ class MultimodalModel(nn.Module):
         dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> MultimodalModel:
-        """A whole HuggingFace checkpoint, cut into an encoder ("vision" or "audio") and "language_model".
+        """Load a whole HuggingFace checkpoint, split into an encoder ("vision" or "audio") and "language_model".
 
-        Or a model of modules that `save_pretrained` wrote. dtype: of the weights, by default that of the checkpoint.
-        Raises ValueError for a folder that holds no such model, or not all of it, and for a model whose modules would
-        not compute what HuggingFace's class does.
+        The folder may also hold a model of modules that `save_pretrained` wrote.
+        dtype: of the weights; default: that of the checkpoint.
+        Raises ValueError for a folder without such a model or with an incomplete one, and for a model whose modules
+        would not compute the same as HuggingFace's class.
         """
         folder = Path(folder)
         if (folder / FACTS).exists():
@@ -169,14 +178,14 @@ class MultimodalModel(nn.Module):
 
     @classmethod
     def of_whole(cls, whole: Any, *, backend: str | None = None) -> MultimodalModel:
-        """The modules of HuggingFace's model, whose weights they share. Raises ValueError as `from_pretrained`."""
+        """Build a model from HuggingFace's; the modules share its weights. Raises ValueError as `from_pretrained`."""
         return cls(**take_apart(whole)._asdict(), backend=backend)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what HuggingFace's from_pretrained loads again, with the tokenizer and processor that came with it.
+        """Write a folder that HuggingFace's from_pretrained loads, with the original tokenizer and processor.
 
-        A model that was put together from modules becomes a folder per module: see module_folder.py. Raises ValueError
-        for a folder that is there and not empty, and for what cannot be written.
+        A model that was built from modules becomes one folder per module: see module_folder.py. Raises ValueError for
+        an existing folder that is not empty, and for settings that cannot be saved.
         """
         encoders = {name: self.encoders[name] for name in self.encoders}
         with new_folder(Path(folder)) as made:
@@ -186,14 +195,14 @@ class MultimodalModel(nn.Module):
                 save_modules(encoders, self.language_model, self.language_settings, made, self.source)
 
     def whole(self) -> Any:
-        """HuggingFace's whole model again, which shares the weights. Raises ValueError if this is none."""
+        """HuggingFace's whole model; it shares the weights. Raises ValueError if this model was built from modules."""
         encoder = next((self.encoders[name] for name in self.encoders), None)
         if not isinstance(encoder, WholeEncoder):
             raise ValueError("this model was put together from modules: HuggingFace has no class of it")
         return put_together(encoder, self.language_model)
 
     def name_in_whole(self, name: str) -> str:
-        """What HuggingFace's whole model calls a parameter of this one."""
+        """Name of a parameter in HuggingFace's whole model."""
         path = name.split(".")
         return ".".join(path[1:] if path[0] == LANGUAGE_MODEL else path[3:])
 
@@ -203,7 +212,7 @@ class MultimodalModel(nn.Module):
     # ------------------------------------------------------------------ structure
 
     def modules_order(self) -> list[str]:
-        """Names of the modules in the order that data takes: encoders, then "language_model"."""
+        """Names of the modules in data-flow order: encoders, then "language_model"."""
         return [*self.encoders, LANGUAGE_MODEL]
 
     def edges(self) -> list[tuple[str, str]]:
@@ -217,11 +226,11 @@ class MultimodalModel(nn.Module):
 
     @property
     def packing(self) -> dict[str, str]:
-        """Module -> how samples share its batch: "packed", "rows" or "alone"; see interlace.model.rows."""
+        """Module -> packing kind of its batch: "packed", "rows" or "alone"; see interlace.model.rows."""
         return {**{name: self.encoders[name].packing for name in self.encoders}, LANGUAGE_MODEL: self._packing.name}
 
     def layer_list(self, name: str) -> nn.ModuleList:
-        """The repeated layers of module `name`, which stages are cut from."""
+        """The repeated layers of module `name`. Stages are slices of this list."""
         self._check_module(name)
         if name != LANGUAGE_MODEL:
             return self.encoders[name].layers
@@ -230,8 +239,11 @@ class MultimodalModel(nn.Module):
         return layers
 
     def nominal_length(self, name: str) -> int:
-        """Tokens of an item of the size that an encoder was configured for, or of a row of the language model's
-        positions up to 1,024: for estimates where the lengths of the data are not known."""
+        """Typical tokens of module `name`, for estimates without known data lengths.
+
+        For an encoder: tokens of an item of its configured size. For the language model: its maximum positions, at most
+        1,024.
+        """
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             return min(self.max_length or 1024, 1024)
@@ -240,8 +252,8 @@ class MultimodalModel(nn.Module):
     def layers(self, name: str, *, context: float | None = None) -> list[LayerInfo]:
         """The layers of module `name` with parameters and counted forward FLOPs per token of that module.
 
-        context: keys that a query sees on average (default: all of an item of `nominal_length`, and half for the
-        language model, whose queries see what is before them).
+        context: average number of keys that a query sees. Default: all of an item of `nominal_length`; half of that for
+        the causal language model.
         """
         if context is None:
             context = self.nominal_length(name) / (2 if name == LANGUAGE_MODEL else 1)
@@ -249,14 +261,14 @@ class MultimodalModel(nn.Module):
         return describe_layers(self, name, context)
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
-        """Groups of names that are one weight (tied embeddings), each with two names or more."""
+        """Groups of parameter names that share one weight (tied embeddings). Each group has at least two names."""
         groups: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             groups.setdefault(id(parameter), []).append(name)
         return [tuple(names) for names in groups.values() if len(names) > 1]
 
     def check_stage(self, name: str, start: int, stop: int) -> None:
-        """Raises ValueError as `slice` does, without making the stage."""
+        """Raise ValueError for the same stages as `slice`, without creating the stage."""
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
             raise ValueError(
@@ -279,10 +291,11 @@ class MultimodalModel(nn.Module):
     ) -> StageModule:
         """Layers [start, stop) of module `name` as a pipeline stage.
 
-        The stage shares this model's parameters, and modules inside its layers, unless copy=True; or a memo of
-        `copy.deepcopy`, which says what has a copy already, or needs none. checkpointing: what its layers keep for
-        backward, as in `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range
-        that its layers do not have, and a cut where later layers need more of earlier ones than the hidden state.
+        copy: False = the stage shares this model's parameters and the modules inside its layers. True = it gets copies.
+        A `copy.deepcopy` memo = copies, except for objects that the memo lists.
+        checkpointing: activation checkpointing of its layers, as in `set_checkpointing`; None: as in this model.
+        Raises ValueError for an unknown module, for a range outside its layers, and for a cut across which later layers
+        need more from earlier ones than the hidden state.
         """
         self.check_stage(name, start, stop)
         root: nn.Module = self.language_model
@@ -317,7 +330,7 @@ class MultimodalModel(nn.Module):
         keep_frozen(self, self._frozen)
 
     def unfreeze(self, path: str) -> None:
-        """Train it (again), also inside something frozen. Weights that are constants by design stay so."""
+        """Train this part again, also inside a frozen part. Weights that are constants by design stay frozen."""
         for name in resolve(self, path):
             self._forget(name)
             self._frozen[name] = False
@@ -327,10 +340,10 @@ class MultimodalModel(nn.Module):
         self.train(self.training)
 
     def train_only(self, names: Collection[str]) -> None:
-        """Train the parameters `names` (of tied ones their first name) and no others.
+        """Train the parameters `names` and no others. For tied parameters, use the first name.
 
-        A module all of whose parameters are frozen stays in evaluation mode, as by `freeze`. One that has both kinds is
-        in training, and drops at random there. Weights that are constants by design stay so.
+        A module with only frozen parameters stays in evaluation mode, as with `freeze`. A module with both kinds is in
+        training mode, so its dropout is active. Weights that are constants by design stay frozen.
         """
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name in names and name not in self._constant)
@@ -339,19 +352,20 @@ class MultimodalModel(nn.Module):
         self.train(self.training)
 
     def _forget(self, name: str) -> None:
-        """What was said about `name` and its inside; in place, as stages share the dictionary."""
+        """Remove the settings of `name` and its submodules. Works in place, because stages share the dictionary."""
         for said in [said for said in self._frozen if said == name or said.startswith(f"{name}.")]:
             del self._frozen[said]
 
     def train(self, mode: bool = True) -> MultimodalModel:
-        """Switch to training or evaluation; frozen modules stay in evaluation."""
+        """Switch to training or evaluation mode; frozen modules stay in evaluation mode."""
         super().train(mode)
         keep_frozen(self, self._frozen)
         return self
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
-        """What each layer keeps for backward: "none" of it is computed again, "full": all, "selective": what is cheap.
+        """Set the activation checkpointing of all layers.
 
+        mode: "none" recomputes nothing in backward, "full" everything, "selective" cheap operations only.
         See `interlace.model.checkpointing`. Raises ValueError for another mode.
         """
         check_checkpointing(mode)
@@ -364,10 +378,11 @@ class MultimodalModel(nn.Module):
     # ------------------------------------------------------------------ data
 
     def collate(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> dict[str, Any]:
-        """The batch of `forward`: input_ids, labels, position_ids, mask and plan, and inputs per encoder with items.
+        """The batch of `forward`: input_ids, labels, position_ids, mask, plan, and inputs of encoders with items.
 
-        only: names of the modules to collate for ("language_model" for the ids). Media without data become meta
-        tensors, which is all that later stages of their encoder need. Raises ValueError naming the sample at fault.
+        only: names of the modules to collate for ("language_model" for the ids).
+        Media without data become meta tensors, which are enough for later stages of their encoder. Raises ValueError
+        with the name of the invalid sample.
         """
         names = self.modules_order() if only is None else list(only)
         for name in names:
@@ -379,9 +394,9 @@ class MultimodalModel(nn.Module):
         return batch
 
     def collate_module(self, name: str, samples: Sequence[Sample], *, decode: bool = True) -> dict[str, Any]:
-        """Inputs of one module for these samples, as its stages take them.
+        """Inputs of one module for these samples, in the form that its stages take.
 
-        decode=False: meta tensors in place of all media, for stages that need shapes only; nothing is loaded.
+        decode: False = meta tensors instead of all media, for stages that need only shapes; nothing is loaded.
         """
         self._check_module(name)
         check_samples("collate", samples)
@@ -414,11 +429,11 @@ class MultimodalModel(nn.Module):
         return {name: self.encoders[name](**given) for name, given in inputs.items()}
 
     def generate(self, prompt: Sample, **options: Any) -> list[int]:
-        """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
+        """Token ids that continue `prompt`; its labels are ignored. For the options, see interlace.model.generate."""
         return generate(self, [prompt], **options)[0]
 
     def caches_right(self) -> bool:
-        """Whether the language model generates with its cache what it would by reading everything for each token."""
+        """True if cached generation gives the same as generation that reads all tokens again for each token."""
         if self._caches is None:
             self._caches = caches_right(self.language_model, self.language_settings, self.max_length)
         return self._caches
@@ -434,10 +449,12 @@ class MultimodalModel(nn.Module):
     ) -> MultimodalOutput:
         """Run the whole model on a collated batch: mllm(**mllm.collate(samples)).
 
-        input_ids, labels (already shifted), position_ids int64 [B, T]; mask or plan: who attends whom, by default
-        causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders, for
-        features that do not match the placeholders, for several samples in a row of a model that does not pack, and for
-        labels that were not shifted (on a CPU: a GPU would have to be waited for).
+        input_ids, labels, position_ids: int64 [B, T]; labels are already shifted.
+        mask, plan: visibility between tokens; default: causal.
+        encoder_inputs: keyword per encoder, with its collated inputs.
+        Raises ValueError for unknown encoders, for features that do not match the placeholders, for several samples in
+        a row of a model that does not pack, and for unshifted labels (checked on CPU only, because a GPU check would
+        synchronize).
         """
         if not isinstance(input_ids, Tensor):
             raise TypeError(f"the model takes a batch, not a {type(input_ids).__name__}: mllm(**mllm.collate(samples))")

@@ -1,4 +1,4 @@
-"""What names of parts of a MultimodalModel stand for, in freezing, learning rates and adapters."""
+"""Short names of the parts of a MultimodalModel, for freezing, learning rates and adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LANGUAGE_MODEL = "language_model"
 
 
 def short_names(model: MultimodalModel) -> dict[str, list[str]]:
-    """Short name -> the paths of what it stands for: "vision" is an encoder without its projector."""
+    """Short name -> paths of its modules. For example, "vision" is an encoder without its projector."""
     valid = {LANGUAGE_MODEL: [LANGUAGE_MODEL]}
     for name in model.encoders:
         valid[name] = [f"encoders.{name}.{part}" for part in model.encoders[name].tower_names]
@@ -21,7 +21,7 @@ def short_names(model: MultimodalModel) -> dict[str, list[str]]:
 
 
 def resolve(model: MultimodalModel, path: str) -> list[str]:
-    """The paths of what `path` names: a short name, or any module. Raises ValueError with the nearest name."""
+    """Paths of the modules that `path` names: a short name, or any module. Raises ValueError with the nearest name."""
     valid = short_names(model)
     if path in valid:
         return valid[path]

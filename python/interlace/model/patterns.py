@@ -1,8 +1,8 @@
-"""Patterns that name parameters and modules of a MultimodalModel, as configs do: ``vision``, ``*.layers.0``, ``*norm``.
+"""Patterns for parameters and modules of a MultimodalModel, used in configs: ``vision``, ``*.layers.0``, ``*norm``.
 
-A pattern is held against names with the wildcards of file names (``*`` also crosses dots). It names parameters, or
-modules with all that is inside. Encoders may be named without the ``encoders.`` before them, and there are short forms:
-``vision`` is that encoder without its projector, ``vision.projector`` the projector, ``language_model`` all of it.
+A pattern is matched against names with file-name wildcards (``*`` also crosses dots). It names parameters, or modules
+with all their contents. The prefix ``encoders.`` is optional. Short forms: ``vision`` is that encoder without its
+projector, ``vision.projector`` is the projector, ``language_model`` is the whole language model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from interlace.model.multimodal import MultimodalModel
 from interlace.model.naming import short_names
 
 ENCODERS = "encoders."
-_ADAPTER = re.compile(r"\.lora_[AB]\.default\b")  # peft's, inside of the layer that it belongs to
+_ADAPTER = re.compile(r"\.lora_[AB]\.default\b")  # peft's, inside the adapted layer
 _BASE = re.compile(r"\.base_layer(?=\.|$)")
 
 
 class Names:
-    """The names of a model's parameters, of which patterns choose some.
+    """Parameter names of a model, matched by patterns.
 
-    first: every name of a parameter -> its first one; tied weights have several names, and each of them names the
-    weight.
+    first: every name of a parameter -> its first name. A tied weight has several names, and each of them selects it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,18 +37,20 @@ class Names:
         self.short = short_names(model) if isinstance(model, MultimodalModel) else {}
 
     def matching(self, pattern: str) -> set[str]:
-        """First names of the parameters that `pattern` names. Raises ValueError, with the nearest name, for none."""
+        """First names of the parameters that `pattern` matches. Raises ValueError with the nearest name if none
+        match.
+        """
         found = {first for name, first in self.first.items() if self._matches(pattern, name)}
         if not found:
             raise ValueError(f"{pattern!r} matches nothing in the model{self._nearest(pattern)}")
         return found
 
     def names_module(self, pattern: str, module: str) -> bool:
-        """Whether `pattern` names the module at the path `module`, itself or by one around it."""
+        """True if `pattern` names the module at path `module` or a module around it."""
         return self._matches(pattern, module)
 
     def projectors(self) -> set[str]:
-        """The first names of the parameters of all projectors."""
+        """First names of the parameters of all projectors."""
         places = [place for name, found in self.short.items() if name.endswith(".projector") for place in found]
         return {first for name, first in self.first.items() if any(_inside(name, place) for place in places)}
 
@@ -59,7 +60,7 @@ class Names:
         own = {name, base_name(name)}
         if any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each)):
             return True
-        # The projector of a whole model is called otherwise in its class, and "*.projector" means it all the same.
+        # A whole model's class uses another name for its projector; "*.projector" must match it too.
         parts = (places for short, places in self.short.items() if "." in short and fnmatch.fnmatchcase(short, pattern))
         return any(_inside(name, place) for places in parts for place in places)
 
@@ -77,7 +78,7 @@ def _inside(name: str, place: str) -> bool:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """A name and those of the modules around it, each also without what stands before the encoders' names."""
+    """A name and the names of its enclosing modules, each also without the prefix of the encoders."""
     while name:
         yield name
         if name.startswith(ENCODERS):
@@ -86,10 +87,10 @@ def _paths(name: str) -> Iterator[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's A or B."""
+    """True if a parameter name is an adapter's A or B."""
     return _ADAPTER.search(name) is not None
 
 
 def base_name(name: str) -> str:
-    """The name of a parameter or module as it is without adapters."""
+    """Name of a parameter or module without adapters."""
     return _BASE.sub("", name)

@@ -1,4 +1,4 @@
-"""Projectors: from encoder features to language-model embeddings, and stacking of neighbouring tokens before."""
+"""Projectors: map encoder features to language-model embeddings; may stack neighbouring tokens first."""
 
 from __future__ import annotations
 
@@ -38,24 +38,26 @@ class MLPProjector(nn.Module):
 
 
 class ItemProjector(nn.Module):
-    """A projector that looks at an item as a whole, and may make another number of tokens of it.
+    """Base class of projectors that process an item as a whole and may change its number of tokens.
 
-    forward(features [sum n_i, inputs], lengths, grids) -> [sum of tokens, outputs], items one after the other. lengths:
-    the n_i; grids: (rows, columns) of each image's features, None where they are no grid (sound, pooled features).
-    unit: rows and columns must be multiples of it, for those who choose the sizes of images.
+    forward(features [sum n_i, inputs], lengths, grids) -> [sum of tokens, outputs], items concatenated.
+    lengths: the n_i.
+    grids: (rows, columns) of each image's features; None if they form no grid (sound, pooled features).
+    unit: rows and columns must be multiples of it. Code that selects image sizes uses it.
     """
 
     unit = 1
 
     def tokens(self, features: int, grid: Grid | None) -> int:
-        """Tokens that an item of so many features becomes. Raises ValueError for one that it cannot take."""
+        """Number of tokens for an item with `features` features. Raises ValueError for an unsupported item."""
         return features
 
 
 class PixelShuffleProjector(ItemProjector):
-    """scale x scale neighbouring patches become one token of scale * scale * inputs features, then a norm and an MLP
-    (InternVL 1.5 section 3.1; Idefics 3 with scale 4). Raises ValueError for a scale that is no whole number of 1 or
-    more, and for items that are no grids of multiples of it.
+    """Pixel shuffle: scale x scale neighbouring patches become one token, followed by a norm and an MLP.
+
+    A joined token has scale * scale * inputs features (InternVL 1.5 section 3.1; Idefics 3 with scale 4). Raises
+    ValueError if scale is not an integer of at least 1, and for items that are not grids with sides divisible by it.
     """
 
     def __init__(self, inputs: int, outputs: int, *, scale: int = 2):
@@ -91,10 +93,13 @@ class PixelShuffleProjector(ItemProjector):
 
 
 class QFormerProjector(ItemProjector):
-    """A fixed number of learned queries that attend to each other and to the features of each item, of any kind
-    (BLIP-2 section 3.1; transformers' Blip2QFormerModel), then a linear layer. An item becomes `queries` tokens.
+    """Q-Former: a fixed number of learned queries, which attend to each other and to the features of each item.
 
-    hidden: width of the queries, by default that of the features. Raises ValueError for numbers that do not fit.
+    A linear layer follows. Items may be of any kind; each becomes `queries` tokens (BLIP-2 section 3.1; transformers'
+    Blip2QFormerModel).
+
+    hidden: width of the queries; default: width of the features.
+    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -133,14 +138,14 @@ class QFormerProjector(ItemProjector):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the queries as BLIP-2 does."""
+        """Initialise the queries as in BLIP-2."""
         nn.init.normal_(self.queries, std=0.02)
 
     def tokens(self, features: int, grid: Grid | None) -> int:
         return self.queries.shape[1]
 
     def forward(self, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None]) -> Tensor:
-        # One item at a time: padded to a common length, an item's sums would depend on what else is in the batch.
+        # One item at a time: with padding to a common length, sums of an item would depend on the rest of the batch.
         out = [self.qformer(self.queries, encoder_hidden_states=item[None]) for item in features.split(list(lengths))]
         return self.out(torch.cat([each.last_hidden_state[0] for each in out]))
 
@@ -156,10 +161,11 @@ PROJECTORS: dict[str, type[nn.Module]] = {
 def project(
     projector: nn.Module | None, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None], downsample: int
 ) -> Tensor:
-    """Features [sum n_i, D] of items -> what the projector makes of them, `downsample` consecutive ones joined before.
+    """Project the features [sum n_i, D] of items. First, every `downsample` consecutive features are joined.
 
-    lengths: the n_i before a callback that changed their number; grids: of each item's features after joining. Raises
-    ValueError where items can no longer be told apart, but have to be.
+    lengths: the n_i, before any callback that changed the number of features.
+    grids: grid of each item's features after joining.
+    Raises ValueError if items must be separated but a callback has changed their lengths.
     """
     if len(features) != sum(lengths):
         if downsample > 1 or isinstance(projector, ItemProjector):
@@ -177,7 +183,7 @@ def project(
 
 
 def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, grid: Grid | None) -> int:
-    """Tokens that an item of so many features becomes. Raises ValueError where that is not known, or not possible."""
+    """Number of tokens for an item with this many features. Raises ValueError if it is unknown or impossible."""
     if isinstance(projector, ItemProjector):
         return projector.tokens(features, grid)
     if isinstance(projector, type) and issubclass(projector, ItemProjector):
@@ -189,12 +195,12 @@ def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, g
 
 
 def unit_of(projector: nn.Module | None) -> int:
-    """Rows and columns of an image's features must be multiples of it."""
+    """Unit of a projector: rows and columns of an image's features must be multiples of it."""
     return projector.unit if isinstance(projector, ItemProjector) else 1
 
 
 def make_projector(made: type[nn.Module], inputs: int, outputs: int, config: Mapping[str, Any]) -> nn.Module:
-    """A projector of that class. Raises ValueError for arguments that it does not take."""
+    """Create a projector of that class. Raises ValueError for arguments that the class does not take."""
     name = next((key for key, each in PROJECTORS.items() if each is made), made.__name__)
     try:
         inspect.signature(made).bind(inputs, outputs, **config)
@@ -208,7 +214,7 @@ def make_projector(made: type[nn.Module], inputs: int, outputs: int, config: Map
         return made(inputs, outputs, **config)
     except ValueError:
         raise
-    except Exception as error:  # whatever the user's own class raises
+    except Exception as error:  # a user's class may raise anything
         raise ValueError(f"projector {name} cannot be made: {type(error).__name__}: {error}") from error
 
 

@@ -1,11 +1,11 @@
-"""How samples share a batch of a module: the names, and what a batch of the language model holds.
+"""Packing kinds of a module: samples in one row, a row each, or a call each.
 
-    "packed"  all samples side by side in one row; the attention mask alone keeps them apart
+    "packed"  all samples concatenated in one row; the attention mask alone separates them
     "rows"    one sample per row, padded on the right: for layers that mix neighbouring tokens outside attention
-              (linear attention, state spaces, convolutions). Items of an encoder: those of one size as a batch
+              (linear attention, state spaces, convolutions). Items of an encoder: equal sizes form a batch
     "alone"   packed, with one call per sample or item: for everything else
 
-Which of them a module takes is found out by trying (trial.py).
+A probe determines the packing kind of each module (probe/separation.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKED, ROWS, ALONE = "packed", "rows", "alone"
 
 
 class Document(NamedTuple):
-    """Where a document lies in a batch, [start, stop) of a row, and the plan of its tokens alone."""
+    """Location of a document in a batch, [start, stop) of a row, and the plan of its tokens alone."""
 
     row: int
     start: int
@@ -33,12 +33,12 @@ class Document(NamedTuple):
     plan: AttentionPlan
 
     def of(self, tensor: Tensor | None) -> Any:
-        """Its part [1, n, ...] of a tensor [B, T, ...]; None of None."""
+        """Its part [1, n, ...] of a tensor [B, T, ...]; None for None."""
         return None if tensor is None else tensor[self.row : self.row + 1, self.start : self.stop]
 
 
 def padded(flat: Tensor, lengths: Tensor, fill: int) -> Tensor:
-    """[T] of samples one after the other -> [B, longest], filled up on the right."""
+    """[T] of concatenated samples -> [B, longest], padded on the right."""
     valid = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     rows = flat.new_full(valid.shape, fill)
     rows[valid] = flat
@@ -46,9 +46,9 @@ def padded(flat: Tensor, lengths: Tensor, fill: int) -> Tensor:
 
 
 def documents(plan: AttentionPlan) -> list[Document]:
-    """The documents of a batch in order; made once per plan.
+    """The documents of a batch in order; computed once per plan.
 
-    Raises ValueError for a document whose tokens do not lie side by side.
+    Raises ValueError for a document whose tokens are not contiguous.
     """
     made: list[Document] | None = plan.__dict__.get("_documents")
     if made is None:
@@ -71,7 +71,7 @@ def documents(plan: AttentionPlan) -> list[Document]:
 
 
 def check_rows(plan: AttentionPlan) -> None:
-    """Raise ValueError unless each row of a batch holds one document, padded on the right; looked at once per plan."""
+    """Raise ValueError unless each row of a batch holds one document, padded on the right. Checked once per plan."""
     if "_has_rows" not in plan.__dict__:
         doc = plan.q_doc
         first = doc[:, :1].expand_as(doc)
@@ -86,7 +86,7 @@ def check_rows(plan: AttentionPlan) -> None:
 
 
 def longest(plan: AttentionPlan) -> int:
-    """Tokens of the longest document, as far as its positions say; looked at once per plan."""
+    """Tokens of the longest document, derived from the positions; computed once per plan."""
     if "_longest" not in plan.__dict__:
         found = 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
         plan.__dict__["_longest"] = found
@@ -94,7 +94,7 @@ def longest(plan: AttentionPlan) -> int:
 
 
 def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
-    """Plan of items side by side in one row, each seeing all of itself and nothing else."""
+    """Plan of items concatenated in one row; each attends to all of itself and to nothing else."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     doc = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device="cpu"), counts).unsqueeze(0)
     bits = torch.full(doc.shape, word(0), dtype=torch.int64, device="cpu")
@@ -103,7 +103,7 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
 
 @lru_cache(maxsize=64)
 def full_plan(batch: int, length: int, device: torch.device) -> AttentionPlan:
-    """Plan of a batch of items alike, each seeing all of itself; kept, as it would have to be sent to a GPU."""
+    """Plan of a batch of equal items; each attends to all of itself. Cached, to avoid another copy to the GPU."""
     return sent_plan(AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")), device)
 
 

@@ -1,4 +1,4 @@
-"""Sample and Media: what datasets yield and collation packs; SampleOutline: what other ranks know of a sample."""
+"""Sample and Media: items of datasets, packed by collation. SampleOutline: a sample without its tokens."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ IGNORE = -100
 """Label of a position without a target."""
 
 COPIES = 3
-"""Positions that labels must merely repeat before they are refused: fewer can be chance where labels are no next tokens
-(a class per token, the clean ids of a noisy text)."""
+"""Number of copied positions from which labels are refused. A few may be chance if labels are not next tokens (a
+class per token, the clean ids of a noisy text).
+"""
 
 
 class Media:
     """One image, video or clip.
 
-    shape:  as its encoder takes it: image (3, H, W) in pixels, (patches, numbers of a patch) or (tiles, 3, H, W); audio
+    shape:  in the encoder's format: image (3, H, W) in pixels, (patches, numbers of a patch) or (tiles, 3, H, W); audio
             (mel bins, frames) or (samples,). docs/encoders.md has a table
-    tokens: language-model tokens (= placeholders in the text) that it becomes after encoder and projector
-    data:   floating tensor of `shape`, normalised as the encoder wants it; None on ranks that do not run the encoder,
-            which need shapes only
-    about:  what the encoder is told of the item beside its data, numbers that all ranks know: {"grid_thw": (1, 16, 24)}
-    load:   in place of data: a function that returns it. Asking for `data` calls it once and keeps what it returns,
-            whichever thread asks; an error is not kept, so the next one who asks tries again
+    tokens: number of language-model tokens (= placeholders in the text) after encoder and projector
+    data:   floating tensor of `shape`, normalised for the encoder; None on ranks that do not run the encoder and need
+            only shapes
+    about:  additional numbers about the item for the encoder, available on all ranks: {"grid_thw": (1, 16, 24)}
+    load:   alternative to data: a function that returns it. The first access to `data`, from any thread, calls it and
+            keeps the result. After an error, the next access calls it again
 
-    Raises ValueError or TypeError when these contradict each other; what `load` returns is checked when it comes.
+    Raises ValueError or TypeError if these contradict each other. The result of `load` is checked after the call.
     """
 
     __slots__ = ("_data", "_load", "_lock", "about", "shape", "tokens")
@@ -61,7 +62,7 @@ class Media:
 
     @property
     def data(self) -> Tensor | None:
-        """The item's tensor, loaded by the first who asks; None where there is nothing to load."""
+        """The item's tensor, loaded on first access; None if there is no data."""
         if self._lock is not None and self._data is None:
             with self._lock:
                 if self._load is not None:
@@ -70,16 +71,16 @@ class Media:
 
     @property
     def loaded(self) -> bool:
-        """Whether the data are in memory."""
+        """True if the data is in memory."""
         return self._data is not None
 
     @property
     def load(self) -> Callable[[], Tensor] | None:
-        """What loads the data; None where they are in memory, or nothing loads them."""
+        """Function that loads the data; None if the data is in memory or absent."""
         return self._load
 
     def without_data(self) -> Media:
-        """The same item for those who need its shape only."""
+        """The same item with its shape but without its data."""
         return Media(self.shape, self.tokens, about=self.about)
 
     def _checked(self, data: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Media:
         return data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or what another process gets, has the data themselves: it may not be where they can be loaded.
+        # Copies and other processes get the data itself: they may be unable to load it.
         return Media, (self.shape, self.tokens, self.data, None, self.about)
 
     def __repr__(self) -> str:
@@ -103,14 +104,15 @@ class Sample:
     """One training sample, uncollated.
 
     input_ids: int64 [L]; each media item appears as `tokens` consecutive copies of its modality's placeholder id
-    labels:    int64 [L], already shifted: labels[t] is the id wanted after input_ids[t]; IGNORE (-100) = no target.
-               Labels that lie beside their own ids, as HuggingFace's models want them: Sample.from_unshifted
+    labels:    int64 [L], already shifted: labels[t] is the target after input_ids[t]; IGNORE (-100) = no target.
+               For unshifted labels (HuggingFace's convention), use Sample.from_unshifted
     media:     modality -> its items in order of appearance in input_ids. Every rank needs ids, labels and shapes of all
-               samples, an item's data only where they are read
+               samples. Only ranks that read an item need its data
     name:      for messages
-    digest:    64 bits of ids and labels, from who read it as a stream: by it ranks compare what only some of them have
+    digest:    64-bit hash of ids and labels, set by the rank that read the sample from a stream. With it, ranks compare
+               samples that only some of them hold
 
-    Raises ValueError or TypeError when these contradict each other.
+    Raises ValueError or TypeError if these contradict each other.
     """
 
     input_ids: Tensor
@@ -141,9 +143,9 @@ class Sample:
         media: Mapping[str, Sequence[Media]] | None = None,
         name: str = "",
     ) -> Sample:
-        """A Sample of labels that lie beside their own ids, as HuggingFace's models want them.
+        """A Sample from unshifted labels, which is HuggingFace's convention.
 
-        labels[t] is input_ids[t], or IGNORE for no target; None: every id is one.
+        labels: labels[t] is input_ids[t], or IGNORE for no target. None: every id is a target.
         """
         labels = shift_labels(input_ids if labels is None else labels)
         return cls(input_ids, labels, {key: list(items) for key, items in (media or {}).items()}, name)
@@ -153,17 +155,19 @@ class Sample:
 
     @property
     def targets(self) -> int:
-        """Positions with a target."""
+        """Number of positions with a target."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORE))
 
 
 @dataclass(frozen=True)
 class SampleOutline:
-    """A sample as those ranks know it that do not compute with its tokens: what tables are made of.
+    """A sample without its tokens, for ranks that do not compute with them. Step tables are made from it.
 
-    length, targets: of its tokens, and of those with a target. media: shapes; data where this rank has them. digest,
-    name: as in Sample. starts: modality -> where in the tokens each of its items begins. Asking for ids or labels is an
-    error: they lie on another rank.
+    length, targets: number of tokens, and of tokens with a target.
+    media: shapes; also data if this rank has it.
+    digest, name: as in Sample.
+    starts: modality -> start of each of its items in the tokens.
+    Access to ids or labels raises an error: they are on another rank.
     """
 
     length: int
@@ -188,7 +192,7 @@ class SampleOutline:
 
 
 def check_samples(call: str, given: Any) -> None:
-    """Raise ValueError unless `given` is a list of samples. call: what it was given to."""
+    """Raise ValueError unless `given` is a list of samples. call: name of the called function, for the message."""
     several = isinstance(given, Sequence) and not isinstance(given, str)
     wrong = [item for item in given if not hasattr(item, "media")] if several else [given]
     if not wrong:
@@ -204,8 +208,9 @@ def check_samples(call: str, given: Any) -> None:
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Labels that lie beside their own ids, int64 [..., L] with one sequence per row -> each beside the id before it.
+    """Shift labels by one position: afterwards, labels[t] is the id after input_ids[t].
 
+    labels: int64 [..., L], one sequence per row, beside their own ids.
     Raises ValueError for a row without tokens.
     """
     if labels.dim() == 0 or labels.shape[-1] == 0:
@@ -214,11 +219,11 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 def refuse_copies(where: str, rows: Iterable[tuple[Tensor, Tensor]], *, warn: bool = False) -> None:
-    """Raise ValueError if labels repeat input_ids instead of being what follows them.
+    """Raise ValueError if labels are unshifted copies of input_ids.
 
-    rows: pairs of input_ids and labels, int64 [..., L]. Labels repeat if each target, in all rows, is the id of its own
-    position. Only a position whose next id is another one tells the two readings apart, so texts of one repeated token
-    pass. Fewer than COPIES such positions are warned of, if at all.
+    rows: pairs of input_ids and labels, int64 [..., L].
+    Labels count as copies if every target, in all rows, equals the id at its own position. Only positions whose next id
+    differs are evidence, so texts of one repeated token pass. Fewer than COPIES such positions give a warning at most.
     """
     copies = 0
     for ids, labels in rows:

@@ -1,10 +1,11 @@
-"""One module on several ranks.
+"""Tensor and context parallelism: one module on several ranks.
 
-`tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
-layers, `adapters` how layers with LoRA are cut, `vocabulary` embeddings and heads cut by words, `layer` what these
-share, `region` where a piece lies in its whole, `mappings` what happens where whole and cut tensors meet, `products`
-the same together with a product, `state` the parameters of the whole. `context` deals the rows of a chunk among ranks,
-`route` says which rows one chunk sends another, `sending` has tensors travel to a GPU.
+- `tensor`: makes a module tensor parallel by a plan (module path -> style). `families`: ready plans.
+- `linear`: column- and row-parallel linear layers. `adapters`: layers with LoRA. `vocabulary`: vocabulary-parallel
+  embeddings and heads. `layer`: their base class. `region`: position of a shard in the whole tensor.
+- `mappings`: differentiable sum, split and gather. `products`: the same, overlapped with matrix products.
+- `state`: state dicts of the whole module. `context`: context parallelism of a chunk's rows. `route`: rows that one
+  chunk sends to another. `sending`: asynchronous copies to a GPU.
 """
 
 from interlace.parallel.families import plan_for

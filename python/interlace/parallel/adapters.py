@@ -1,16 +1,17 @@
-"""Linear layers with an adapter of low rank beside them (LoRA, arXiv 2106.09685), as peft builds them.
+"""Linear layers with a low-rank adapter (LoRA, arXiv 2106.09685), as peft builds them.
 
-    layer.base_layer          nn.Linear: what is frozen
+    layer.base_layer          nn.Linear, frozen
     layer.lora_A[name]        nn.Linear [rank, in]
-    layer.lora_B[name]        nn.Linear [out, rank]; the layer gives base(x) + scale * B(A(x))
+    layer.lora_B[name]        nn.Linear [out, rank]; the layer returns base(x) + scale * B(A(x))
 
     the layer is cut         A                                  B
-    by outputs ("column")    whole, on what the layer is given  by outputs, too
-    by inputs ("row")        by inputs, too: a sum over ranks   whole, on what the layer gives: all rows, or a rank's
+    by outputs ("column")    whole, applied to the input        by outputs, too
+    by inputs ("row")        by inputs, too: a sum over ranks   whole, applied to the output: all rows, or a rank's
 
-So an adapter adds to what ranks tell each other no more than rows [..., rank]: in the forward pass where a layer is cut
-by its inputs, in the backward pass where it is cut by its outputs. What is whole is used on all rows, and its gradient
-is the whole's on every rank; or, with sequence parallelism, on a rank's own rows, and its gradient is a sum over ranks.
+An adapter adds only rows [..., rank] to the communication: in the forward pass of a layer cut by its inputs, in the
+backward pass of a layer cut by its outputs. A whole part (A or B) is applied to all rows, and its gradient is the whole
+gradient on every rank. With sequence parallelism it is applied to a rank's own rows, and its gradient is a sum over
+ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from typing import Any
 from torch import nn
 
 APART = "_apart"
-"""Ends the style of a layer that is cut by its outputs and has an input of its own, the same on every rank."""
+"""Suffix of the style of a layer that is cut by its outputs and has its own input, equal on every rank."""
 
 
 def linear_of(layer: Any) -> nn.Linear | None:
-    """The nn.Linear that `layer` is, or that it has with an adapter beside it; None if it is neither."""
+    """The nn.Linear of `layer`: the layer itself or the base layer of an adapter. None if it is neither."""
     found = layer.base_layer if is_adapted(layer) else layer
     return found if isinstance(found, nn.Linear) else None
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether `layer` is peft's: a layer with an adapter beside it."""
+    """True if `layer` is a layer of peft with an adapter."""
     return isinstance(layer, nn.Module) and hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 
 def adapter_styles(layer: Any, path: str, style: str, around: Mapping[str, str]) -> dict[str, str]:
-    """Path -> style of what is inside the adapted `layer` at `path` that is to be cut as `style` says.
+    """Path -> style of the parts inside the adapted `layer` at `path`, if the layer is cut by `style`.
 
-    around: of the modules that it lies in. Raises ValueError for an adapter that is not the plain one.
+    around: styles of the modules around the layer. Raises ValueError for an adapter other than plain LoRA.
     """
     if linear_of(layer) is None or getattr(layer, "lora_variant", None):
         raise ValueError(
@@ -50,7 +51,7 @@ def adapter_styles(layer: Any, path: str, style: str, around: Mapping[str, str])
         raise ValueError(f"{path} has an adapter and is given a part of the features only: leave it out")
     if style == "row":
         of_a, of_b = "row", "sequence"
-    elif style in ("column_gathered", "vocabulary"):  # the layer itself sums the gradient of what it is given
+    elif style in ("column_gathered", "vocabulary"):  # the layer itself sums the gradient of its input
         of_a, of_b = "replicate", style
     elif gathers:
         of_a, of_b = "replicate", style + APART

@@ -1,15 +1,15 @@
-"""Context parallelism of a module's layers: each rank of a group has some rows of a chunk, and attends for these.
+"""Context parallelism of a module's layers: each rank has some rows of a chunk and computes their attention.
 
     context = Context(ranks, "lpt")
-    share = context.share(mask)                        # once per chunk, whatever its length
-    mine = share.take(hidden)                          # [1, T, ...] -> this rank's rows, filled up with padding
+    share = context.share(mask)                        # once per chunk, of any length
+    mine = share.take(hidden)                          # [1, T, ...] -> this rank's rows, padded
     with use_plan(share.plan, backend=share.attend):   # attention sees the rows of all ranks
         mine = layers(mine)
     whole = share.whole(mine)                          # [1, T, ...] again, on every rank
 
-Which rows a rank has follows from the mask alone, so all ranks deal alike without a word. Orders: "lpt" balances what
-attention costs under this very mask, "zigzag" what it costs under a causal one, "ring" gives each rank neighbours.
-(Cornstarch 2025-11 section 5.1.)
+The assignment of rows follows from the mask alone, so ranks need no communication to agree on it. Orders: "lpt"
+balances the attention cost under this mask, "zigzag" the cost under a causal mask, "ring" gives each rank consecutive
+rows. (Cornstarch 2025-11 section 5.1.)
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ORDERS = ("lpt", "zigzag", "ring")
 
 
 def deal(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None = None) -> TokenShards:
-    """Which of the tokens of `mask` [B, T] each rank has; follows from the arguments alone.
+    """Assignment of the tokens of `mask` [B, T] to ranks; depends on the arguments alone.
 
-    order: of ORDERS. plan: of this mask, if there is one: of its blocks attention's work is read, where they fit.
+    order: one of ORDERS.
+    plan: of this mask, if available. Attention work is read from its blocks if the block size fits.
     """
     block = block_for(mask.length, ranks)
     if order != "lpt":
@@ -44,7 +45,7 @@ def deal(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What one rank has of a chunk of `length` tokens. backend: of attention, by name (None: the fastest)."""
+    """One rank's share of a chunk of `length` tokens. backend: of attention, by name (None: the fastest)."""
 
     ranks: Ranks
     length: int
@@ -53,29 +54,29 @@ class Share:
 
     @classmethod
     def of(cls, mask: BitfieldMask, shards: TokenShards, ranks: Ranks, backend: str | None = None) -> Share:
-        """That of the chunk with this mask, which was dealt so."""
+        """The share of the chunk with this mask and these shards."""
         return cls(ranks, mask.length, ContextParallelPlan.build(mask, shards, ranks.rank), backend)
 
     @property
     def plan(self) -> AttentionPlan:
-        """Of this rank's rows as queries, and of all ranks' as keys."""
+        """Attention plan: queries are this rank's rows, keys are all ranks' rows."""
         return self.built.plan
 
     def take(self, rows: Tensor, pad: float = 0) -> Tensor:
-        """This rank's of [1, T, ...]; `pad` in rows beyond the end."""
+        """This rank's rows of [1, T, ...]. Rows beyond the end are `pad`."""
         return shard(rows, self.built.shards, self.ranks.rank, dim=1, pad=pad)
 
     def whole(self, mine: Tensor) -> Tensor:
-        """[1, T, ...] of every rank's rows; the gradient of a row is the sum of what all ranks find for it."""
+        """[1, T, ...] from every rank's rows. The gradient of a row is the sum of all ranks' gradients for it."""
         transport = self.ranks.transport(mine)
         return unshard(mine, self.built.shards, transport, dim=1, length=self.length)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, scale: float | None, softcap: float | None
     ) -> Tensor:
-        """Attention of this rank's rows; see interlace.attention.hf.Backend. plan: the share's, or one made of it.
+        """Attention of this rank's rows; see interlace.attention.hf.Backend. plan: the share's, or derived from it.
 
-        Raises ValueError for a plan of other queries or keys: of a model that took a part of its attention mask.
+        Raises ValueError for a plan of other queries or keys: the model took a part of its attention mask.
         """
         if (plan.q_len, plan.k_len) != (self.plan.q_len, self.plan.k_len):
             raise ValueError(
@@ -92,11 +93,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Context:
-    """The context-parallel ranks of a stage, and the order in which they are dealt rows."""
+    """The context-parallel ranks of a stage, and the order in which rows are assigned to them."""
 
     ranks: Ranks
     order: str
 
     def share(self, mask: BitfieldMask, plan: AttentionPlan | None = None, backend: str | None = None) -> Share:
-        """What this rank has of a chunk with this mask; plan: as for `deal`."""
+        """This rank's share of a chunk with this mask. plan: as for `deal`."""
         return Share.of(mask, deal(mask, self.ranks.world, self.order, plan), self.ranks, backend)

@@ -1,14 +1,14 @@
-"""Ready plans for HuggingFace models, derived from what their blocks are made of.
+"""Ready plans for HuggingFace models, derived from the structure of their blocks.
 
-A block is cut where all of it is known, or `plan_for` refuses and says which part is not:
+A block is cut only if all its parts are recognized. Otherwise `plan_for` raises an error that names the unknown part:
 
-    attention   q_proj, k_proj, v_proj, or qkv in thirds, then one layer back; norms within heads
-    MLP         gate_proj and up_proj, fc1, or gate_up_proj in halves, then one layer back
-    experts     whole on every rank, each rank routing its own rows
+    attention   q_proj, k_proj, v_proj, or qkv in thirds, then one output projection; norms within heads
+    MLP         gate_proj and up_proj, fc1, or gate_up_proj in halves, then one output projection
+    experts     whole on every rank, each rank routes its own rows
     adapters    of the layers above (LoRA), which are cut with their layers
-    the rest    norms and scales that work on each token alone; no parameter of another kind
+    the rest    norms and scales that work on each token alone; no other parameters
 
-Where transformers has a plan of its own for a model (`base_model_tp_plan`), what it does not cut is not cut here.
+If transformers has its own plan for a model (`base_model_tp_plan`), layers that it does not cut are not cut here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 from interlace.parallel.adapters import is_adapted, linear_of
 
-COLUMNS = {  # layers whose outputs are cut, and how
+COLUMNS = {  # layers cut by outputs -> style
     "q_proj": "column",
     "k_proj": "column",
     "v_proj": "column",
@@ -52,15 +52,15 @@ _PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 
 
 class Unknown(Exception):
-    """A part for which no plan can be derived: why."""
+    """No plan can be derived for a part. The message is the reason."""
 
 
 def plan_for(module: nn.Module) -> dict[str, str]:
     """The plan of `tensor_parallel` for a HuggingFace model, a block of one, or the models inside `module`.
 
-    What belongs to none of them (a projector) is left out, for the caller to add; embeddings and head may be made
-    "vocabulary" (`interlace.parallel.vocabulary.vocabulary_plan`). Raises ValueError where a block has a part that is
-    not known, naming it, and where there is no block.
+    Other modules (a projector) are left out, for the caller to add. Embeddings and head can be made "vocabulary"
+    (`interlace.parallel.vocabulary.vocabulary_plan`). Raises ValueError if there is no block, or if a block has an
+    unknown part (named in the message).
     """
     try:
         return derived_plan(module)
@@ -72,11 +72,11 @@ def plan_for(module: nn.Module) -> dict[str, str]:
 
 
 def derived_plan(module: nn.Module) -> dict[str, str]:
-    """What `plan_for` returns. Raises Unknown where it cannot be derived."""
+    """As `plan_for`, but raises Unknown if no plan can be derived."""
     parts = dict(module.named_modules())
     lists = {path: part for path, part in parts.items() if isinstance(part, nn.ModuleList)}
     blocks = {path: part for path, part in lists.items() if any(map(_has_attention, part))}
-    # A list of heads or experts inside a block is that block's.
+    # A list of heads or experts inside a block belongs to that block.
     blocks = {path: part for path, part in blocks.items() if not any(_inside(path, outer) for outer in blocks)}
     plan: dict[str, str] = {}
     if not blocks:
@@ -85,7 +85,7 @@ def derived_plan(module: nn.Module) -> dict[str, str]:
         plan = _block(module, "")
     for path, there in blocks.items():
         for index, block in enumerate(there):
-            if next(block.parameters(), None) is not None:  # else it stands for a block of another stage
+            if next(block.parameters(), None) is not None:  # otherwise a placeholder for a block of another stage
                 plan |= _block(block, f"{path}.{index}")
         plan[path] = "layers"
         _agree(parts, path, plan)
@@ -101,7 +101,7 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def around(path: str) -> Iterator[str]:
-    """The paths of the modules around a module, the innermost first; "" is the whole."""
+    """The paths of the modules around a module, innermost first; "" is the root."""
     while path:
         path = path.rpartition(".")[0]
         yield path
@@ -112,12 +112,12 @@ def _joined(path: str, name: str) -> str:
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether it is a model of HuggingFace, or a part of one that could be."""
+    """True if the module is a HuggingFace model, or a part of one that could be."""
     return hasattr(module, "base_model_prefix")
 
 
 def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
-    """Paths of what has parameters in `module` outside its blocks."""
+    """Paths of modules with parameters in `module` outside its blocks."""
     if path in blocks:
         return
     if not any(_inside(block, path) or not path for block in blocks):
@@ -134,7 +134,7 @@ def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:
-    """Whether it has a linear layer of that name, with or without an adapter."""
+    """True if the module has a linear layer of that name, with or without an adapter."""
     return linear_of(getattr(module, name, None)) is not None
 
 
@@ -143,7 +143,7 @@ def _has_attention(module: nn.Module) -> bool:
 
 
 def _unknown_attention(module: nn.Module) -> str:
-    """What a module without a known attention has instead."""
+    """Error text for a module without a known attention."""
     for path, part in module.named_modules():
         layers = [name for name, child in part.named_children() if hasattr(child, "weight")]
         if path and "attention" in type(part).__name__.lower() and layers:
@@ -165,7 +165,7 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
         what = f"has {len(attentions)} attentions that are known" if attentions else "has no attention that is known"
         raise Unknown(f"{path or type(block).__name__} ({type(block).__name__}) {what}")
     here = attentions[0]
-    if not here:  # the module is an attention, without a block around it
+    if not here:  # the module itself is an attention
         return _attention(block, path)[0]
     plan, hidden = _attention(block.get_submodule(here), _joined(path, here))
     if direct := [name for name, parameter in block._parameters.items() if parameter is not None]:
@@ -174,7 +174,7 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
     names = {name: child for name, child in block.named_children() if name != here.partition(".")[0]}
     if here.count("."):
         raise Unknown(f"{_joined(path, here)} lies deeper inside its block than is known")
-    for into, back in MLPS:  # of a block that holds the layers of its MLP itself (Whisper)
+    for into, back in MLPS:  # blocks that hold the MLP layers directly (Whisper)
         if back in names and all(linear_of(names.get(name)) is not None for name in (*into, back)):
             plan |= _mlp(block, path, into, back, hidden)
             names = {name: child for name, child in names.items() if name not in (*into, back)}
@@ -220,7 +220,7 @@ def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
 
 
 def _known_mlp(module: nn.Module, path: str, hidden: int) -> dict[str, str]:
-    """The plan of the layers of a gated or plain MLP; nothing if it is none."""
+    """The plan of the layers of a gated or plain MLP; empty for any other module."""
     parts = dict(module.named_modules())
     held = [name for name, part in parts.items() if next(part.parameters(recurse=False), None) is not None]
     layers = {next((outer for outer in around(name) if is_adapted(parts[outer])), name) for name in held}
@@ -250,14 +250,14 @@ def _experts(module: nn.Module, path: str) -> str:
 
 
 def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str]) -> None:
-    """Raise Unknown unless the parameters are such as scale or shift the features of each token."""
+    """Raise Unknown unless the parameters only scale or shift the features of each token."""
     if any(tuple(module.get_parameter(name).shape) != (hidden,) for name in names):
         raise Unknown(f"{path} ({type(module).__name__}) is no attention, MLP or norm that is known")
 
 
-@cache  # reading the code takes as long as the rest of a plan
+@cache  # reading the source takes as long as the rest of a plan
 def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
-    """Whether the code joins its heads to the width of its input (SigLIP in transformers 4), not to that of theirs."""
+    """True if the code joins heads to the width of its input (SigLIP in transformers 4), not to that of the heads."""
     try:
         code = inspect.getsource(forward)
     except (OSError, TypeError):
@@ -270,7 +270,7 @@ def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
 
 
 def _agree(parts: dict[str, Any], path: str, plan: dict[str, str]) -> None:
-    """Raise Unknown where transformers' plan for the model of these blocks leaves whole what `plan` cuts."""
+    """Raise Unknown if transformers' own plan keeps a layer whole that `plan` cuts."""
     owner = next((parts[outer] for outer in around(path) if getattr(parts[outer], "config", None) is not None), None)
     theirs: dict[str, str] = getattr(getattr(owner, "config", None), "base_model_tp_plan", None) or {}
     for inside, style in plan.items():
@@ -289,6 +289,6 @@ _NOT_CUT = {
 
 
 def _follows_fused(path: str, plan: dict[str, str]) -> bool:
-    """Whether a layer back comes from halves or thirds, which are cut here such that nothing has to be joined."""
+    """True if a row layer follows fused halves or thirds. These are cut so that nothing has to be joined."""
     around = path.rpartition(".")[0]
     return any(_inside(other, around) and style in ("column_halves", "column_thirds") for other, style in plan.items())

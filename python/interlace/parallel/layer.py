@@ -1,4 +1,4 @@
-"""A layer of whose parameters each rank has a piece, and where that lies in the whole."""
+"""ParallelLayer: base class of layers whose parameters are sharded among ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from interlace.parallel.region import Box, Region
 
 
 class ParallelLayer(nn.Module):
-    """A piece of the parameters of a whole layer, whose weight has two dimensions.
+    """A shard of a whole layer's parameters. The weight has two dimensions.
 
-    cut: parameter -> dimension along which ranks share it; others are whole everywhere. parts: layers of one size that
-    are one layer, each of which is cut. ranks: among whom. sizes: of the weight of the whole.
+    cut: parameter -> dimension along which it is sharded; other parameters are replicated.
+    parts: number of equally large layers fused into this one. Each of them is sharded.
+    ranks: the ranks that share the layer.
+    sizes: of the weight of the whole layer.
     """
 
     cut: ClassVar[dict[str, int]]
@@ -24,7 +26,7 @@ class ParallelLayer(nn.Module):
     sizes: tuple[int, int]
 
     def region(self, key: str) -> Region:
-        """Where this rank's part of a parameter lies in the whole. Parts that cannot be equal differ by one."""
+        """Position of this rank's shard of a parameter in the whole. Sizes differ by one if they cannot be equal."""
         shape = self.sizes if key == "weight" else self.sizes[:1]
         if key not in self.cut:
             return Region.whole(shape)
@@ -40,18 +42,18 @@ class ParallelLayer(nn.Module):
         return Region(shape, tuple(boxes), dim)
 
     def piece(self, key: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape).
+        """This rank's shard of a parameter, of its gradient, or of optimizer state of its shape.
 
-        A view, but for layers of several parts.
+        A view, except for layers of several parts.
         """
         return self.region(key).piece(whole)
 
     def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
-        """Write this rank's part into the whole, as `piece` takes it out; other ranks' parts stay as they are."""
+        """Write this rank's shard into the whole; the inverse of `piece`. Other ranks' shards are unchanged."""
         self.region(key).put(whole, piece)
 
     def whole(self, key: str, piece: Tensor) -> Tensor:
-        """The inverse of `piece`. Collective."""
+        """The whole parameter from all ranks' shards; the inverse of `piece`. Collective."""
         if key not in self.cut:
             return piece.detach()
         dim = self.cut[key]
@@ -60,7 +62,7 @@ class ParallelLayer(nn.Module):
         return parts[0] if self.parts == 1 else torch.cat(parts, dim)
 
     def take(self, whole: nn.Module) -> None:
-        """Have copies of this rank's pieces of the parameters of `whole`; frozen where they are, in its mode."""
+        """Copy this rank's shards of the parameters of `whole`. Keeps requires_grad and the training mode."""
         for key, parameter in whole.named_parameters():
             piece = self.piece(key, parameter.detach()).clone(memory_format=torch.contiguous_format)
             self.register_parameter(key, nn.Parameter(piece, parameter.requires_grad))
@@ -70,7 +72,7 @@ class ParallelLayer(nn.Module):
         for key, parameter in self.named_parameters():
             given = state_dict.get(prefix + key)
             if given is not None and key in self.cut and given.shape != parameter.shape:
-                if tuple(given.shape) == self.region(key).shape:  # else nn.Module says what does not fit
-                    # A copy, since load_state_dict(assign=True) would keep the whole alive behind a view.
+                if tuple(given.shape) == self.region(key).shape:  # otherwise nn.Module reports the mismatch
+                    # A copy: with load_state_dict(assign=True) a view would keep the whole tensor alive.
                     state_dict[prefix + key] = self.piece(key, given).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,14 +1,15 @@
-"""nn.Linear cut among ranks: by its outputs (column) or by its inputs (row).
+"""Column- and row-parallel nn.Linear: cut among ranks by outputs (column) or by inputs (row).
 
     up = ColumnParallelLinear.from_linear(mlp.up, group)      # [..., m, in]         -> [..., world * m, out / world]
     down = RowParallelLinear.from_linear(mlp.down, group)     # [..., world * m, in / world]  -> [..., m, out]
 
-With sequence parallelism, the default, a rank holds m rows of the sequence before and after such a pair, gathers them
-on the way in and scatters sums on the way out, both under the products (`interlace.comm.matmul`). Without, every rank
-holds all rows, and the sums are all-reduced, under the products too (`interlace.parallel.products`).
+With sequence parallelism (the default) a rank holds m rows of the sequence before and after such a pair. The first
+layer gathers rows, the second reduce-scatters sums. Both transfers overlap with the products
+(`interlace.comm.overlap.matmul`). Without it every rank holds all rows, and the sums are all-reduced, also overlapped
+with the products (`interlace.parallel.products`).
 
-Parameters keep the names of nn.Linear. An ordinary checkpoint of the whole layer loads with `load_state_dict`, each
-rank taking its piece; `full_state_dict` of `interlace.parallel` and `to_linear` give it back.
+Parameters keep the names of nn.Linear. `load_state_dict` accepts an ordinary checkpoint of the whole layer, and each
+rank takes its shard. `full_state_dict` of `interlace.parallel` and `to_linear` return the whole layer again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
-from interlace.comm.deferred import Deferral
-from interlace.comm.group import Group
+from interlace.comm.overlap.deferred import Deferral
+from interlace.comm.process.groups import Group
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.mappings import Ranks, gather, sum_gradient
 from interlace.parallel.products import copied_products, sum_of_products
@@ -30,12 +31,12 @@ P = TypeVar("P", bound="ParallelLinear")
 
 
 class ParallelLinear(ParallelLayer):
-    """What all kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
+    """Base class: a shard of the parameters of an nn.Linear. in_features and out_features: of the whole layer."""
 
-    equal = True  # all pieces must be of one size
+    equal = True  # all shards must have equal size
     weight: nn.Parameter
     bias: nn.Parameter | None
-    deferral: Deferral | None = None  # set where gradients of weights are put off (`interlace.run.deferred`)
+    deferral: Deferral | None = None  # set if weight gradients are deferred (`interlace.run.execute.deferred`)
 
     def __init__(
         self,
@@ -49,13 +50,14 @@ class ParallelLinear(ParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Parameters start as pieces of what nn.Linear starts with, if all ranks have the same random state.
+        """Initializes parameters as shards of nn.Linear's initial values, if all ranks have the same random state.
 
         Args:
             in_features, out_features: of the whole layer.
-            group: a Transport, ProcessGroup, one-dimensional DeviceMesh, None (see `interlace.comm.group`) or a Ranks.
-            sequence_parallel: the side that is not cut by features is cut by rows of the sequence.
-            num_chunks: into which rows are cut to hide transfers, see `all_gather_matmul`.
+            group: a Transport, ProcessGroup, one-dimensional DeviceMesh, None (see `interlace.comm.process.groups`) or
+                a Ranks.
+            sequence_parallel: shard the side that is not cut by features by rows of the sequence.
+            num_chunks: number of row chunks for communication overlap, see `all_gather_matmul`.
         """
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -92,7 +94,7 @@ class ParallelLinear(ParallelLayer):
 
     @classmethod
     def from_linear(cls: type[P], whole: nn.Linear, group: Group | Ranks = None, **options: Any) -> P:
-        """This rank's piece of `whole`, copied; frozen where that is frozen. Ranks must pass the same layer."""
+        """A copy of this rank's shard of `whole`. Frozen parameters stay frozen. Ranks must pass the same layer."""
         local = cls(
             whole.in_features, whole.out_features, whole.bias is not None, group=group, device="meta", **options
         )
@@ -118,15 +120,15 @@ class ParallelLinear(ParallelLayer):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """This rank's outputs for all rows.
+    """Column-parallel linear layer: this rank's outputs for all rows.
 
     x [..., m, in] with sequence parallelism, m rows of each rank; else [..., rows, in], equal on all ranks.
     Returns [..., rows, out / world], or [..., rows, out] on every rank with `gather_output`.
 
     Args:
-        gather_output: join the outputs of all ranks; every rank must use them alike.
+        gather_output: join the outputs of all ranks. All ranks must use them identically.
         regather: see `all_gather_matmul`.
-        parts: of the outputs, equally large, of each of which a rank has its piece (2: gate and up in one layer).
+        parts: number of equally large parts of the outputs, each cut separately (2: gate and up in one layer).
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -157,15 +159,15 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """The sum over ranks of products of this rank's inputs, plus the bias, once.
+    """Row-parallel linear layer: the sum over ranks of products of their inputs, plus the bias once.
 
     x [..., rows, in / world]. Returns [..., rows / world, out] with sequence parallelism, else [..., rows, out].
 
     Args:
-        fill: with sequence parallelism, take any number of rows: zeros fill them up to a multiple of the ranks, so that
-            the last of all rows that are returned are the products of zeros.
-        sum_gradients: sum the bias's gradient, of which each rank has that of its rows, in every backward. False leaves
-            it to the caller.
+        fill: with sequence parallelism, accept any number of rows. Zero rows pad them to a multiple of the ranks, so
+            the last rows of the result are products of zeros.
+        sum_gradients: sum the bias's gradient over ranks in every backward (each rank has the gradient of its own
+            rows). False leaves that to the caller.
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}

@@ -1,12 +1,12 @@
-"""What happens where tensors change between whole and cut: forward, and its transpose in backward.
+"""Mappings between whole and sharded tensors. The backward pass is the transpose of the forward pass.
 
-    forward                       backward                      where
-    sum_over_ranks   sum          identity                      partial results leave whole rows
+    forward                       backward                      used for
+    sum_over_ranks   sum          identity                      partial results become whole rows
     split            own piece    gather                        a replicated tensor becomes pieces
-    gather           gather       own piece                     pieces become a tensor that every rank uses alike
+    gather           gather       own piece                     pieces become a tensor that all ranks use identically
 
-A loss of replicated tensors is one loss, computed by everybody: that is why sums have the identity as their backward,
-unlike the collectives of `interlace.comm`, whose every rank has a loss of its own. `products` has what goes with matrix
+The loss of replicated tensors is one loss, computed by every rank. So the backward of a sum is the identity. In the
+collectives of `interlace.comm` each rank has a loss of its own. `products` combines these mappings with matrix
 products.
 """
 
@@ -19,18 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
-from interlace.comm.group import Group, here, members
-from interlace.comm.one_operation import as_one_operation
-from interlace.comm.reverse_mode import check_reverse_mode
-from interlace.comm.transports.base import Arguments, Copy, peers_of
+from interlace.comm.collectives.one_operation import as_one_operation
+from interlace.comm.collectives.reverse_mode import check_reverse_mode
+from interlace.comm.process.agreement import Arguments
+from interlace.comm.process.groups import Group, here
+from interlace.comm.transports.base import Copy, peers_of
+from interlace.comm.transports.choose import members
 
 
 class Ranks:
-    """The ranks among which something is cut. A copy of a module keeps its ranks: deepcopy returns the same object.
+    """The ranks among which a module is sharded. A copy of a module keeps its ranks: deepcopy returns the same object.
 
     Args:
-        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`). Nothing is
-            connected before the first transfer.
+        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.process.groups`).
+            Nothing is connected before the first transfer.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -40,13 +42,13 @@ class Ranks:
 
     @classmethod
     def at(cls, rank: int, world: int) -> Ranks:
-        """Place `rank` of `world`, for a module that is cut before its ranks are connected: `connect` must follow."""
+        """Rank `rank` of `world`, for a module that is sharded before its ranks are connected. Call `connect` later."""
         made = cls.__new__(cls)
         made.group, made.rank, made.world, made._to_compare = None, rank, world, None
         return made
 
     def connect(self, transport: Transport) -> None:
-        """From now on `transport` carries what these ranks tell each other. Raises ValueError if it is of others."""
+        """Uses `transport` for all transfers from now on. Raises ValueError if its rank or world size differs."""
         if (transport.rank, transport.world) != (self.rank, self.world):
             raise ValueError(
                 f"the transport is of rank {transport.rank} of {transport.world}, but the module was cut for rank "
@@ -55,7 +57,7 @@ class Ranks:
         self.group = transport
 
     def must_agree(self, what: str, **values: object) -> None:
-        """Has `values` compared when something is first transferred: `what` was made on each rank by itself."""
+        """Compares `values` of all ranks before the first transfer. what: the object that each rank created."""
         self._to_compare = what, Arguments(**values)
 
     @torch.compiler.disable
@@ -67,15 +69,19 @@ class Ranks:
         return found
 
     def piece(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's of `world` pieces, a view; of unequal ones the first have one more (`counts`)."""
+        """This rank's piece of `tensor`, a view. The first pieces have one more if the size is not divisible
+        (`counts`).
+        """
         return tensor.tensor_split(self.world, dim)[self.rank]
 
     def counts(self, total: int) -> list[int]:
-        """The sizes of the pieces of `total`, rank by rank."""
+        """The sizes of the pieces of `total`, in rank order."""
         return [total // self.world + (rank < total % self.world) for rank in range(self.world)]
 
     def gather(self, piece: Tensor, dim: int, total: int | None = None) -> Tensor:
-        """The pieces of all ranks, joined. No gradient. total: the size of `dim` then, where pieces may be unequal."""
+        """The pieces of all ranks, concatenated. No gradient. total: resulting size of `dim`, if pieces may be
+        unequal.
+        """
         if self.world == 1:
             return piece.detach()
         if total is not None and total % self.world:
@@ -85,7 +91,7 @@ class Ranks:
         return torch.cat(pieces.unbind(), dim) if dim else pieces.flatten(0, 1)
 
     def gather_rows(self, mine: Tensor, counts: Sequence[int], dim: int = -2) -> Tensor:
-        """The rows of all ranks, joined along dimension `dim`, of which rank r has `counts[r]`. No gradient."""
+        """The rows of all ranks, concatenated along `dim`. Rank r contributes `counts[r]` rows. No gradient."""
         if self.world == 1:
             return mine
         rows = mine.detach().movedim(dim, 0).contiguous()
@@ -103,19 +109,23 @@ class Ranks:
 
 
 def whole_on_each(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, of which each rank computes the whole gradient, though the backward pass of x adds up those of all ranks."""
+    """x, for a gradient that is whole on each rank although the backward pass of x sums over ranks.
+
+    Divides the gradient by the number of ranks.
+    """
     return _mapped("whole_on_each", _WholeOnEach, x, ranks)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of all ranks' x, the same bits everywhere."""
+    """The sum of all ranks' x, bitwise identical on every rank."""
     return _mapped("sum_over_ranks", _Sum, x, ranks)
 
 
 def split(x: Tensor, ranks: Ranks, dim: int, *, fill: bool = False) -> Tensor:
-    """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if it does not divide.
+    """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if `dim` is not divisible by the ranks.
 
-    fill: or fill the last pieces up with copies of the last row, whose gradients are dropped: nothing may come of them.
+    fill: pad the last pieces with copies of the last row instead. Gradients of the copies are dropped, so the result
+        must not depend on them.
     """
     if x.shape[dim] % ranks.world and not fill:
         what = f"a sequence of {x.shape[dim]} tokens" if dim == -2 else f"a dimension of {x.shape[dim]}"
@@ -126,7 +136,10 @@ def split(x: Tensor, ranks: Ranks, dim: int, *, fill: bool = False) -> Tensor:
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int, total: int | None = None) -> Tensor:
-    """The pieces of all ranks joined along `dim`, to be used by every rank alike. total: as for `Ranks.gather`."""
+    """The pieces of all ranks, concatenated along `dim`. All ranks must use the result identically.
+
+    total: as for `Ranks.gather`.
+    """
     return _mapped("gather", _Gather, x, ranks, dim, total)
 
 
@@ -168,7 +181,7 @@ class _Split(torch.autograd.Function):
         if missing := size - piece.shape[dim]:
             last = x.narrow(dim, ctx.total - 1, 1)
             piece = torch.cat([piece, *[last] * missing], dim)
-        return piece.contiguous()  # where none is missing and x is contiguous, no memory of its own
+        return piece.contiguous()  # a view if no row is missing and x is contiguous
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,14 +209,14 @@ def _reduced(x: Tensor, ranks: Ranks) -> Tensor:
     return total
 
 
-# ---------------------------------------------------------------------- parameters of which every rank sees a part
+# ---------------------------------------------------------------------- parameters used on a part of the rows
 
 
 class SummedGradients:
-    """A forward pre-hook: from then on, gradients of the module's own parameters are summed over ranks in backward.
+    """Forward pre-hook that sums gradients of the module's own parameters over ranks in backward.
 
-    For parameters that every rank holds but uses on its own rows or heads only. Hooks of parameters are lost when these
-    are copied or replaced, and cannot be set while they are frozen: so they are set by the forward that needs them.
+    For parameters that are replicated but applied to this rank's own rows or heads. Hooks of parameters are lost when a
+    parameter is copied or replaced, and cannot be set on a frozen one. So each forward sets them if they are missing.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -215,7 +228,7 @@ class SummedGradients:
 
 
 def sum_gradient(parameter: nn.Parameter, ranks: Ranks) -> None:
-    """Has the parameter's gradient summed over ranks in every backward, unless that is so or it needs none."""
+    """Sums the parameter's gradient over ranks in every backward. No-op if already set or if it needs no gradient."""
     hooks = (parameter._backward_hooks or {}).values()
     if parameter.requires_grad and ranks.world > 1 and not any(isinstance(hook, _SumGradient) for hook in hooks):
         parameter.register_hook(_SumGradient(ranks))

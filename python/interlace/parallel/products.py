@@ -1,12 +1,12 @@
-"""Products of whole rows with cut weights, their sums over ranks hidden under the products.
+"""Products of whole rows with sharded weights; sums over ranks overlap with the products.
 
     forward                                              backward
     copied_products   x @ w.T of each weight, local      x's gradient summed over ranks, under weight gradients
-    sum_of_products   x @ w.T, summed over ranks         that of the product, local
+    sum_of_products   x @ w.T, summed over ranks         gradient of the product, local
 
-For ranks that all hold all rows: tensor parallelism without sequence parallelism, whose sums are all-reduces. Rows are
-cut into chunks; while the sum of one is under way the products of the next are made. In the backward pass the weight
-gradients hide the last one; in the forward pass nothing does, so that 1 - 1/C of C chunks can be hidden there.
+For tensor parallelism without sequence parallelism: every rank holds all rows, and sums are all-reduces. Rows are cut
+into chunks. While the sum of one chunk is in flight, the products of the next are computed. In the backward pass the
+weight gradients hide the last sum. In the forward pass nothing hides it, so C chunks hide 1 - 1/C at most.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from interlace.comm.deferred import Deferral, PutOff, deferred_linear
-from interlace.comm.matmul import cast_operands, chunking_of, weight_gradient
-from interlace.comm.one_operation import as_one_operation
-from interlace.comm.overlap import Chunking, sum_products
-from interlace.comm.reverse_mode import check_reverse_mode
-from interlace.comm.trace import computing
+from interlace.comm.collectives.one_operation import as_one_operation
+from interlace.comm.collectives.reverse_mode import check_reverse_mode
+from interlace.comm.overlap.deferred import Deferral, PutOff, deferred_linear
+from interlace.comm.overlap.matmul import cast_operands, chunking_of, weight_gradient
+from interlace.comm.overlap.tiles import Chunking, sum_products
+from interlace.comm.process.trace import computing
 from interlace.comm.transports.base import Transport
 from interlace.parallel.mappings import Ranks
 
@@ -38,12 +38,12 @@ def copied_products(
     num_chunks: int | Literal["auto"] = "auto",
     deferral: Deferral | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """(x, [x @ w.T for each w]), where x is the same on every rank and its gradient the sum over ranks.
+    """(x, [x @ w.T for each w]). x is equal on all ranks, and its gradient is the sum over ranks.
 
     x [..., K]; weights [N, K] each, N may differ between weights and ranks; their gradients are local. Under autocast
-    all are cast as for torch.matmul, the x that is returned too. num_chunks, deferral: as for `all_gather_matmul`.
+    all are cast as for torch.matmul, including the returned x. num_chunks, deferral: as for `all_gather_matmul`.
 
-    Whether x requires a gradient must be the same on every rank.
+    All ranks must agree on whether x requires a gradient.
     """
     if ranks.world == 1:
         if deferral is not None:
@@ -67,10 +67,10 @@ def sum_of_products(
     num_chunks: int | Literal["auto"] = "auto",
     deferral: Deferral | None = None,
 ) -> Tensor:
-    """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
+    """The sum over ranks of x [..., K] @ weight [N, K].T, bitwise identical on every rank: [..., N].
 
-    One function, so that selective activation checkpointing keeps the sum and not the product, too. Under autocast x
-    and weight are cast as for torch.matmul. num_chunks, deferral: as for `matmul_reduce_scatter`.
+    One autograd function, so that selective activation checkpointing keeps the sum and not also the product. Under
+    autocast x and weight are cast as for torch.matmul. num_chunks, deferral: as for `matmul_reduce_scatter`.
     """
     if ranks.world == 1:
         return linear(x, weight) if deferral is None else deferred_linear(x, weight, None, deferral)
@@ -91,7 +91,7 @@ def sum_of_products(
 def _chunking(
     name: str, like: Tensor, summed: torch.Size, transport: Transport, num_chunks: int | Literal["auto"]
 ) -> Chunking:
-    """How a sum over ranks of rows [..., columns] is cut: as if each rank sent the others its share of the rows."""
+    """Chunking of a sum over ranks of rows [..., columns], as if each rank sent the others its share of the rows."""
     rows = summed[:-1].numel()
     share = torch.Size((1, rows // transport.world, summed[-1]))
     return chunking_of(name, like, transport, num_chunks, "direct", share, False, summed=summed)
@@ -108,7 +108,7 @@ class _CopiedProducts(torch.autograd.Function):
         anchor: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        """put_off: which of the weights wait."""
+        """put_off: the weights whose gradients are deferred."""
         ctx.transport, ctx.chunking, ctx.put_off = transport, chunking, put_off
         ctx.save_for_backward(*weights, *((x,) if any(ctx.needs_input_grad[4:]) else ()))
         ctx.set_materialize_grads(False)
@@ -122,7 +122,7 @@ class _CopiedProducts(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
         transport, chunking = ctx.transport, ctx.chunking._replace(label=f"backward of {ctx.chunking.label}")
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
+        saved = ctx.saved_tensors  # read once: under activation checkpointing every access unpacks again
         weights, kept = saved[: len(needs)], saved[len(needs) :]
         grads = [None if grad is None else _rows(grad) for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
@@ -160,7 +160,7 @@ class _SumOfProducts(torch.autograd.Function):
         put_off: PutOff,
         anchor: Tensor | None,
     ) -> Tensor:
-        """put_off: whether the weight waits."""
+        """put_off: whether the weight's gradient is deferred."""
         needs_x, *of_weight = ctx.needs_input_grad
         ctx.put_off = put_off
         ctx.save_for_backward(x if any(of_weight) else None, weight if needs_x else None)
@@ -188,5 +188,5 @@ class _SumOfProducts(torch.autograd.Function):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[n, columns] of [..., columns], contiguous: of a tensor that is so already, a view."""
+    """[..., columns] -> [n, columns], contiguous. A view if the tensor is contiguous already."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()

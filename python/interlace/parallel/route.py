@@ -1,15 +1,15 @@
-"""Which bytes: the rows of one chunk that another chunk reads, as one message carries them.
+"""Route: the rows of one chunk that another chunk reads, and their layout in a message.
 
-A message has the rows in the order in which the reader has its placeholders, so it can be put there in one go; the
-gradient takes the same rows the other way.
+A message holds the rows in the order of the reader's placeholders, so the reader writes them in one operation. The
+gradient takes the same rows in the opposite direction.
 
-The ranks of a lane all hold all rows of a message. So that none is sent twice, it travels between lanes in parts: as
-many as the larger lane has ranks, and the receiving ranks join theirs. Neither the sizes of the lanes need divide each
-other, nor the rows.
+All ranks of a lane hold all rows of a message. To avoid duplicate transfers, a message between lanes is split into as
+many parts as the larger lane has ranks. The receiving ranks join their parts. The lane sizes need not divide each other
+or the number of rows.
 
-Where tokens are dealt among context-parallel ranks, a rank reads the rows of its own placeholders alone. A message then
-has those of the first rank, of the second, ...: regions, each of which travels in parts between the ranks that have it,
-several with tensor parallelism, and the other lane.
+With context parallelism a rank reads only the rows of its own placeholders. A message then holds the rows of the first
+rank, of the second, and so on, called regions. Each region travels in parts between the other lane and the ranks that
+hold the region (several with tensor parallelism).
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from interlace.parallel.sending import sent
 from interlace.schedule.table import StepTable
 
 Index = slice | Tensor
-"""Rows that follow each other, or int64 [n]."""
+"""Consecutive rows (slice), or row indices int64 [n]."""
 
 
 class Route(NamedTuple):
-    """rows: of the chunk that is read, region by region. regions: rows of each context-parallel rank that reads (one
-    region without context parallelism). places: for each of them, where its rows go among its placeholders of that
-    encoder. length: rows in all.
+    """Rows of a message and their destinations.
+
+    rows: of the source chunk, region by region.
+    regions: number of rows of each context-parallel rank that reads (one region without context parallelism).
+    places: for each region, positions of its rows among the rank's placeholders of that encoder.
+    length: total number of rows.
     """
 
     rows: Index
@@ -44,7 +47,7 @@ class Route(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) of a message, from one place in the sending lane to one in the receiving lane."""
+    """Rows [start, stop) of a message, from one rank of the sending lane to one of the receiving lane."""
 
     sender: int
     receiver: int
@@ -54,10 +57,10 @@ class Part(NamedTuple):
 
 @lru_cache
 def pairs(senders: int, receivers: int) -> tuple[tuple[int, int], ...]:
-    """(sender, receiver) of each part of a message between lanes of so many ranks, in the order of the rows.
+    """(sender, receiver) of each part of a message between lanes of these sizes, in row order.
 
-    Each receiver has parts that follow each other. The other way round the same places meet, so a gradient goes back
-    where its rows came from.
+    Each receiver has consecutive parts. The reverse direction gives the same pairs, so a gradient returns to the rank
+    that sent the rows.
     """
     count = max(senders, receivers)
     return tuple((part * senders // count, part * receivers // count) for part in range(count))
@@ -65,9 +68,9 @@ def pairs(senders: int, receivers: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(1024)
 def parts_of_regions(regions: tuple[int, ...], senders: int, receivers: int, *, receives: bool) -> tuple[Part, ...]:
-    """The parts of a message of regions of so many rows, dealt among the ranks of the lane that receives or that sends.
+    """The parts of a message with these region sizes, if the regions belong to ranks of the receiving or sending lane.
 
-    Equally many neighbours of that lane have a region together. A part may be empty.
+    The same number of adjacent ranks of that lane shares each region. A part may be empty.
     """
     met = pairs(senders, receivers)
     size = receivers if receives else senders
@@ -84,7 +87,7 @@ def parts_of_regions(regions: tuple[int, ...], senders: int, receivers: int, *, 
 
 
 def shares(parts: Sequence[Part], receivers: int) -> tuple[int, ...]:
-    """How many rows each receiver is sent."""
+    """Number of rows that each receiver gets."""
     found = [0] * receivers
     for part in parts:
         found[part.receiver] += part.stop - part.start
@@ -94,9 +97,11 @@ def shares(parts: Sequence[Part], receivers: int) -> tuple[int, ...]:
 class Routes:
     """The routes of a step's table, for rows on `device`.
 
-    ranks: context-parallel ranks of what reads. owners: (chunk that reads, encoder) -> int [n], the rank that has each
-    of its placeholders of that encoder; asked once for each, when first needed. Raises ValueError for a chunk some of
-    whose placeholders nothing fills, or two things.
+    ranks: number of context-parallel ranks of the readers.
+    owners: (reading chunk, encoder) -> int [n], the rank of each of its placeholders of that encoder. Called once for
+        each pair, on first use.
+
+    Raises ValueError for a chunk with a placeholder that is not filled exactly once.
     """
 
     def __init__(
@@ -108,12 +113,12 @@ class Routes:
         owners: Callable[[int, str], NDArray[np.int64]] | None = None,
     ) -> None:
         self._table, self._device, self._ranks, self._owners = table, torch.device(device), ranks, owners
-        self._total: dict[tuple[str, int], int] = {}  # (encoder, chunk that reads) -> rows that it reads in all
+        self._total: dict[tuple[str, int], int] = {}  # (encoder, reading chunk) -> total rows read
         self._dealt: dict[tuple[str, int], _Dealt] = {}
         self.sources: dict[int, list[int]] = {}
-        """Chunk -> the chunks whose rows it reads."""
+        """Chunk -> chunks whose rows it reads."""
         self.readers: dict[int, list[int]] = {}
-        """Chunk -> the chunks that read its rows."""
+        """Chunk -> chunks that read its rows."""
         self._pieces: dict[tuple[int, int], list[list[int]]] = {}
         self._made: dict[tuple[int, int], Route] = {}
         for edge in table.edges:
@@ -132,7 +137,7 @@ class Routes:
                 self._total[key] = self._total.get(key, 0) + count
 
     def between(self, source: int, reader: int) -> Route:
-        """The route of what chunk `reader` reads of chunk `source`."""
+        """The route from chunk `source` to chunk `reader`."""
         route = self._made.get((source, reader))
         if route is None:
             route = self._made[source, reader] = self._route(source, reader)
@@ -153,13 +158,13 @@ class Routes:
         return Route(self._index(rows), tuple(map(self._index, own)), len(rows), tuple(regions.tolist()))
 
     def _joined(self, pieces: list[list[int]], column: int) -> Index:
-        """The rows of the pieces on the side that starts at `column`; in most routes, and at once, one slice."""
+        """The rows of the pieces on the side that starts at `column`. Fast path: one slice for consecutive pieces."""
         if all(piece[column] + piece[4] == follows[column] for piece, follows in pairwise(pieces)):
             return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
         return self._index(_rows(pieces, column))
 
     def total(self, producer: str, reader: int, rank: int = 0) -> int:
-        """Rows that a context-parallel rank of chunk `reader` reads of encoder `producer` in all."""
+        """Total rows that a context-parallel rank of chunk `reader` reads from encoder `producer`."""
         if self._owners is None:
             return self._total.get((producer, reader), 0)
         return int(np.count_nonzero(self._dealt_of(producer, reader).owner == rank))
@@ -184,7 +189,7 @@ class Routes:
 
 
 class _Dealt(NamedTuple):
-    """Of each placeholder of an encoder in a chunk: the rank that has it, and its place among those of that rank."""
+    """For each placeholder of an encoder in a chunk: its rank, and its index among the placeholders of that rank."""
 
     owner: NDArray[np.int64]
     place: NDArray[np.int64]
@@ -196,7 +201,7 @@ def _rows(pieces: Sequence[Sequence[int]], column: int) -> NDArray[np.int64]:
 
 
 def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:
-    """What no piece fills would be whatever the memory held before."""
+    """Raises ValueError unless pieces fill all placeholders once: unfilled rows would hold uninitialized memory."""
     pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]
     due = np.zeros(len(pieces), np.int64)
     follows = pieces[1:, 2] == pieces[:-1, 2]
@@ -211,7 +216,7 @@ def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) ->
 
 
 def take(rows: Tensor, index: Index) -> Tensor:
-    """rows[index], a view where that is possible."""
+    """rows[index], a view if possible."""
     return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
 
 

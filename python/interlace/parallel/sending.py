@@ -1,4 +1,4 @@
-"""Tensors on their way from the host to a GPU."""
+"""Asynchronous copies of tensors and plans from the host to a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from interlace.attention.plan import AttentionPlan
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; from the host to a GPU through pinned memory, so that nobody waits for it."""
+    """`tensor` on `device`. Copies from the host to a GPU use pinned memory and do not block."""
     if tensor.is_meta or tensor.device == device:
         return tensor
     to_gpu = _device.on_gpu(device) and tensor.device.type == "cpu"
@@ -18,5 +18,5 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sent_plan(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
-    """`plan` on `device`, without what is noted on it; from the host to a GPU nobody waits for it."""
+    """`plan` on `device`, without its cached results. Copies from the host to a GPU do not block."""
     return plan if plan.device == device else plan.moved(lambda tensor: sent(tensor, device))

@@ -1,6 +1,6 @@
-"""Parameters of a module that `tensor_parallel` has cut, as the whole's: for checkpoints and for comparisons.
+"""Whole parameters of a module that `tensor_parallel` has cut: for checkpoints and comparisons.
 
-Loading needs nothing from here: `load_state_dict` of the cut module takes the whole's checkpoint.
+Loading needs no function of this module: `load_state_dict` of the cut module accepts the whole module's checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of the ordinary module, on every rank: tensors, and what get_extra_state of its parts returns.
+    """The state dict of the ordinary module, on every rank: tensors, and results of get_extra_state of its parts.
 
     Collective; cut parameters are gathered one by one.
     """
@@ -28,12 +28,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-    """The state dict with every tensor as a DTensor of `mesh`: Shard where it is cut, Replicate elsewhere.
+    """The state dict with every tensor as a DTensor of `mesh`: Shard if it is cut, otherwise Replicate.
 
-    What torch.distributed.checkpoint saves, and loads in place, under any number of ranks. Nothing is copied.
+    torch.distributed.checkpoint can save it, and load it in place, under any number of ranks. Nothing is copied.
 
     Args:
-        mesh: one dimension, mesh["tp"] say, over the ranks among which the module was cut.
+        mesh: one-dimensional, for example mesh["tp"], over the ranks among which the module was cut.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """(key, the module it belongs to, its name there, the local tensor or extra state) of a state dict."""
+    """(key, owning module, name in that module, local tensor or extra state) of each state dict entry."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for key, value in module.state_dict().items():
         path, _, name = key.rpartition(".")

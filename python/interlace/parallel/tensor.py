@@ -1,43 +1,44 @@
-"""Makes a module tensor parallel by a plan: module path -> what is done with it. The module's code stays as it is.
+"""Tensor parallelism of a module by a plan: module path -> style. The module's code stays unchanged.
 
     plan = {**plan_for(model), "projector": "replicate"}
     tensor_parallel(model, plan, mesh["tp"])
-    model.load_state_dict(checkpoint)                            # the ordinary one; each rank takes its pieces
-    model(**batch).loss.backward()                               # every gradient is the whole's, or its piece
-    state = full_state_dict(model)                               # the ordinary one again
+    model.load_state_dict(checkpoint)                            # an ordinary checkpoint; each rank takes its shards
+    model(**batch).loss.backward()                               # every gradient is the whole one, or its shard
+    state = full_state_dict(model)                               # an ordinary state dict again
 
     "column"           an nn.Linear, cut by its outputs
-    "column_halves"    the same, of two layers in one (gate and up): each half is cut, so that chunk(2) works as before
-    "column_thirds"    the same, of three (queries, keys and values)
+    "column_halves"    the same, two layers fused in one (gate and up): each half is cut, so chunk(2) works as before
+    "column_thirds"    the same, three layers fused in one (queries, keys and values)
     "column_gathered"  the same, its outputs joined on every rank
-    "column_apart"     the same, of an input of its own that is whole on every rank, whatever is around it; also
-                       "column_halves_apart" and "column_thirds_apart"
-    "vocabulary"       a language model's embedding (nn.Embedding) or head (nn.Linear), cut by its words, evenly or not;
-                       what either gives is the whole's on every rank, and one weight of both stays one
+    "column_apart"     the same, with its own input, which is whole on every rank whatever the modules around it do;
+                       also "column_halves_apart" and "column_thirds_apart"
+    "vocabulary"       a language model's embedding (nn.Embedding) or head (nn.Linear), cut by its vocabulary, evenly or
+                       not; outputs are whole on every rank, and a tied weight stays one tensor
     "row"              an nn.Linear, cut by its inputs
     "gather"           a module whose "column" layers are applied to its input (an attention, a gated MLP): the rows of
-                       all ranks are gathered once for all of them, under their products; counts of heads are divided
+                       all ranks are gathered once for all of them, under their products; head counts are divided
     "gather_narrow"    the same, for code that takes the width of its result from its input (SigLIP in transformers 4)
-    "sequence"         works on this rank's rows (a norm between blocks): whole, its gradients are summed over ranks;
-                       what is inside and has a style of its own is left to that
-    "heads"            works on this rank's heads (a norm of queries): likewise
-    "replicate"        works on all rows: whole, gradients are the same on every rank
+    "sequence"         works on this rank's rows (a norm between blocks): replicated, gradients are summed over ranks;
+                       inner modules with a style of their own follow that style
+    "heads"            works on this rank's heads (a norm of queries): otherwise as "sequence"
+    "replicate"        works on all rows: replicated, gradients are the same on every rank
     "layers"           a ModuleList of blocks: each rank keeps its rows before the first, all are joined after the last
 
-A layer with an adapter (LoRA) is named as without: what is inside of it is cut as `interlace.parallel.adapters` says.
+A layer with an adapter (LoRA) is named as without one; its inner layers are cut as described in
+`interlace.parallel.adapters`.
 
-Patterns match paths component by component, with * as in file names; of several that match, the last counts. Everything
-that has parameters must be matched, itself or by way of a module around it: nothing is replicated silently.
+Patterns match paths component by component, with * as in file names. If several match, the last one counts. Every
+module with parameters must be matched, itself or through a module around it: nothing is replicated silently.
 
-With sequence parallelism a block takes and returns m of world * m rows [..., m, hidden], while position embeddings,
-masks and whatever else enters an attention stay those of the whole sequence. Without, rows are whole everywhere. Where
-the length may be any (`length`), rows are filled up to world * m between the products only: no attention sees those
-that were added, and nothing has a gradient of them.
+With sequence parallelism a block takes and returns m of world * m rows [..., m, hidden]. Position embeddings, masks
+and other inputs of an attention keep the whole sequence. Without it, rows are whole everywhere. With `length`, the
+number of rows may be arbitrary: rows are padded to world * m between the products only. Attention does not see the
+padding rows, and they get no gradient.
 
-Dropout draws from each rank's own random state. On whole rows (around the blocks, and in them without sequence
-parallelism) all ranks must have the same, or they diverge. On cut rows, heads or features the same state only repeats
-masks from rank to rank: with sequence parallelism ranks may be seeded apart inside the blocks. Random layer drop must
-be the same everywhere.
+Dropout uses each rank's own random state. On whole rows (around the blocks, and inside them without sequence
+parallelism) all ranks must have the same state, or they diverge. On sharded rows, heads or features the same state only
+repeats masks from rank to rank. So with sequence parallelism ranks may have different seeds inside the blocks. Random
+layer drop must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from interlace.comm import all_gather_matmul
-from interlace.comm.agreement import Fingerprint
-from interlace.comm.group import Group
+from interlace.comm.process.agreement import Fingerprint
+from interlace.comm.process.groups import Group
 from interlace.parallel.adapters import APART, adapter_styles, is_adapted
 from interlace.parallel.families import around, plan_for
 from interlace.parallel.layer import ParallelLayer
@@ -65,7 +66,7 @@ CUT = (*PARTS, *PARTS_APART, "column_gathered", "vocabulary", "row")
 WHOLE = ("sequence", "heads", "replicate")
 AROUND = ("gather", "gather_narrow", "layers")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
-HEAD_WIDTHS = ("embed_dim", "all_head_size")  # of all heads of an attention, if it has these
+HEAD_WIDTHS = ("embed_dim", "all_head_size")  # total width of all heads
 
 
 def tensor_parallel(
@@ -79,24 +80,29 @@ def tensor_parallel(
     length: Callable[[], int] | None = None,
     sum_gradients: bool = True,
 ) -> nn.Module:
-    """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module and pass
-    the same plan and options: what they are, though not the weights, is compared before the first transfer.
+    """Cuts `module` among the ranks of `group`, in place, and returns it.
+
+    All ranks must pass the same module, plan and options. These (not the weights) are compared before the first
+    transfer.
 
     Args:
-        module: with parameters of any dtype and device, on meta too (weights are then loaded afterwards). Frozen
+        module: parameters may have any dtype and device, including meta (weights are then loaded afterwards). Frozen
             parameters stay frozen.
         plan: see above; by default `plan_for(module)`, which derives it for most of HuggingFace's transformers.
-        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`), or a Ranks.
-        sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks, or
-            be told by `length`.
-        num_chunks: of every product whose rows or sums travel, see `all_gather_matmul`; regather: of that.
-        length: says how many rows the whole sequence has that is running, any number of them. Asked in every forward
-            with sequence parallelism, also in one that a backward pass recomputes, where it must say the same again.
-        sum_gradients: sum the gradients of what is `used_in_part` in every backward. False leaves that to the caller.
+        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.process.groups`), or a
+            Ranks.
+        sequence_parallel: cut the sequence between the products. Its length must be a multiple of the ranks, unless
+            `length` is given.
+        num_chunks: of every product whose rows or sums are transferred, see `all_gather_matmul`.
+        regather: see `all_gather_matmul`.
+        length: returns the number of rows of the current whole sequence, any number. Called in every forward with
+            sequence parallelism. A recomputed forward must get the same number again.
+        sum_gradients: sum the gradients of the `used_in_part` parameters in every backward. False leaves that to the
+            caller.
 
     Raises:
-        ValueError: a module with parameters that no pattern matches; a pattern that matches nothing or asks for what
-            cannot be done; heads or features that do not divide. Nothing is changed then.
+        ValueError: a parameter that no pattern matches; a pattern that matches nothing or cannot be applied; heads or
+            features that are not divisible. The module is then unchanged.
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     styles, shared = _checked(module, plan, ranks)
@@ -114,7 +120,7 @@ def tensor_parallel(
         for path, style in styles.items()
         if style in CUT
     }
-    pieces: dict[int, nn.Parameter] = {}  # id of a whole -> its piece: one, of a weight that several layers share
+    pieces: dict[int, nn.Parameter] = {}  # id of a whole parameter -> its shard; tied weights share one
     for path, part in parts.items():
         for key, parameter in module.get_submodule(path).named_parameters():
             part.register_parameter(key, pieces.setdefault(id(parameter), getattr(part, key)))
@@ -125,7 +131,7 @@ def tensor_parallel(
         module.get_submodule(path).register_forward_pre_hook(SummedGradients(ranks))
     for path, style in styles.items():
         if style == "layers" and sequence_parallel:
-            # What has no parameters may stand for a block of another stage, at which the forward is not to be cut.
+            # A child without parameters may be a placeholder for a block of another stage: do not split rows there.
             every = list(module.get_submodule(path).children())
             blocks = [block for block in every if next(block.parameters(), None) is not None] or every
             blocks[0].register_forward_pre_hook(SplitInput(ranks, length), with_kwargs=True)
@@ -144,13 +150,13 @@ def tensor_parallel(
 
 
 def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) -> None:
-    """Raises the ValueError of `tensor_parallel(module, plan)` among `world` ranks, if there is one.
+    """Raises the ValueError of `tensor_parallel(module, plan)` for `world` ranks, if any.
 
-    Makes and changes nothing: so one rank can tell what would fail on others.
+    Creates and changes nothing, so one rank can detect errors that would occur on others.
     """
     ranks = Ranks.at(0, world)
     styles, shared = _checked(module, plan, ranks)
-    seen: set[tuple[str, str]] = set()  # how the layers cut so far look: those of other blocks look the same
+    seen: set[tuple[str, str]] = set()  # layers checked so far; layers of other blocks are identical
     for path, style in styles.items():
         if style in CUT:
             whole = module.get_submodule(path)
@@ -160,10 +166,9 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
 
 
 def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:
-    """Names of the parameters that `tensor_parallel` leaves whole, but that a rank applies to its own rows or heads
-    only, so that their gradients are sums over ranks.
+    """Names of replicated parameters that a rank applies to its own rows or heads only: gradients are sums over ranks.
 
-    module: not cut yet. Raises ValueError where one weight is such a parameter and also used on all rows.
+    module: not cut yet. Raises ValueError if a tied weight is such a parameter and is also used on all rows.
     """
     styles = _styles(module, plan)
     names = {
@@ -197,7 +202,7 @@ def _in_part(module: nn.Module, styles: Mapping[str, str], sequence_parallel: bo
 def _checked(
     module: nn.Module, plan: Mapping[str, str] | None, ranks: Ranks
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Path -> style, and what `_shared_inputs` makes of these. Raises ValueError for a plan that cannot be followed."""
+    """Path -> style, and the result of `_shared_inputs` for these. Raises ValueError for an invalid plan."""
     styles = _styles(module, plan_for(module) if plan is None else plan)
     _check(module, styles)
     shared = _shared_inputs(styles)
@@ -244,7 +249,7 @@ def _part(
 
 
 def _divide_heads(attention: nn.Module, width: int, ranks: Ranks) -> None:
-    """What the code of an attention, whose queries were of `width`, knows of its heads: of this rank's from now on."""
+    """Divides head counts and widths of an attention by the ranks. width: of its queries."""
     for name in (*HEAD_COUNTS, *HEAD_WIDTHS):
         value = getattr(attention, name, None)
         if isinstance(value, int) and (name in HEAD_COUNTS or value == width):
@@ -257,8 +262,8 @@ def _divide_heads(attention: nn.Module, width: int, ranks: Ranks) -> None:
 class SplitInput:
     """Forward pre-hook: keeps this rank's rows of the hidden state.
 
-    length: as for `tensor_parallel`. Rows that do not divide are filled up with copies of the last one, which, unlike
-    zeros, is something that every norm is made for; on the last ranks alone, as others then need no copy of theirs.
+    length: as for `tensor_parallel`. If rows are not divisible, copies of the last row pad them: unlike zeros, these
+    are valid input for every norm. Only the last ranks pad, so the others need no copy of their rows.
     """
 
     def __init__(self, ranks: Ranks, length: Callable[[], int] | None) -> None:
@@ -275,7 +280,7 @@ class SplitInput:
 
 
 class GatherOutput:
-    """Forward hook: joins the rows of all ranks, without those that were added."""
+    """Forward hook: joins the rows of all ranks and drops padding rows."""
 
     def __init__(self, ranks: Ranks, length: Callable[[], int] | None) -> None:
         self.ranks, self.length = ranks, length
@@ -289,10 +294,10 @@ class GatherOutput:
 
 
 class SharedInput:
-    """Forward pre-hook: gathers a module's input once for its column layers, which get their products with it.
+    """Forward pre-hook: gathers a module's input once for all its column layers and computes their products with it.
 
-    The module is handed the gathered rows; a layer that is then called with that very tensor returns its product, and
-    with any other (one made of it, or the other sequence of a cross attention) computes as without sequence
+    The module gets the gathered rows. A column layer that is called with that same tensor returns its product. With any
+    other tensor (derived from it, or the other sequence of a cross attention) it computes as without sequence
     parallelism.
     """
 
@@ -317,7 +322,7 @@ class SharedInput:
                 rows, *products = (tensor[..., :due, :].contiguous() for tensor in (rows, *products))
         else:
             rows, products = copied_products(given, weights, self.ranks, self.num_chunks, deferral)
-        # What the module makes of these rows gets to the column layers through copied_products, which sums gradients.
+        # Tensors derived from these rows reach column layers through copied_products, which sums gradients.
         handed = whole_on_each(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
             column.handed = (handed, product)
@@ -328,7 +333,7 @@ class SharedInput:
             column.handed = None
 
     def _layers(self, module: nn.Module) -> list[ColumnParallelLinear]:
-        # By name: hooks are shared by copies of a module, and copied with it.
+        # By name: copies of a module share its hooks.
         return [cast(ColumnParallelLinear, module.get_submodule(name)) for name in self.columns]
 
 
@@ -352,7 +357,7 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, new:
 
 
 def _styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Path -> style, of the modules that a pattern matches; of a layer with an adapter, of what is inside of it."""
+    """Path -> style of the modules that a pattern matches. For a layer with an adapter: of its inner layers."""
     paths = [path for path, _ in module.named_modules()]
     known, found = set(paths), {}
     for pattern, style in plan.items():
@@ -405,7 +410,7 @@ def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
 def _check_cut(
     there: nn.Module, path: str, style: str, styles: Mapping[str, str], owners: Mapping[int, set[str]]
 ) -> None:
-    """Raise ValueError for a layer that cannot be cut as `style` says. owners: id of a parameter -> paths."""
+    """Raise ValueError for a layer that cannot have this style. owners: id of a parameter -> paths."""
     embeds = style == "vocabulary" and isinstance(there, nn.Embedding)
     kind = nn.Embedding if embeds else nn.Linear
     if not is_plain(there, kind) or not path:

@@ -1,24 +1,21 @@
-"""Where a model is cut: what each layer costs, given what is frozen, which layers form a stage, and on which rank.
+"""Planners: parallel degrees, placement and partitioning of a model, its memory, and pipelines of elastic runs.
 
-cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
-profile_modules.py (all layers of a model) · module_costs.py (what each layer of a model costs) ·
-place.py (ParallelSpec per module -> Layout) ·
-oobleck.py (pipeline templates, their combinations, batch shares) ·
-reconfiguration.py (new pipelines after failures and joins) ·
-orchestration.py (GPUs and degrees for encoder, language model and generator) ·
-cost_model.py (seconds from a few measurements) · step_costs.py (of chunks of any size, and their file) ·
-links.py (messages and collectives) · stable_batch.py (how many samples a profile needs) ·
-search.py (degrees, placement and cuts of a whole model) · memory.py (bytes that each rank of a layout holds).
+- `search`: degrees, placement and cuts of a whole model. `orchestration`: GPUs for encoder, language model, generator.
+- `memory`: bytes that each rank of a layout holds.
+- `oobleck`: pipeline templates, their combinations, batch shares. `reconfiguration`: pipelines after failures, joins.
+- `stable_batch`: number of samples for a profile.
 
-Torch is loaded only where layers are timed: by `profile_layers` and `profile_model`.
+Costs (`interlace.costs`) and exact partitioning (`interlace.balance.partition`) are exported here, too. Torch is loaded
+only by `profile_layers` and `profile_model`, which time layers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from interlace.plan.cost import LayerTimes, backward_needs, frozen_costs, trainable_before
-from interlace.plan.cost_model import CostModel, LinkModel, fit_cost_model, fit_link
-from interlace.plan.module_costs import ModuleCosts, analytic_costs, layer_costs
+from interlace.balance.partition import partition
+from interlace.costs.fitted import CostModel, LinkModel, fit_cost_model, fit_link
+from interlace.costs.layer import LayerTimes, backward_needs, frozen_costs, trainable_before
+from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.oobleck import (
     Instantiation,
     PipelineTemplate,
@@ -29,16 +26,15 @@ from interlace.plan.oobleck import (
     split_batch,
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
-from interlace.plan.partitioning import partition
 from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure, regroup
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
 if TYPE_CHECKING:
-    from interlace.plan.profile import profile_layers
-    from interlace.plan.profile_modules import profile_model
+    from interlace.costs.profile import profile_layers
+    from interlace.costs.profile_modules import profile_model
 
-_HOMES = {"profile_layers": "profile", "profile_model": "profile_modules"}
+_HOMES = {"profile_layers": "profile", "profile_model": "profile_modules"}  # of interlace.costs
 
 __all__ = [
     "Configuration",
@@ -82,5 +78,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"interlace.plan.{_HOMES[name]}"), name)
+        return getattr(import_module(f"interlace.costs.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'interlace.plan' has no attribute {name!r}")

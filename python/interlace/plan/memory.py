@@ -1,18 +1,18 @@
-"""How many bytes each rank of a layout holds: weights, gradients, optimizer state, activations, and the peak.
+"""Memory planner: bytes of each rank of a layout (weights, gradients, optimizer state, activations), and the peak.
 
-What a model weighs and what its forwards keep for their backwards is measured elsewhere (`interlace.run.traced`); here
-it is shared out over the ranks of a layout, under any degrees and any sharding of state (ZeRO, arXiv 1910.02054).
+Sizes of weights and activations are measured in `interlace.estimate.traced`. This module distributes them over the
+ranks of a layout, for any parallel degrees and any sharding of state (ZeRO, arXiv 1910.02054).
 
     shard        weights               gradients             optimizer state
     "none"       whole                 whole                 whole
     "optimizer"  whole                 whole                 1 / n
     "full"       1 / n, and gathered   1 / n, and unreduced  1 / n
 
-"Whole" is what tensor parallelism leaves of it on a rank, n the ranks that share state (`Layout.shard_groups`). With
-"full", what is gathered is all of a rank's layers once per step (`interlace.run.sharding`), or layer by layer
-(`interlace.run.layers`): then of one stage what lies beside its layers, the layer that computes and the one that is on
-its way, and gradients are summed in fp32. Both are given, and which of them applies to each module in the step that is
-planned.
+"Whole" is the part of a rank after tensor parallelism; n is the number of ranks that share state
+(`Layout.shard_groups`). With "full", all of a rank's layers are gathered once per step
+(`interlace.run.execute.sharding`), or layer by layer (`interlace.run.execute.layers`). Layer by layer, a stage holds
+the weights outside its repeated layers, the computing layer and the layer in flight; gradients are summed in fp32. The
+results contain both variants, and the one that applies to each module.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from typing import Any, NamedTuple
 
 from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
-from interlace.layout.reductions import uneven
 
-SUM_BYTES = 4  # the least of an element of gradients that are added up layer by layer, in fp32
+SUM_BYTES = 4  # minimum bytes per gradient element summed layer by layer (fp32)
 
 
 class StateSize(NamedTuple):
-    """What an optimizer keeps of a weight: so many tensors of its shape and dtype, and bytes besides."""
+    """Optimizer state of a weight: number of tensors of its shape and dtype, and additional bytes."""
 
     moments: int
     bytes: int
 
 
-ADAMW = StateSize(2, 4)  # two moments, and the count of steps, a float32 for each weight
+ADAMW = StateSize(2, 4)  # two moments, and a float32 step count per weight
 
 
 @dataclass(frozen=True)
 class WeightSize:
-    """How large a parameter of a model is, as ranks hold it.
+    """Size of a parameter on the ranks that hold it.
 
-    layers: those of `module` that use it; several where it is tied. rows: [tp], of its dimension 0 those that each
-    place of a lane holds, fewer than it has where tensor parallelism cuts it there. width: elements of a row, as a rank
-    holds it. itemsize: bytes of an element. in_part: whether ranks of a lane hold it whole, but use it on their own
-    rows or heads. sharable: whether ranks that hold the same of it can share its state by rows. beside: whether it
-    lies beside the repeated layers, or in several of them.
+    layers: layers of `module` that use it; several if it is tied. rows: [tp], size of dimension 0 on each place of a
+    lane, reduced if tensor parallelism cuts dimension 0. width: elements per row on a rank. itemsize: bytes per
+    element. in_part: whether ranks of a lane hold it whole, but use it on their own rows or heads. sharable: whether
+    ranks that hold the same part of it can shard its state by rows. beside: whether it is outside the repeated layers,
+    or in several of them.
     """
 
     name: str
@@ -67,10 +66,10 @@ class WeightSize:
 
 
 class Load(NamedTuple):
-    """What passes through a chunk: rows in the layers of its module, rows with a target, rows of others' features.
+    """Size of a chunk: rows in the layers of its module, rows with a target, rows of features from other modules.
 
-    Of all context-parallel ranks together; of one of them, `outside` is the rows that an encoder's rank has before and
-    after its layers, where these are more than inside.
+    Counts cover all context-parallel ranks, or one of them. In the latter case `outside` is the number of rows that an
+    encoder's rank has before and after its layers, if it has more there than inside.
     """
 
     rows: float
@@ -80,11 +79,12 @@ class Load(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes that are alive from a chunk's forward to its backward, where a stage has one of `layers`.
+    """Bytes held from a chunk's forward to its backward by stages that have one of `layers`.
 
-    edge: also where a stage begins or ends before layer `edge` (-1: nowhere), since it keeps what it was given and what
-    it hands on. fixed: per chunk; per_row and per_target: for each row, and for each with a target. between: also where
-    a stage has layer `between` and the one before it (-1: nowhere). outside: for each row before and after the layers.
+    edge: also held if a stage begins or ends before layer `edge` (-1: none), since a stage keeps its input and output.
+    fixed: bytes per chunk. per_row, per_target: bytes per row, and per row with a target. between: also held if a stage
+    has layer `between` and the layer before it (-1: none). outside: whether rows are counted before and after the
+    layers.
     """
 
     layers: tuple[int, ...]
@@ -96,22 +96,23 @@ class Kept(NamedTuple):
     outside: bool = False
 
     def bytes(self, load: Load) -> float:
-        """Of a chunk."""
+        """Bytes of a chunk."""
         rows = max(load.rows, load.outside) if self.outside else load.rows
         return self.fixed + self.per_row * rows + self.per_target * load.targets
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What the forwards of one module keep, on one rank of a lane.
+    """Activations that forwards of one module keep, on one rank of a lane.
 
-    kept: see Kept. edges: [layers + 1], bytes per row of what enters each layer, and of what leaves the last. backward:
-    [layers], whether a stage that ends with that layer has a backward; it keeps nothing otherwise. feature: bytes per
-    row of features that its first stage is given. inner: [layers], bytes per row that recomputing a layer makes anew
-    while its backward runs (empty where nothing is recomputed). words: of the logits on a rank, 0 without.
-    logits_bytes: above it logits are made in parts (see `interlace.model.loss`). shared_head: whether the ranks of a
-    lane share the head by its words; then logits are made in parts always, and `kept` has none. deferred: what is kept
-    in place of all that between the halves of a backward, for gradients of weights; empty where none is split.
+    kept: see Kept. edges: [layers + 1], bytes per row of the input of each layer, and of the last layer's output.
+    backward: [layers], whether a stage that ends with that layer has a backward; without one it keeps nothing.
+    feature: bytes per row of features that the first stage receives. inner: [layers], bytes per row that recomputation
+    of a layer allocates during its backward (empty without recomputation). words: vocabulary entries of the logits on a
+    rank, 0 without logits. logits_bytes: larger logits are computed in parts (see `interlace.model.loss`).
+    shared_head: whether the ranks of a lane split the head by vocabulary; then logits are always computed in parts, and
+    `kept` has none. deferred: bytes kept instead between the halves of a backward, for weight gradients; empty if no
+    backward is split.
     """
 
     kept: tuple[Kept, ...]
@@ -125,7 +126,7 @@ class Activations:
     deferred: tuple[Kept, ...] = ()
 
     def of_stage(self, start: int, stop: int, load: Load) -> float:
-        """Bytes that the stage of layers [start, stop) keeps of a chunk."""
+        """Bytes that the stage of layers [start, stop) keeps for a chunk."""
         if not self.backward[stop - 1]:
             return 0.0
         ends, last = (start, stop), stop == len(self.backward)
@@ -134,24 +135,24 @@ class Activations:
             inside = start < kept.between < stop or any(start <= layer < stop for layer in kept.layers)
             if inside or kept.edge in ends:
                 total += kept.bytes(load)
-        if last and self._in_parts(load):  # the logits' exponentials are not kept then, but their norm for each row
+        if last and self._in_parts(load):  # keeps a norm per row instead of the logits' exponentials
             total -= load.targets * 4 * (self.words - 1)
         return total
 
     def deferred_of_stage(self, start: int, stop: int, load: Load) -> float:
-        """Bytes that it keeps from BACKWARD_INPUT to BACKWARD_WEIGHT: the operands of gradients of weights."""
-        # A head whose logits are made in parts puts nothing off, and only what a head keeps goes by targets.
+        """Bytes that the stage keeps from BACKWARD_INPUT to BACKWARD_WEIGHT: the operands of weight gradients."""
+        # A head that computes logits in parts defers nothing. Only bytes of a head depend on targets.
         load = load._replace(targets=0.0) if self._in_parts(load) else load
         mine = (kept for kept in self.deferred if any(start <= layer < stop for layer in kept.layers))
         return sum(kept.bytes(load) for kept in mine)
 
     def workspace(self, start: int, stop: int, load: Load) -> float:
-        """Bytes that a backward of the stage makes and drops: what is recomputed of one layer, or logits."""
+        """Temporary bytes of a backward of the stage: recomputed activations of one layer, or logits."""
         if not self.backward[stop - 1]:
             return 0.0
         recomputed = load.rows * max(self.inner[start:stop], default=0.0)
         logits = 0.0
-        if self.words and stop == len(self.backward):  # themselves and their gradient, or exponentials
+        if self.words and stop == len(self.backward):  # logits and their gradient, or exponentials
             logits = 2 * min(4.0 * load.targets * self.words, max(self.logits_bytes, 4.0 * self.words))
         return max(recomputed, logits)
 
@@ -162,14 +163,17 @@ class Activations:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank, in the memory of its device. parameters: elements that it holds, what is sharded too as whole.
+    """Bytes on one rank, in the memory of its device.
 
-    in_flight: the most chunks whose activations wait for a backward at once, and activations what they keep. messages:
-    the largest that arrives and the largest that leaves. sums: the largest bucket of gradients that travels while the
-    gradients are there still. workspace: what one backward makes and drops. weights_once, gradients_once: with what is
-    sharded "full" gathered once per step, not layer by layer; equal to weights and gradients where nothing is.
-    weights_run, gradients_run: with each module gathered as it is in the step that is planned. host: optimizer state in
-    host memory, where it is kept there and not on the device.
+    parameters: number of elements that it holds, sharded ones counted whole.
+    in_flight: the most chunks whose activations wait for a backward at once. activations: bytes that they keep.
+    messages: the largest incoming plus the largest outgoing message.
+    sums: the largest gradient bucket in a reduction, in addition to the gradients.
+    workspace: temporary bytes of one backward.
+    weights_once, gradients_once: with shard = "full" gathered once per step instead of layer by layer; equal to weights
+    and gradients without such shards.
+    weights_run, gradients_run: with each module gathered as in the planned step.
+    host: optimizer state in host memory, if it is offloaded.
     """
 
     rank: int
@@ -190,17 +194,17 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """All of it at once, of which sums and workspace come one after the other: an upper bound, layer by layer."""
+        """Upper bound with shard = "full" gathered layer by layer. Sums and workspace are not held at the same time."""
         return self.weights + self.gradients + self._rest
 
     @property
     def peak_once(self) -> int:
-        """The same where what is sharded "full" is gathered once per step."""
+        """Upper bound with shard = "full" gathered once per step."""
         return self.weights_once + self.gradients_once + self._rest
 
     @property
     def peak_run(self) -> int:
-        """The same in the step that is planned."""
+        """Upper bound in the planned step."""
         return self.weights_run + self.gradients_run + self._rest
 
     @property
@@ -216,13 +220,13 @@ def activation_bytes(
     *,
     deferred: bool = False,
 ) -> dict[tuple[str, int, int], float]:
-    """(module, stage, chunk) -> bytes kept on each rank of the lane, as `interlace.schedule.memory.peak` takes them.
+    """(module, stage, chunk) -> bytes kept on each rank of the lane, for `interlace.schedule.memory.peak`.
 
-    chunks: `StepTable.chunks`. loads: of a chunk by its place there, else by its module. deferred: not of the forward,
-    but what is kept in its place from BACKWARD_INPUT to BACKWARD_WEIGHT.
+    chunks: `StepTable.chunks`. loads: load of a chunk by its index there, else by its module. deferred: returns the
+    bytes that replace a forward's activations from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
     found, kept = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
-    known: dict[Any, float] = {}  # of replicas that have the same layers and loads
+    known: dict[Any, float] = {}  # shared by replicas with equal layers and loads
     for place, chunk in enumerate(chunks):
         load = _share(layout.spec(chunk.module), loads.get(place, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
@@ -245,12 +249,12 @@ def rank_memory(
     state: Mapping[str, StateSize] | None = None,
     by_layer: Collection[tuple[int, str]] = (),
 ) -> tuple[RankMemory, ...]:
-    """What every rank of `layout` holds.
+    """Memory of every rank of `layout`.
 
-    weights: of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank, the most
-    chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: of gradients that are summed
-    together. offload_optimizer: whether optimizer state is in host memory. state: of each trained weight, by name, what
-    is kept of it (default: AdamW's). by_layer: the (rank, module) whose weights the step gathers layer by layer.
+    weights: weights of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank,
+    the most chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: size of gradient buckets.
+    offload_optimizer: whether optimizer state is in host memory. state: optimizer state of each trained weight, by name
+    (default: that of AdamW). by_layer: pairs (rank, module) whose weights the step gathers layer by layer.
     """
     by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
@@ -265,7 +269,7 @@ def rank_memory(
         for rank in reduction.ranks:
             reductions.setdefault(rank, []).append(reduction)
     found = []
-    known: dict[Any, RankMemory] = {}  # of ranks that differ in nothing that counts: those of other replicas
+    known: dict[Any, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
     for rank, (in_flight, kept) in enumerate(held):
         stages = layout.of_rank(rank)
         likeness = (
@@ -311,8 +315,11 @@ def rank_memory(
 
 
 class _Own(NamedTuple):
-    """What a rank has of a weight. home: the first of its layers there. whole: bytes; part: of what of its state is the
-    rank's own, the same where nothing is shared; sharers: how many ranks share it."""
+    """A rank's part of a weight.
+
+    home: first of the weight's layers on the rank. whole: bytes without sharding. part: bytes of the rank's own shard,
+    equal to whole without sharding. sharers: number of ranks that share it.
+    """
 
     weight: WeightSize
     home: int
@@ -336,7 +343,7 @@ class _State(NamedTuple):
 def _owned(
     layout: Layout, rank: int, module: str, weights: Iterable[WeightSize], shards: Iterable[Shard]
 ) -> Iterator[_Own]:
-    """What `rank` has of a module. shards: of which it is an owner."""
+    """Weights of a module on `rank`. shards: shards of which it is an owner."""
     tp, places = layout.spec(module).tp, {}
     for stage in layout.of_rank(rank):
         if stage.module == module:
@@ -349,7 +356,7 @@ def _owned(
             continue
         place, size = places[home], weight.width * weight.itemsize
         rows, sharers = weight.rows[place], sharing.get(home, 1) if weight.sharable else 1
-        # The owner that has most of it: rows that are over go to different ones, weight by weight.
+        # Size on the owner with the most rows: surplus rows go to different owners, weight by weight.
         yield _Own(weight, home, weight.count(place), rows * size, -(-rows // sharers) * size, sharers)
 
 
@@ -366,7 +373,7 @@ def _state(
         return _State(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
     shared, shared_trained = ([each for each in some if each.sharers > 1] for some in (own, trained))
     parts = sum(each.part for each in own)
-    # Layer by layer they are added up in fp32, and each bucket of sums is dropped once it is a gradient.
+    # Layer by layer, gradients are summed in fp32, and each bucket of sums is freed once it is a gradient.
     sums = sum(each.part * max(SUM_BYTES // each.weight.itemsize, 1) for each in shared_trained)
     sums += sum(each.part for each in trained if each.sharers == 1)
     layered = parts + _at_a_time(shared, stages), sums + _at_a_time(shared_trained, stages)
@@ -375,7 +382,7 @@ def _state(
 
 
 def _at_a_time(own: Sequence[_Own], stages: Sequence[range]) -> int:
-    """The most bytes of what lies beside the layers of a stage and of two of its layers, one after the other."""
+    """The most bytes of any stage for its weights outside repeated layers and for two consecutive layers."""
 
     def of(layers: range, beside: bool) -> int:
         some = (each for each in own if each.weight.beside is beside)
@@ -385,7 +392,7 @@ def _at_a_time(own: Sequence[_Own], stages: Sequence[range]) -> int:
 
 
 def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:
-    """What of a rank's weights a reduction sums."""
+    """Weights of a rank whose gradients are part of a reduction."""
     return [
         each
         for each in own
@@ -395,7 +402,7 @@ def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:
 
 
 def _share(spec: ParallelSpec, load: Load) -> Load:
-    """What a context-parallel rank has of a chunk."""
+    """Load of a chunk on one context-parallel rank."""
     if spec.cp == 1:
         return load
     targets, features = (math.ceil(each / spec.cp) for each in (load.targets, load.features))
@@ -407,13 +414,13 @@ def _share_of(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> Load:
 
 
 def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
-    """The largest message that arrives at a rank, and the largest that leaves it, in bytes."""
+    """Largest incoming and largest outgoing message of a rank, in bytes."""
     *encoders, last = layout.modules
     arriving, leaving = [0.0], [0.0]
     here = {(stage.module, stage.index) for stage, _, _ in shares}
 
     def apart(encoder: str) -> bool:
-        """Whether what the encoder makes for this rank, or this rank's encoder for others, travels."""
+        """True if output of the encoder is sent between ranks, to this rank or from it."""
         spec = layout.spec(encoder)
         return spec.dp != layout.spec(last).dp or not {(encoder, spec.stages - 1), (last, 0)} <= here
 
@@ -432,9 +439,9 @@ def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]])
 
 
 def _largest_bucket(own: Sequence[_Own], most: int) -> int:
-    """Bytes of the largest of the buckets in which these gradients travel, in their order, of one itemsize each.
+    """Bytes of the largest gradient bucket. Buckets are in order of the gradients and have one itemsize each.
 
-    To owners of slices travel as many as the largest has, to each of them.
+    Each owner of slices is sent as many bytes as the owner with the largest slice.
     """
     largest = 0
     for itemsize in {each.weight.itemsize for each in own}:
@@ -448,24 +455,27 @@ def _largest_bucket(own: Sequence[_Own], most: int) -> int:
     return largest
 
 
-# ---------------------------------------------------------------------- what travels of the state
+# ---------------------------------------------------------------------- communication volume of the state
 
 
 def summed_bytes(layout: Layout, weights: Iterable[WeightSize], reduction: Reduction) -> int:
-    """Bytes of the gradients that one rank brings to `reduction`, whole where they are sharded."""
+    """Bytes of gradients that one rank contributes to `reduction`; sharded ones are counted whole."""
     if reduction.tied >= 0:
         ends = (reduction.start, reduction.stop - 1)
         tied = (w for w in weights if w.module == reduction.module and w.trainable and len(w.layers) > 1)
         return sum(w.count(0) * w.itemsize for w in tied if (min(w.layers), max(w.layers)) == ends)
     mine = (w for w in weights if w.module == reduction.module)
     own = _owned(layout, reduction.ranks[0], reduction.module, mine, ())
-    together = (e for e in _summed(own, reduction) if not uneven(layout, reduction.module, e.weight.layers))
+    together = (e for e in _summed(own, reduction) if not layout.uneven(reduction.module, e.weight.layers))
     return sum(each.whole for each in together)
 
 
 class SharedBytes(NamedTuple):
-    """What one rank has of the weights of a shard, made whole. beside: of what lies beside the layers; layers: of each
-    of them; trained: the same of what is trained."""
+    """Bytes of a shard's weights on one rank, gathered.
+
+    beside: weights outside the repeated layers. layers: weights of each layer. trained_beside, trained_layers: the
+    trained part of both.
+    """
 
     beside: int
     layers: tuple[int, ...]
@@ -474,12 +484,12 @@ class SharedBytes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """All of it."""
+        """Bytes of all weights."""
         return self.beside + sum(self.layers)
 
 
 def shared_bytes(layout: Layout, weights: Iterable[WeightSize], shard: Shard) -> SharedBytes:
-    """The weights that the owners of `shard` gather: all that can be shared, or with ZeRO-1 what of them is trained."""
+    """Weights that the owners of `shard` gather: all sharable weights, or with ZeRO-1 the trained ones."""
     rank = shard.owners[0]
     mine = (w for w in weights if w.module == shard.module and w.sharable and (shard.full or w.trainable))
     own = [e for e in _owned(layout, rank, shard.module, mine, ()) if shard.start <= e.home < shard.stop]
@@ -494,7 +504,7 @@ def shared_bytes(layout: Layout, weights: Iterable[WeightSize], shard: Shard) ->
 
 
 def trained_bytes(layout: Layout, weights: Sequence[WeightSize], rank: int, shards: Sequence[Shard]) -> int:
-    """Bytes of the weights that the optimizer of `rank` updates: of what is sharded, its slices."""
+    """Bytes of the weights that the optimizer of `rank` updates; of sharded weights only its slices."""
     names = dict.fromkeys(stage.module for stage in layout.of_rank(rank))
     own = (e for n in names for e in _owned(layout, rank, n, (w for w in weights if w.module == n), shards))
     return sum(each.part for each in own if each.weight.trainable)

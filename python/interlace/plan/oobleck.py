@@ -1,9 +1,12 @@
-"""Pipelines that outlive failures: which sizes to prepare, how to cut each, which to run, who gets how much.
+"""Fault-tolerant pipelines: template sizes, cuts, combinations and batch shares (dissertation chapter 2, Oobleck).
 
-Dissertation chapter 2 (Oobleck). `node_counts` says how many nodes the pipeline templates have, `pipeline_template`
-cuts the model for one of them, `instantiate` picks the templates that use all nodes best, `split_batch` shares the
-batch among unequal pipelines; `interlace.plan.reconfiguration` repairs the set after failures. Everything here is exact
-where the paper's own procedure is not: see each function.
+- `node_counts`: sizes of the pipeline templates, in nodes
+- `pipeline_template`: cuts the model for one size
+- `instantiate`: picks the combination of templates that uses all nodes best
+- `split_batch`: shares the batch among unequal pipelines
+- `interlace.plan.reconfiguration`: repairs the pipelines after failures
+
+All algorithms here are exact; those of the paper are not always. See each function.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from interlace import _core
 def node_counts(nodes: int, faults: int, min_nodes: int) -> NDArray[np.int32]:
     """Nodes per pipeline template (dissertation 2.4.1.1): min_nodes, min_nodes + 1, ..., nodes - faults * min_nodes.
 
-    Every number of nodes from (faults + 1) * min_nodes to `nodes` is then a sum of at least faults + 1 of them: all but
-    one pipeline of the smallest size, and one of the rest. So the cover holds without the condition p > n_0 - 1 of
-    theorem 1, which asks for more. (Eq. A.2 as printed lacks a factor n_0 on its first term.)
+    Every number of nodes from (faults + 1) * min_nodes to `nodes` is then a sum of at least faults + 1 sizes: all
+    pipelines have the smallest size except one, which has the remaining nodes. The cover therefore holds without the
+    condition p > n_0 - 1 of theorem 1, which is stronger than needed. (Eq. A.2 as printed lacks a factor n_0 on its
+    first term.)
 
     Args:
         nodes: nodes at the start, N.
@@ -50,10 +54,10 @@ def node_counts(nodes: int, faults: int, min_nodes: int) -> NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class PipelineTemplate:
-    """How a pipeline of `nodes` nodes is cut.
+    """Partitioning of a pipeline of `nodes` nodes.
 
-    boundaries: int32 [stages + 1]; stage s is layers boundaries[s] .. boundaries[s + 1] - 1.
-    gpus: int32 [stages], GPUs of each stage, all in one node; nodes are filled one after the other.
+    boundaries: int32 [stages + 1]; stage s has layers boundaries[s] .. boundaries[s + 1] - 1.
+    gpus: int32 [stages], GPUs of each stage, all in one node; nodes are filled in order.
     iteration_time: T1 + T2 + T3, in the unit of the costs.
     """
 
@@ -71,19 +75,19 @@ def pipeline_template(
     widths: Sequence[int] | None = None,
     microbatches_per_stage: int = 4,
 ) -> PipelineTemplate:
-    """The fastest pipeline over all GPUs of `nodes` nodes (dissertation 2.4.1.2), truly optimal.
+    """The fastest pipeline over all GPUs of `nodes` nodes (dissertation 2.4.1.2), exact.
 
     Minimises the paper's T1 + T2 + T3 over the number of stages S, the cuts between layers and the GPUs of each stage.
     With t_k = forward + backward of stage k and k* (from 0) the first slowest stage, that is
 
         sum_k t_k  +  (N_b - S + k* - 1) t_k*  +  sum_{k >= k*} t_k,        N_b = microbatches_per_stage * S.
 
-    The paper's divide and conquer (up to 3,298 s) can miss the optimum, since it fixes sub-problems by an objective
-    that depends on their own k* and S'. This is a bisection over t_k* with a shortest path over (layer, GPU) as lower
-    bound; some 50 passes of O(layers * GPUs * widths): seconds for 1,600 layers on 2,000 GPUs.
+    The paper's divide and conquer (up to 3,298 s) can miss the optimum, since it solves sub-problems with an objective
+    that depends on their own k* and S'. This function bisects over t_k* with a shortest path over (layer, GPU) as lower
+    bound. It makes about 50 passes of O(layers * GPUs * widths): seconds for 1,600 layers on 2,000 GPUs.
 
     Args:
-        costs: real numbers [layers, widths], not negative: forward + backward of one layer for one microbatch on
+        costs: non-negative real numbers [layers, widths]: forward + backward of one layer for one microbatch on
             widths[j] GPUs of a node.
         nodes: nodes of the pipeline, at most the number of layers.
         gpus_per_node: GPUs of each node. All are used; no stage spans two nodes.
@@ -91,7 +95,7 @@ def pipeline_template(
         microbatches_per_stage: the paper's 4.
 
     Returns:
-        PipelineTemplate; among optima always the same one.
+        PipelineTemplate; deterministic among several optima.
 
     Raises:
         ValueError: bad costs or widths, fewer layers than nodes, widths that cannot fill a node, or a product of
@@ -106,10 +110,10 @@ def pipeline_template(
 
 
 def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every number of pipelines per template that uses all nodes with at least `pipelines` pipelines (eq. 2.5).
+    """All combinations of templates that use all nodes with at least `pipelines` pipelines (eq. 2.5).
 
-    Yields tuples [p] in descending lexicographic order. There are exponentially many: for looking at small cases;
-    `instantiate` does not list them.
+    Yields tuples [p], the number of pipelines per template, in descending lexicographic order. Their number is
+    exponential, so this is for small cases; `instantiate` does not list them.
     """
 
     def rest(index: int, left: int, needed: int) -> Iterator[tuple[int, ...]]:
@@ -127,11 +131,11 @@ def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> 
 
 @dataclass(frozen=True)
 class Instantiation:
-    """Which pipelines run, and how the batch is shared.
+    """Pipelines to run, and their shares of the batch.
 
     counts: int32 [p], pipelines made from each template.
     microbatches: int64 [sum(counts)], per pipeline; pipelines in the order of their templates.
-    time: of the slowest pipeline, N_b,i * T_i, in the unit of `times`.
+    time: time of the slowest pipeline, N_b,i * T_i, in the unit of `times`.
     """
 
     counts: NDArray[np.int32]
@@ -144,11 +148,13 @@ def instantiate(
 ) -> Instantiation:
     """The combination of templates with the best throughput (dissertation 2.4.2), exact.
 
-    All nodes are used, there are at least faults + 1 pipelines, every pipeline has a microbatch, and the time of the
-    slowest pipeline is the least over all combinations and all splits of the batch. The paper lists the combinations
-    (their number is exponential) and solves a nonlinear integer program for each; this searches the time. A probe is an
-    unbounded knapsack over nodes, O(nodes * templates that no smaller ones replace); where that makes more pipelines
-    than there are microbatches, a power in the (max, +) algebra, O(nodes^2 log microbatches). 15 to 40 probes.
+    All nodes are used, there are at least faults + 1 pipelines, and every pipeline has a microbatch. The time of the
+    slowest pipeline is the least over all combinations and all splits of the batch.
+
+    The paper lists the combinations (their number is exponential) and solves a nonlinear integer program for each. This
+    function searches over the time, with 15 to 40 probes. A probe is an unbounded knapsack over nodes, O(nodes *
+    templates), without templates that smaller ones replace. If that gives more pipelines than microbatches, the probe
+    is a power in the (max, +) algebra, O(nodes^2 log microbatches).
 
     Args:
         node_counts: distinct integers [p], nodes per template.
@@ -175,13 +181,13 @@ def split_batch(
 ) -> NDArray[np.int64]:
     """Microbatches per pipeline, at least one each (dissertation 2.4.2.2 and 2.5.2), exact for both objectives.
 
-    "min_max" makes the slowest pipeline as fast as possible, then the second slowest, and so on: what decides the
-    iteration time. "variance" is eq. 2.6, the least sum of squared differences from the pipelines' mean time, which
-    the paper gives to a nonlinear integer solver; it can prefer even pipelines to a fast slowest one.
+    "min_max" minimizes the time of the slowest pipeline, which determines the iteration time, then that of the second
+    slowest, and so on. "variance" is eq. 2.6: it minimizes the sum of squared differences from the pipelines' mean
+    time, for which the paper uses a nonlinear integer solver. It can prefer even pipelines to a faster slowest one.
 
     Args:
         times: positive numbers [n], time per microbatch of each pipeline.
-        microbatches: how many to share out, at least n.
+        microbatches: number of microbatches to distribute, at least n.
         objective: "min_max", O(n log n), or "variance", O(n) per exchange near the optimum (about n^2 of them).
 
     Returns:

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from interlace import _core
+from interlace.costs.fitted import FREE, LinkModel
 from interlace.layout import ParallelSpec
-from interlace.plan.cost_model import FREE, LinkModel
 
 _BYTES = ("weight_bytes", "optimizer_bytes", "activation_bytes", "gradient_bytes", "output_bytes")
 
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """What one module costs, all layers together.
+    """Costs of one module, summed over its layers.
 
     forward: seconds of one sample through the module, per tensor-parallel size (the paper's C(TP); forward + backward
         gives the whole iteration). Tensor-parallel communication is part of it.
     layers: a pipeline size must divide layers / vpp; 0 allows any, as the paper's formulas do.
     weight_bytes: parameters and gradients (the paper's P); optimizer_bytes: sharded by ZeRO-1 (S);
         activation_bytes: of one sample (L).
-    gradient_bytes: what data-parallel replicas sum once per iteration (0 where all is frozen).
-    output_bytes: of one sample, what every stage sends to the next: a layer's output, and as much again if `forward`
-        has the backward in it whose gradient comes back.
+    gradient_bytes: gradients that data-parallel replicas sum once per iteration (0 if all weights are frozen).
+    output_bytes: bytes of one sample that every stage sends to the next: a layer's output. Twice as much if `forward`
+        includes the backward, whose gradient is sent back.
     """
 
     forward: Sequence[float]
@@ -66,38 +66,40 @@ def orchestrate(
 ) -> Orchestration:
     """The TP, DP and PP of every module with the least iteration time (DistTrain 5.1), exact over the integers.
 
-    With DP the language model's and K = batch / DP microbatches of one sample per replica of the language model, a
-    module's replica that has most samples of a microbatch takes s = ceil(DP / dp) of them, its stages s c(tp) / pp each
-    with c the time per sample, and
+    Let DP be the degree of the language model, and K = batch / DP the number of microbatches, with one sample per
+    replica of the language model each. The fullest replica of a module processes s = ceil(DP / dp) samples of a
+    microbatch. Each of its stages takes s c(tp) / pp, with c the time per sample. Then
 
         T = T_warm / vpp + T_steady + T_PP + T_DP
         T_warm   = sum of s c(tp) over modules
         T_steady = (K - 1) * the slowest stage
-        T_PP     = sum over all stages but the last of what its GPUs take to send their part, s output_bytes / tp, over
-                   `stage_link`; to another module, its GPUs may have more to receive, and then that counts
+        T_PP     = sum over all stages but the last of the time in which its GPUs send their part, s output_bytes / tp,
+                   over `stage_link`; between modules, the receiving part counts if it is larger
         T_DP     = the slowest all-reduce of gradient_bytes / (tp pp) among dp replicas over `data_link` (a ring, or
-                   the reduce-scatter and all-gather of ZeRO-1, which carry as much)
+                   the reduce-scatter and all-gather of ZeRO-1, which have the same volume)
 
     Tensor-parallel communication is in c. Without the links T_PP and T_DP are 0.
 
-    The paper names the four (its T_PP is PP times one layer's transfer, which also counts a transfer after the last
-    stage; its T_DP is volume over bandwidth), and writes DP / dp for s. That is the same where dp divides DP; where it
-    does not, as with its own 2 encoder replicas for 3 of the language model, some replica has a sample more, and the
-    others wait for it. Every module's dp is a factor of the batch, as in the paper, and at most DP: with more, a
-    microbatch would have no sample for some. Transfers are charged once per iteration, for filling the pipeline, and
-    not divided by vpp; in the steady phase they overlap.
+    The paper has the same four terms, with these differences. Its T_PP is PP times one layer's transfer, which also
+    counts a transfer after the last stage. Its T_DP is volume over bandwidth. It writes DP / dp for s, which is equal
+    if dp divides DP. If not, as with its own 2 encoder replicas for 3 of the language model, some replica has one more
+    sample, and the others wait for it.
 
-    The paper solves a convex relaxation per choice of TP and DP (133-922 ms in all) and rounds; this enumerates DP and
-    TP by branch and bound and finds the best integers PP of each directly. tp * dp * pp sum to at most `gpus`. Memory
-    per GPU is P / (pp tp) + S / (pp tp dp) + s L k / (pp tp) with k the microbatches in flight on the module's first
-    stage: all stages from it to the end of the pipeline (the paper counts those of the module alone), with vpp > 1 and
-    n such stages ((vpp + 1) n - 1) / vpp for interleaving, and at most K.
+    Every module's dp is a factor of the batch, as in the paper, and at most DP: with more, some replicas would have no
+    sample of a microbatch. Transfers are charged once per iteration, for filling the pipeline, and not divided by vpp;
+    in the steady phase they overlap.
+
+    The paper solves a convex relaxation per choice of TP and DP (133-922 ms in all) and rounds. This function
+    enumerates DP and TP by branch and bound and finds the best integers PP for each directly. tp * dp * pp sum to at
+    most `gpus`. Memory per GPU is P / (pp tp) + S / (pp tp dp) + s L k / (pp tp), with k the microbatches in flight on
+    the module's first stage. k is the number n of stages from it to the end of the pipeline (the paper counts only
+    those of the module); with vpp > 1 it is ((vpp + 1) n - 1) / vpp for interleaving. k is at most K.
 
     Args:
-        modules: name -> ModuleWork, in pipeline order: those before the language model feed it, those after it are
-            fed by it.
+        modules: name -> ModuleWork, in pipeline order: modules before the language model feed it, and it feeds those
+            after it.
         gpus: GPUs of the cluster; batch: samples per iteration.
-        tp: tensor-parallel sizes, to which the entries of `ModuleWork.forward` belong.
+        tp: tensor-parallel sizes of the entries of `ModuleWork.forward`.
         vpp: virtual pipeline size of all modules (interleaved 1F1B).
         gpu_memory: bytes.
         stage_link, data_link: between stages, and between replicas of a module (`fit_link`), in the unit of `forward`.

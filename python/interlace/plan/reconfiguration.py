@@ -1,4 +1,4 @@
-"""Which nodes form which pipelines after failures and joins: pure functions of node sets (dissertation 2.5.1, A.2)."""
+"""Reconfiguration: pipelines after failures and joins, as pure functions of node sets (dissertation 2.5.1, A.2)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Change = Literal["kept", "shrunk", "borrowed", "lent", "merged", "grown", "new"]
 class Reconfigured(Generic[Node]):
     """One pipeline after a reconfiguration.
 
-    nodes: its nodes; those that stay come first, in their old order.
-    sources: indices of the old pipelines that any of its nodes come from or that it replaces, its own first.
-    change: "kept" as it was; "shrunk" to its survivors (Figure 2.8a); "borrowed" nodes (2.8b); "lent" nodes to
-        another; "merged" from several pipelines (2.8c); "grown" by nodes that joined, or "new" and made of these alone.
-        All but "kept" are instantiated anew.
+    nodes: its nodes; nodes that stay come first, in their old order.
+    sources: indices of the old pipelines that its nodes come from or that it replaces, its own first.
+    change: "kept" unchanged; "shrunk" to its survivors (Figure 2.8a); "borrowed" nodes (2.8b); "lent" nodes to another
+        pipeline; "merged" from several pipelines (2.8c); "grown" by joined nodes; "new", made of joined nodes only. All
+        but "kept" are instantiated again.
     """
 
     nodes: tuple[Node, ...]
@@ -31,17 +31,18 @@ def reconfigure(
 ) -> list[Reconfigured[Node]]:
     """Pipelines that use every surviving node, changed as little as the paper's three steps allow.
 
-    1. A pipeline with at least the smallest template's nodes left runs on with them.
-    2. One with fewer borrows from the pipeline that can spare most (ties: lower index), its last node first.
-    3. If none can spare any, pipelines merge: the broken ones together, then with the smallest sound ones, until the
-       smallest template fits (theorem 2: a template of that size exists).
+    1. A pipeline continues with its survivors if these suffice for the smallest template.
+    2. A pipeline with fewer survivors borrows from the pipeline that can spare most (ties: lower index), its last node
+       first.
+    3. If no pipeline can spare a node, pipelines merge: the broken ones together, then with the smallest intact ones,
+       until the smallest template fits (theorem 2: a template of that size exists).
 
-    A pipeline without any survivor is dropped if faults + 1 others remain, since nothing of it is left to run on;
-    otherwise it borrows all its nodes. O(nodes * pipelines).
+    A pipeline without survivors is dropped if faults + 1 others remain; otherwise it borrows all its nodes. O(nodes *
+    pipelines).
 
     Args:
-        pipelines: nodes of each pipeline, no node twice. Nodes may be any hashable values, such as ranks.
-        failed: nodes that are gone. Names that no pipeline has are ignored.
+        pipelines: nodes of each pipeline, each node once. Nodes may be any hashable values, such as ranks.
+        failed: lost nodes. Names that are in no pipeline are ignored.
         node_counts: sizes of the pipeline templates, consecutive (see `interlace.plan.node_counts`).
         faults: failures that must still be survivable: at least faults + 1 pipelines remain.
 
@@ -70,13 +71,13 @@ def reconfigure(
     ]
     sources = [[index] for index in range(len(left))]
     alive = [index for index in range(len(left)) if left[index]]
-    # Empty pipelines come back only as far as the threshold demands.
+    # Empty pipelines are restored only up to the required number of pipelines.
     empty = [index for index in range(len(left)) if not left[index]]
     alive = sorted(alive + empty[: max(0, faults + 1 - len(alive))])
 
     while broken := [index for index in alive if len(left[index]) < least]:
-        # The one that lacks least borrows first, so that what can be spared mends as many pipelines as possible. A
-        # merger lacks less than its parts, so it may borrow where they could not.
+        # The pipeline that lacks the fewest nodes borrows first, so that spare nodes repair as many pipelines as
+        # possible. A merged pipeline lacks fewer nodes than its parts, so it may borrow when they could not.
         index = min(broken, key=lambda i: (least - len(left[i]), i))
         if sum(max(0, len(left[i]) - least) for i in alive) >= least - len(left[index]):
             while len(left[index]) < least:
@@ -100,24 +101,23 @@ def reconfigure(
 def admit(
     pipelines: Sequence[Sequence[Node]], joined: Sequence[Node], node_counts: Sequence[int], *, most: int | None = None
 ) -> list[Reconfigured[Node]]:
-    """Pipelines that take in nodes which have joined, with as few others touched as possible.
+    """Adds joined nodes to the pipelines, and changes as few existing pipelines as possible.
 
-    As many new pipelines of the smallest template's size as the nodes suffice for, first come first; what is left joins
-    the smallest pipelines, one node each time (ties: lower index), new ones included. All other pipelines are kept, so
-    that only those layers move which new nodes need. (The paper lets nodes join at a restart only.) O(nodes *
-    pipelines).
+    Joined nodes, in order, form as many new pipelines of the smallest template's size as possible. The remaining nodes
+    join the smallest pipelines, including new ones, one node at a time (ties: lower index). All other pipelines are
+    kept, so that only layers for new nodes move. (In the paper nodes join only at a restart.) O(nodes * pipelines).
 
     Args:
-        pipelines: nodes of each pipeline, as `reconfigure` left them.
-        joined: nodes that are in none of them.
+        pipelines: nodes of each pipeline, as returned by `reconfigure`.
+        joined: nodes that are in no pipeline.
         node_counts: sizes of the pipeline templates, consecutive.
-        most: pipelines at most, such as the microbatches of a batch, of which each needs one.
+        most: most pipelines, such as the microbatches of a batch, since each pipeline needs one.
 
     Returns:
-        The old pipelines in their order, then the new ones. Nodes that no template has room for are in none.
+        The old pipelines in their order, then the new ones. Nodes for which no template has room are in none.
 
     Raises:
-        ValueError: a node is there twice, or sizes are not consecutive.
+        ValueError: a node is given twice, or sizes are not consecutive.
     """
     least, largest = _least_and_largest(node_counts)
     _homes([*pipelines, joined])
@@ -148,17 +148,17 @@ def regroup(
     faults: int = 0,
     most: int | None = None,
 ) -> list[tuple[Node, ...]] | None:
-    """Pipelines after failures and joins at one time: what `reconfigure` and then `admit` make of them.
+    """Pipelines after simultaneous failures and joins: `reconfigure`, then `admit`.
 
-    Nodes that wait come in after the repair, in whole pipelines where they can. Where the survivors alone would be too
-    few, they first stand in for failed ones.
+    Waiting nodes join after the repair, as whole new pipelines where possible. If the survivors alone are too few,
+    waiting nodes first replace failed ones.
 
     Args:
-        pipelines, failed, node_counts, faults: as of `reconfigure`. most: as of `admit`.
-        nodes: all that are there, in the order in which they came.
+        pipelines, failed, node_counts, faults: as in `reconfigure`. most: as in `admit`.
+        nodes: all live nodes, in order of arrival.
 
     Returns:
-        The nodes of each pipeline; None where fewer than (faults + 1) of the smallest template's are left.
+        The nodes of each pipeline; None if fewer than (faults + 1) times the smallest template's nodes are left.
     """
     least, largest = _least_and_largest(node_counts)
     gone, inside = set(failed), {node for pipeline in pipelines for node in pipeline}
@@ -166,7 +166,7 @@ def regroup(
     replaced = [[next(spare, node) if node in gone else node for node in pipeline] for pipeline in pipelines]
     for start in (pipelines, replaced):
         if sum(node not in gone for pipeline in start for node in pipeline) >= max(1, (faults + 1) * least):
-            # A merger may be longer than the largest template: what is beyond that waits.
+            # A merged pipeline may be longer than the largest template: its surplus nodes wait.
             cut = [each.nodes[:largest] for each in reconfigure(start, gone, node_counts, faults=faults)]
             inside = {node for pipeline in cut for node in pipeline}
             rest = [node for node in nodes if node not in inside and node not in gone]

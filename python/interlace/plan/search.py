@@ -1,8 +1,9 @@
-"""Which degrees, which placement, which cuts: the search for a whole configuration.
+"""Configuration search: degrees, placement and cuts of a whole model.
 
-Entrain's algorithm 3 (dissertation 4.4.3) and Cornstarch's algorithm 1 (cornstarch-2025-11 section 4.1) in one: every
-module has its options (TP, CP, PP, recomputation), cut at the exact bottleneck, and the best combination under a number
-of GPUs is found for encoders in parallel and colocated. The search itself is in csrc/plan/search_configuration.cpp.
+Combines Entrain's algorithm 3 (dissertation 4.4.3) and Cornstarch's algorithm 1 (cornstarch-2025-11 section 4.1). Every
+module has options (TP, CP, PP, recomputation), each cut at its exact bottleneck. The search finds the best combination
+within a number of GPUs, for parallel and for colocated encoders. It is implemented in
+csrc/plan/search/configuration.cpp.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace import _core
+from interlace.costs.fitted import FREE, Degrees, LinkModel
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
-from interlace.plan.cost_model import FREE, Degrees, LinkModel
 from interlace.plan.stable_batch import proportional_allocation
 
 Floats = NDArray[np.float64]
@@ -26,17 +27,17 @@ _BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes
 
 @dataclass(frozen=True)
 class SearchModule:
-    """What one module costs for one microbatch, float64 [layers] each.
+    """Costs of one module for one microbatch, float64 [layers] each.
 
-    forward, backward: (tp, cp) -> seconds (`CostModel.layers`, `frozen_costs`; a layer without a backward has 0), with
-        context-parallel communication in them. These keys are the degrees that are tried.
+    forward, backward: (tp, cp) -> seconds (`CostModel.layers`, `frozen_costs`; 0 for a layer without a backward),
+        including context-parallel communication. The keys are the candidate degrees.
     weight_bytes: parameters, whole on every tensor-parallel group; gradient_bytes: of trainable parameters;
         optimizer_bytes: sharded over dp * cp (ZeRO-1).
-    activation_bytes: kept from forward to backward; with recomputation only input_bytes are, and of one layer at a time
-        the rest.
-    input_bytes: the hidden state before the layer, also what travels where a stage begins.
-    tensor_reduces: all-reduces of a tensor of input_bytes that a forward makes among tensor-parallel ranks (2 for a
-        transformer layer; as many again for a backward). None: 0, for times measured with that communication in them.
+    activation_bytes: kept from forward to backward. With recomputation only input_bytes are kept, and the rest for one
+        layer at a time.
+    input_bytes: the hidden state before the layer; also the message size at the start of a stage.
+    tensor_reduces: all-reduces of a tensor of input_bytes among tensor-parallel ranks in a forward (2 for a transformer
+        layer; a backward has the same number). None: 0, for times measured with this communication included.
     """
 
     forward: Mapping[Degrees, Floats]
@@ -51,10 +52,10 @@ class SearchModule:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What `search_configuration` found.
+    """Result of `search_configuration`.
 
-    layout: dp replicas of all modules, lanes of tp * cp ranks; those of one replica are neighbours.
-    specs, recompute: per module. peak_bytes: the fullest GPU of each module.
+    layout: dp replicas of all modules, lanes of tp * cp ranks; lanes of one replica are adjacent.
+    specs, recompute: per module. peak_bytes: peak of the fullest GPU of each module.
     iteration_time: seconds of one step. throughput: samples per second.
     """
 
@@ -70,8 +71,8 @@ class Configuration:
 def in_flight(stages: int, downstream: int, microbatches: int) -> Floats:
     """Microbatches that each stage of a module keeps under 1F1B, float64 [stages]; `downstream` stages follow it.
 
-    As many as there are stages from it to the sink, itself included (what `schedule.one_f_one_b` keeps where every
-    module has one chunk per microbatch), and never more than there are microbatches.
+    It is the number of stages from this one to the last, itself included, and at most `microbatches`. This matches
+    `schedule.one_f_one_b` if every module has one chunk per microbatch.
     """
     return np.minimum(np.arange(stages, 0, -1) + downstream, microbatches).astype(np.float64)
 
@@ -92,43 +93,43 @@ def search_configuration(
     allocation: Literal["any", "proportional"] = "any",
     recompute: Sequence[bool] = (False, True),
 ) -> Configuration:
-    """The configuration with the highest throughput under this cost, exact over all options:
+    """The configuration with the highest throughput under this cost model, exact over all options:
 
         T = sum of the stages on the longest path + transfers between them + (K - 1) * the slowest stage   (eq. 4.2)
             + K * resharding where an encoder's (tp, cp) is not the language model's + the slowest gradient all-reduce
 
     with K = batch / (dp * microbatch).
 
-    - A stage takes its layers' forward and backward, the forward once more where it is recomputed, and for each of
-      these passes the tensor-parallel all-reduces.
-    - Transfers between stages count once per microbatch on the path, forward, and backward where anything before is
-      trained; in the steady phase they overlap. Resharding does not: it is one more such transfer each way.
-    - Parallel encoders run side by side, so the longest of them counts (the printed sum over components is that of a
-      chain); colocated ones are cut alike and add up stage by stage.
-    - A module is cut at its exact bottleneck (`partition`), for its balance alone: a memory limit rejects that cut and
-      looks for no other.
-    - A stage needs weights + gradients + optimizer state + activations of all microbatches that 1F1B keeps in
+    - Time of a stage: forward and backward of its layers, a second forward if recomputed, and the tensor-parallel
+      all-reduces of each of these passes.
+    - Transfers between stages count once per microbatch on the path: forward, and backward if anything before is
+      trained. In the steady phase they overlap. Resharding does not overlap: it is one more such transfer each way.
+    - Parallel encoders run concurrently, so only the longest counts (the printed sum over components is that of a
+      chain). Colocated encoders have the same number of stages, and their times add up stage by stage.
+    - A module is cut at its exact bottleneck (`partition`), for balance alone: a memory limit rejects that cut and
+      does not search for another.
+    - Memory of a stage: weights + gradients + optimizer state + activations of all microbatches that 1F1B keeps in
       flight there (`in_flight`).
 
-    The runtime does not split layers inside a lane yet: give forward and backward for (1, 1) alone to search among the
-    layouts that it runs.
+    The runtime does not split layers inside a lane yet. Give forward and backward for (1, 1) only to search among the
+    layouts that it supports.
 
-    Complexity: for each dp and placement, options of the language model that its own bound does not rule out, times
-    what branch and bound leaves of the product of the encoders' undominated options: some 10 milliseconds for 3 modules
-    on 1,296 GPUs, half a second for 7 with 16 (tp, cp) each.
+    Complexity: for each dp and placement, the options of the language model that its own bound does not prune, times
+    the part of the product of the encoders' undominated options that branch and bound leaves. This takes about 10
+    milliseconds for 3 modules on 1,296 GPUs, half a second for 7 with 16 (tp, cp) each.
 
     Args:
         modules: name -> SearchModule; all but `language_model` are its encoders.
-        gpus: GPUs in all; replicas may leave some idle. batch, microbatch: samples.
+        gpus: total GPUs; replicas may leave some idle. batch, microbatch: samples.
         gpu_memory: bytes of one GPU.
-        stage_link, tensor_link, data_link: between stages, inside a tensor-parallel group, between replicas
+        stage_link, tensor_link, data_link: links between stages, inside a tensor-parallel group, between replicas
             (`fit_link`).
-        dp: data-parallel degrees to try, of which those count that fit gpus and divide batch / microbatch (default:
+        dp: candidate data-parallel degrees; only those that fit gpus and divide batch / microbatch are used (default:
             all).
-        placements: of encoders (cornstarch-2025-11 section 4.1).
-        allocation: "proportional" gives each module the share of its work, rounded (algorithm 3, line 4), instead of
-            trying every split.
-        recompute: whether activations are recomputed, per module; the values to try.
+        placements: candidate placements of encoders (cornstarch-2025-11 section 4.1).
+        allocation: "proportional" gives each module GPUs in proportion to its work, rounded (algorithm 3, line 4),
+            instead of searching every split.
+        recompute: candidate values, per module, for whether activations are recomputed.
 
     Raises:
         ValueError: bad input (the message names the module, array and index), or nothing fits.
@@ -152,7 +153,7 @@ def search_configuration(
         d for d in (range(1, gpus + 1) if dp is None else dp) if 1 <= d <= gpus and batch % (d * microbatch) == 0
     ]
     groupings = {"parallel": [[name] for name in order], "colocated": [encoders, [language_model]]}
-    # One encoder, or none, is placed alike either way.
+    # With at most one encoder, both placements are the same.
     wanted = [p for p in placements if len(encoders) > 1 or p == "parallel" or "parallel" not in placements]
     if not encoders:
         wanted = ["parallel"] if placements else []
@@ -219,7 +220,7 @@ def _arrays(module: SearchModule) -> tuple[NDArray[Any], Floats, Floats, Floats]
 def _shares(
     modules: Mapping[str, SearchModule], groups: Sequence[Sequence[str]], budget: int, allocation: str
 ) -> list[int]:
-    """GPUs of each group: -1 for any number; nothing where the budget does not reach."""
+    """GPUs of each group: -1 for any number; empty if the budget is too small."""
     if budget < len(groups):
         return []
     if allocation == "any":
@@ -242,7 +243,7 @@ def _configuration(
     batch: int,
     microbatch: int,
 ) -> Configuration:
-    """Ranks replica by replica, as `Layout.from_specs` numbers them; the layout has the encoders first."""
+    """Configuration of a search result, with encoders first. Ranks are numbered as in `Layout.from_specs`."""
     width = sum(tp * cp * pp for tp, cp, pp, *_ in chosen)
     pipelines: dict[str, tuple[Pipeline, ...]] = {}
     specs, recompute, peaks = {}, {}, {}
@@ -260,7 +261,7 @@ def _configuration(
 
 
 def _pipeline(name: str, replica: int, cuts: NDArray[np.int32], first: int, lane_size: int) -> Pipeline:
-    """Stages on neighbouring lanes, from rank `first` on."""
+    """Stages on consecutive lanes, starting at rank `first`."""
     stages = []
     for index in range(len(cuts) - 1):
         start = first + index * lane_size

@@ -1,4 +1,7 @@
-"""How many samples give a GPU allocation that more samples would not change (dissertation 4.4.2, algorithm 2)."""
+"""Stable batch: number of samples from which the GPU allocation no longer changes.
+
+Reference: dissertation 4.4.2, algorithm 2.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def bernoulli_trials(alpha: float = 0.05, error: float = 0.05) -> int:
-    """Trials without failure that bound the failure rate by `error` with confidence 1 - alpha (eq. C.5); 59 at 5 %."""
+    """Number of trials without failure that bounds the failure rate by `error` with confidence 1 - alpha (eq. C.5).
+
+    It is 59 at 5 %.
+    """
     if not (0 < alpha < 1 and 0 < error < 1):
         raise ValueError(f"alpha and error must lie between 0 and 1, got {alpha} and {error}")
     return math.ceil(math.log(alpha) / math.log1p(-error))
@@ -20,11 +26,11 @@ def bernoulli_trials(alpha: float = 0.05, error: float = 0.05) -> int:
 def proportional_allocation(gpus: int, workloads: ArrayLike, *, unit: int = 1) -> NDArray[np.int64]:
     """GPUs per module in proportion to its workload, rounded to the nearest integers that sum to `gpus`.
 
-    Largest remainder in units of `unit` GPUs (such as TP * CP), at least one unit per module; ties go to the lower
-    index. The proportion 1.27 : 1 of 16 GPUs gives 9 : 7.
+    Uses the largest remainder method in units of `unit` GPUs (such as TP * CP), with at least one unit per module; ties
+    go to the lower index. A proportion of 1.27 : 1 on 16 GPUs gives 9 : 7.
 
     Args:
-        workloads: numbers [..., modules], not negative and not all 0.
+        workloads: non-negative numbers [..., modules], not all 0.
 
     Returns:
         int64 of that shape.
@@ -48,14 +54,14 @@ def proportional_allocation(gpus: int, workloads: ArrayLike, *, unit: int = 1) -
     for row, share in zip(rows, shares, strict=True):
         while row.sum() < total:
             row[int(np.argmax(share - row))] += 1
-        while row.sum() > total:  # the units that small modules were given come from those with most above their share
+        while row.sum() > total:  # units for small modules come from the modules with the largest excess
             row[int(np.argmax(np.where(row > 1, row - share, -np.inf)))] -= 1
     return np.asarray(counts * unit, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class StableBatch:
-    """size: the stable profiling batch; allocation: int64 [modules], GPUs per replica that it gives; trials: k."""
+    """Stable profiling batch. size: samples. allocation: int64 [modules], resulting GPUs per replica. trials: k."""
 
     size: int
     allocation: NDArray[np.int64]
@@ -76,20 +82,20 @@ def stable_batch_size(
     """The first of initial, 2 initial, 4 initial, ... samples whose GPU allocation is stable (algorithm 2).
 
     At each size a reference batch and k = `bernoulli_trials(alpha, error)` more are drawn, independently and with
-    replacement, and all must give the same `proportional_allocation`. Then, with confidence 1 - alpha, a fresh batch
-    of that size gives another with probability `error` at most, and larger batches do no worse (appendix C.2). The
-    draws depend on `seed` alone. O(k * size * modules) per size.
+    replacement. All must give the same `proportional_allocation`. Then, with confidence 1 - alpha, a fresh batch of
+    that size gives a different allocation with probability at most `error`, and larger batches do no worse (appendix
+    C.2). The draws depend only on `seed`. O(k * size * modules) per size.
 
     Args:
-        workloads: numbers [samples, modules], not negative: seconds of each sample in each module
+        workloads: non-negative numbers [samples, modules]: seconds of each sample in each module
             (`CostModel.seconds`).
         gpus: GPUs of one replica, N / DP.
-        largest: give up beyond this size.
+        largest: largest size; beyond it the search fails.
         unit: as in `proportional_allocation`.
 
     Raises:
-        ValueError: bad input, or no size up to `largest` is stable: the mean lies so near to a rounding border that
-            either allocation serves.
+        ValueError: bad input, or no size up to `largest` is stable: the mean is so close to a rounding boundary that
+            either allocation is suitable.
     """
     table = np.asarray(workloads, dtype=np.float64)
     if table.ndim != 2 or not table.size:
@@ -108,7 +114,7 @@ def stable_batch_size(
         stable = True
         for _ in range(trials + 1):
             total = table[rng.integers(0, len(table), size)].sum(axis=0)
-            # A batch without any work says nothing about proportions.
+            # A batch without any work has no proportions.
             allocation = proportional_allocation(gpus, total if total.sum() > 0 else np.ones_like(total), unit=unit)
             if reference is None:
                 reference = allocation

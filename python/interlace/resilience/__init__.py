@@ -1,10 +1,11 @@
-"""A training that loses nodes goes on, and takes new ones in (dissertation chapter 2, Oobleck).
+"""Elastic training: runs continue after node losses and admit new nodes (dissertation chapter 2, Oobleck).
 
-Between nodes: generation.py (who trains together: plain data) · settings.py (what all nodes agree on) ·
-supervisor.py (one per node: starts ranks, sees them end) · watch.py (and hang) · wire.py (what it tells the
-coordinator) · coordinator.py (one per run: connections) · authority.py (who is lost, when a generation is over) ·
-roster.py (which follows) · faults.py (who is at fault among ranks that wait for each other).
-In a rank: member.py (its generation, votes on steps) · progress.py (what it does) · environment.py (who it is).
+- `generation`: the set of nodes that train together, as plain data. `settings`: settings shared by all nodes.
+- `coordinator/`: one process per run. It decides membership and steps.
+- `supervisor/`: one process per node. It starts ranks and detects exits and hangs.
+- `wire`: messages between supervisors and the coordinator.
+- `member`: generation and votes of a rank. `link`: its connection to the coordinator's store.
+- `takeover`: copies layers between ranks. `environment`: environment variables of a rank.
 
-Supervisors import no torch: modules that do are member, coordinator and authority.
+Supervisors import no torch; `member` and `coordinator/` do.
 """

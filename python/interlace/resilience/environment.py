@@ -1,12 +1,12 @@
-"""What a supervisor tells its ranks in their environment, and what they tell it by their exit code."""
+"""Environment variables of elastic ranks, and their exit codes."""
 
 from __future__ import annotations
 
 COORDINATOR = "INTERLACE_COORDINATOR"  # host:port of the store
 NODE = "INTERLACE_NODE"  # id of the node
-PROGRESS = "INTERLACE_PROGRESS"  # path of this rank's page
-PATIENCE = "INTERLACE_PATIENCE"  # seconds in which the coordinator may be started again; 0: it cannot be
+PROGRESS = "INTERLACE_PROGRESS"  # path of this rank's progress page
+PATIENCE = "INTERLACE_PATIENCE"  # seconds allowed for a coordinator restart; 0: no restart
 LOCAL_RANK = "LOCAL_RANK"
-ERROR = ".error"  # after the path of a page: the file in which its rank says what it failed of
-STOPPED = 75  # exit code of a rank that ended well before the last step: its node left, or the run was saved
-AWAY = ".away"  # after the path of a page: the file in which its supervisor says which start of the coordinator is gone
+ERROR = ".error"  # suffix of the page's path: file with the error that ended the rank
+STOPPED = 75  # exit code for a clean end before the last step: the node left, or the run was saved
+AWAY = ".away"  # suffix of the page's path: file with the start number of the lost coordinator, from the supervisor

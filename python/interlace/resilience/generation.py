@@ -1,8 +1,8 @@
-"""Generations: which nodes train together, in which pipelines, until the next failure, join or leave.
+"""Generations: the nodes that train together and their pipelines, until the next failure, join or leave.
 
-Plain data that travels as JSON from the coordinator to every rank. A generation ends when one of its nodes is lost, or
-at a step boundary when nodes join or leave; the next one has a higher number. Survivors keep their processes and get
-new rank numbers: those of `Generation.order`, pipeline after pipeline.
+Plain data, sent as JSON from the coordinator to every rank. A generation ends when one of its nodes is lost. It also
+ends at a step boundary when nodes join or leave. The next generation has a higher number. Survivors keep their
+processes and get new rank numbers in the order of `Generation.order`, pipeline after pipeline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Answer = Literal["commit", "regroup", "abort"]
 
 
 class Decision(NamedTuple):
-    """What became of the vote on a step in a generation."""
+    """Result of the vote on a step in a generation."""
 
     generation: int
     step: int
@@ -33,7 +33,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """A node as long as its supervisor lives. id: unique per start of a supervisor. ranks: processes that train."""
+    """A node during the lifetime of its supervisor. id: unique per supervisor start. ranks: training processes."""
 
     id: str
     ranks: int
@@ -47,12 +47,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Event:
-    """Why there is a new generation.
+    """Cause of a new generation.
 
-    kind: "death" of a node, its "hang", its "join" or "leave", the run's "start"; "failure" when a rank gave up and
-    nobody is lost; "restart" when the coordinator was started again as ranks were to meet. node: its id; ""
-    for those three. time: when it was noticed, in seconds since the epoch on the
-    coordinator's clock. detail: in words.
+    kind: "death", "hang", "join" or "leave" of a node; "start" of the run; "failure" when a rank aborted the generation
+    and no node is lost; "restart" when the coordinator was restarted while ranks were forming a generation.
+    node: id of the node; "" for "start", "failure" and "restart".
+    time: time of detection, in seconds since the epoch on the coordinator's clock. detail: description.
     """
 
     kind: Noticed
@@ -69,12 +69,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Generation:
-    """Who trains together.
+    """Nodes that train together.
 
-    number: 1, 2, ... pipelines: node ids of each, in the order of `interlace.plan.reconfigure`. nodes: of all in
-    pipelines and in leaving. kind: "train", or "save" when too few nodes are left to train on: what is held is saved,
-    and the run stops. leaving: nodes that train no longer, but from which layers are copied while they live. cause:
-    what led here. faults: failures that must be survivable.
+    number: 1, 2, ... pipelines: node ids of each pipeline, in the order of `interlace.plan.reconfigure`.
+    nodes: all nodes in pipelines and in leaving.
+    kind: "train", or "save" when too few nodes are left to train: they save their state, and the run stops.
+    leaving: nodes that no longer train; layers are copied from them while they are alive.
+    cause: events that led to this generation. faults: number of failures that must be survivable.
     """
 
     number: int
@@ -86,21 +87,21 @@ class Generation:
     leaving: tuple[str, ...] = field(default=())
 
     def order(self) -> tuple[str, ...]:
-        """Ids of the nodes that train, pipeline after pipeline: ranks are numbered so."""
+        """Ids of the training nodes, pipeline after pipeline. Ranks are numbered in this order."""
         return tuple(node for pipeline in self.pipelines for node in pipeline)
 
     @property
     def world(self) -> int:
-        """Ranks that train."""
+        """Number of training ranks."""
         return sum(self.nodes[node].ranks for node in self.order())
 
     @property
     def sources(self) -> int:
-        """Ranks that layers can be copied from: those that train, and after them those of leaving nodes."""
+        """Number of ranks that layers can be copied from: training ranks, followed by ranks of leaving nodes."""
         return self.world + sum(self.nodes[node].ranks for node in self.leaving)
 
     def ranks_of(self, node: str) -> range:
-        """Numbers of a node's ranks; of a leaving node from `world` on. Raises KeyError for a node that is not here."""
+        """Rank numbers of a node; those of leaving nodes start at `world`. Raises KeyError for an unknown node."""
         first = 0
         for each in (*self.order(), *self.leaving):
             if each == node:
@@ -109,7 +110,7 @@ class Generation:
         raise KeyError(f"generation {self.number} has no node {node!r}")
 
     def node_of(self, rank: int) -> str:
-        """Id of the node of a rank, leaving ones included. Raises IndexError."""
+        """Node id of a rank, including leaving nodes. Raises IndexError."""
         for node in (*self.order(), *self.leaving):
             if rank in self.ranks_of(node):
                 return node
@@ -122,7 +123,7 @@ class Generation:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Generation:
-        """Raises ValueError that says what is wrong."""
+        """Raises ValueError with the reason."""
         try:
             table = json.loads(text)
             nodes = [Node.from_table(each) for each in table["nodes"]]

@@ -1,8 +1,8 @@
-"""A rank's connection to the coordinator's store, which is made anew when the coordinator is started again.
+"""Connection of a rank to the coordinator's store, renewed after a coordinator restart.
 
-A store that is gone is seen by the thread that asks it, where the connection is closed. Where a machine is gone without
-a word, the rank's supervisor notices, and says so in a file beside the rank's page: a thread here then shuts the
-connections down, at which whoever waits for an answer fails.
+If the connection is closed, the requesting thread gets an error at once. If the coordinator's machine disappears
+silently, the supervisor detects it and writes a file beside the rank's progress page. A thread here then shuts down the
+connections, so that pending requests fail.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from interlace.comm.connections import cut_to
+from interlace.comm.channels.connections import cut_to
 from interlace.resilience.environment import AWAY
 from interlace.resilience.errors import ResilienceError, first_line
 
-SERVES = "serves"  # key of the store, once it is filled: which run's coordinator serves it, and its how manieth start
-LOOK = 0.25  # seconds between two looks for the supervisor's word
-ATTEMPT = 10.0  # seconds that one attempt to connect may take
+SERVES = "serves"  # key of a filled store: run and start number of the coordinator that serves it
+LOOK = 0.25  # seconds between two checks of the supervisor's file
+ATTEMPT = 10.0  # timeout of one connection attempt, seconds
 
 
 class Link:
-    """store: torch's, of the coordinator that is there now. tell_again: what a new store is told first.
+    """Renewable connection to the coordinator's store.
+
+    store: torch store of the current coordinator. tell_again: callback that first fills a new store.
 
     Args:
-        address: host:port of the store. patience: seconds in which the coordinator may be started again; 0: it cannot
-            be. timeout: seconds for the store to be there at first, and of its own waits. page: the rank's progress
-            page, beside which its supervisor says that the coordinator is gone.
+        address: host:port of the store.
+        patience: seconds allowed for a coordinator restart; 0: no restart.
+        timeout: seconds for the first connection, and for the store's own waits.
+        page: progress page of the rank. The supervisor reports a lost coordinator in a file beside it.
 
-    Raises ResilienceError when no store answers.
+    Raises ResilienceError if no store answers.
     """
 
     def __init__(self, address: str, patience: float, timeout: float, page: Path) -> None:
         self.address, self.patience, self._timeout = address, patience, timeout
         self.tell_again: Callable[[dist.Store], None] = lambda store: None
         self._lock = threading.Lock()
-        self._gone = ""  # why there is no store any more
+        self._gone = ""  # reason why the store is lost for good
         host, _, port = address.rpartition(":")
         try:
             self._place = host, int(port)
@@ -58,14 +61,14 @@ class Link:
 
     @property
     def longest(self) -> float:
-        """Seconds that `renew` takes at most."""
+        """Longest duration of `renew`, seconds."""
         return self.patience + 2 * ATTEMPT
 
     def renew(self, lost: dist.Store, why: str) -> None:
-        """Waits for the store of a coordinator that was started again, after `lost` did not answer, for a reason.
+        """Waits for the store of a restarted coordinator after `lost` failed because of `why`.
 
-        From any thread: where another has waited meanwhile, there is nothing to do. Raises ResilienceError that says
-        what was waited for.
+        Callable from any thread. It is a no-op if another thread has already renewed the store. Raises ResilienceError
+        with the reason.
         """
         with self._lock:
             if self.store is not lost:
@@ -76,14 +79,14 @@ class Link:
                 raise ResilienceError(self._gone)
 
     def _renew(self, why: str) -> str:
-        """Why it did not come to a new store; "" where it did."""
+        """Connects to a new store. Returns the reason of failure, "" on success."""
         again = "resume from the last checkpoint"
         if not self.patience:
             return f"the coordinator's store does not answer ({why}). The run cannot outlive its coordinator: {again}"
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             try:
-                socket.create_connection(self._place, timeout=1.0).close()  # torch waits long, and prints much
+                socket.create_connection(self._place, timeout=1.0).close()  # torch waits longer and logs more
                 store = self._connect(ATTEMPT)
                 run, start = self._served(store, time.monotonic() + ATTEMPT)
                 if run != self._run:
@@ -107,7 +110,7 @@ class Link:
         return store
 
     def _served(self, store: dist.Store, deadline: float) -> tuple[str, int]:
-        """(run, start) of the coordinator, once it has filled its store. Raises dist.DistError."""
+        """Waits until the coordinator has filled its store; returns its (run, start). Raises dist.DistError."""
         while not store.check([SERVES]):
             if time.monotonic() > deadline:
                 raise dist.DistError("it does not say whose it is")
@@ -116,7 +119,7 @@ class Link:
         return run, int(start)
 
     def _heed(self, told: Path) -> None:
-        """Shuts down what goes to a start of the coordinator that the supervisor says is gone, once for each."""
+        """Shuts down connections to a coordinator start that the supervisor reports as lost, once per start."""
         heeded = 0
         while True:
             time.sleep(LOOK)
@@ -124,6 +127,6 @@ class Link:
                 gone = int(told.read_text())
                 if gone > heeded:
                     heeded = gone
-                    with self._lock:  # who has noticed alone is making a new connection, which is to stay
+                    with self._lock:  # `renew` may have made a new connection already: keep it
                         if gone >= self._start:
                             cut_to(*self._place)

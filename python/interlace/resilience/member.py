@@ -1,4 +1,4 @@
-"""A rank's view of an elastic run: which generation it is in, and whether a step counts.
+"""Rank's view of an elastic run: its generation, and votes on steps.
 
     member = Member.from_environment(timeout=60.0)
     generation = member.next_generation(after=0, timeout=600.0)
@@ -10,13 +10,13 @@
         if answer != "commit":
             generation = member.next_generation(generation.number, timeout=60.0)
 
-A step counts when every rank of its generation has voted for it and the coordinator has said so, once, in its store. It
-says nothing of a generation that is over, so whoever waits knows by that that the step does not count. So all ranks
-that ask see one answer, whatever dies when, and no collective is needed for it (which would need an agreement of its
-own).
+A step is committed when every rank of its generation has voted for it and the coordinator has written the decision once
+to its store. The coordinator decides nothing for a generation that is over, so undecided steps of it are aborted. All
+ranks therefore see the same answer, whatever fails and when. This needs no collective, which would itself need an
+agreement.
 
-When the coordinator is started again, its store is a new one. What was asked of the old one is asked again, from the
-beginning; the coordinator has put there what was decided.
+A restarted coordinator has a new store, already filled with the decisions so far. Ranks repeat their pending requests
+from the beginning.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from typing import TypeVar, get_args
 
 import torch.distributed as dist
 
-from interlace.comm import recorder
+from interlace.comm.process import recorder
 from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PATIENCE, PROGRESS
 from interlace.resilience.errors import ResilienceError, first_line
 from interlace.resilience.generation import Answer, Generation
 from interlace.resilience.link import Link
-from interlace.resilience.progress import ProgressPage
+from interlace.resilience.supervisor.progress import ProgressPage
 
 T = TypeVar("T")
-LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+LONGEST_PAUSE = 0.05  # longest polling interval of the store, seconds
 NEWEST, GENERATION, READY, TEMPLATES = "newest", "generation", "ready", "templates"  # keys of the store
 ENDS = "ends"
-SPARE, REMOVED = "spare", "removed"  # with a node
-GAVE_UP, WHY, OVER, COPIED, ENTERED = "gave up", "why", "over", "copied", "entered"  # under `prefix_of` a generation
-VOTES, VOTED, DECISION = "votes", "voted", "decision"  # there, too; the first and the last with a step
+SPARE, REMOVED = "spare", "removed"  # keys per node
+GAVE_UP, WHY, OVER, COPIED, ENTERED = "gave up", "why", "over", "copied", "entered"  # under `prefix_of` of a generation
+VOTES, VOTED, DECISION = "votes", "voted", "decision"  # likewise; VOTES and DECISION per step
 
 
 class Member:
     """One rank of an elastic run.
 
-    link: to the coordinator's store. node: id of its node. local_rank: its place there. progress: its page, written by
-    the thread that makes the member. timeout: seconds that any wait here lasts at most where no other is given, beside
-    those in which the coordinator may be started again.
+    link: connection to the coordinator's store. node: id of its node. local_rank: its index on the node.
+    progress: its progress page, written by the thread that creates the member.
+    timeout: default timeout of every wait here, seconds. Time for a coordinator restart is added.
     """
 
     def __init__(self, link: Link, node: str, local_rank: int, progress: ProgressPage, timeout: float) -> None:
@@ -64,8 +64,11 @@ class Member:
 
     @classmethod
     def from_environment(cls, timeout: float) -> Member:
-        """The rank that a supervisor started: INTERLACE_COORDINATOR (host:port of the store), INTERLACE_NODE,
-        INTERLACE_PROGRESS (path of the page), INTERLACE_PATIENCE, LOCAL_RANK. Raises ResilienceError."""
+        """Member for a rank started by a supervisor. Raises ResilienceError.
+
+        Reads INTERLACE_COORDINATOR (host:port of the store), INTERLACE_NODE, INTERLACE_PROGRESS (path of the page),
+        INTERLACE_PATIENCE and LOCAL_RANK.
+        """
         missing = [name for name in (COORDINATOR, NODE, PROGRESS, PATIENCE, LOCAL_RANK) if name not in os.environ]
         if missing:
             raise ResilienceError(
@@ -81,20 +84,23 @@ class Member:
         return generation.ranks_of(self.node)[self.local_rank]
 
     def propose(self, templates: str) -> None:
-        """What the coordinator plans with, `interlace.resilience.roster.Templates.to_json()`: the same on all ranks,
-        of which the first one's word is taken. Before `next_generation`."""
+        """Proposes the coordinator's pipeline templates. Call it before `next_generation`.
+
+        templates: `interlace.resilience.coordinator.roster.Templates.to_json()`, equal on all ranks. The first proposal
+        is used.
+        """
         self._ask("proposing pipeline templates", lambda store: store.compare_set(TEMPLATES, "", templates))
         self._templates = templates
 
     def next_generation(self, after: int, timeout: float) -> Generation:
-        """The newest generation that is newer than number `after` and has this rank's node.
+        """Newest generation with a number above `after` that contains this rank's node.
 
-        The first call says that this rank is ready to train: its node is taken in once all of its ranks have said so.
-        Raises ResilienceError when none comes within `timeout` seconds, unless the coordinator keeps the node as a
-        spare, and when it took the node for lost.
+        The first call reports this rank as ready to train. A node is admitted once all of its ranks are ready. Raises
+        ResilienceError if no generation follows within `timeout` seconds, unless the node is a spare. Also raises it if
+        the coordinator considers the node lost.
         """
         what = f"waiting for a generation after {after}"
-        timeout += self._link.patience  # in which nodes may come back to a coordinator that was started again
+        timeout += self._link.patience  # time for nodes to reconnect to a restarted coordinator
 
         def work(store: dist.Store) -> Generation:
             self.progress.idle(what, timeout)
@@ -127,29 +133,29 @@ class Member:
         return self._ask(what, work)
 
     def store(self, generation: Generation) -> dist.PrefixStore:
-        """The store of a generation: for `init_process_group`, and for notes among its ranks."""
+        """Store of a generation, for `init_process_group` and for data shared among its ranks."""
         return dist.PrefixStore(f"{prefix_of(generation)}/of ranks", self._link.store)
 
     def own_store(self, generation: Generation) -> dist.Store:
-        """The same, over a connection of its own, which may be cut."""
+        """Store of a generation over its own connection, which may be cut."""
 
         def work(store: dist.Store) -> dist.Store:
-            store.check([NEWEST])  # fails at once where the coordinator is gone, as `clone` does not
+            store.check([NEWEST])  # fails at once if the coordinator is gone; `clone` does not
             found: dist.Store = self.store(generation).clone()  # type: ignore[attr-defined]
             return found
 
         return self._ask("connecting to the store of a generation", work)
 
     def over(self, generation: Generation) -> bool:
-        """Whether the generation has ended: a node is lost, or a step was decided "regroup"."""
+        """True if the generation has ended: a node is lost, or a step was decided "regroup"."""
         return self._ask("asking whether the generation is over", lambda store: _is_over(store, generation))
 
     def vote(self, generation: Generation, step: int) -> Answer:
-        """This rank has the whole gradient of `step`: may it be applied? The same answer on all ranks.
+        """Vote on applying the gradient of `step`, which this rank has in full. All ranks get the same answer.
 
-        "commit": yes. "regroup": yes, and then take the next generation (nodes join or leave). "abort": no: drop the
-        gradients and take the next generation. Each step is voted on once in a generation, and every rank of it that
-        trains votes. Raises ResilienceError when nothing is decided within the member's timeout.
+        "commit": apply the gradient. "regroup": apply it, then take the next generation (nodes join or leave). "abort":
+        drop the gradient and take the next generation. Every training rank of a generation votes once per step. Raises
+        ResilienceError if there is no decision within the member's timeout.
         """
         world, what, timeout = generation.world, f"voting on step {step}", self.timeout + self._link.patience
 
@@ -170,7 +176,10 @@ class Member:
         return answer
 
     def gave_up(self, generation: Generation, reason: str) -> None:
-        """This rank cannot go on in the generation: the coordinator looks who is lost, and makes the next one."""
+        """Reports that this rank cannot continue in the generation.
+
+        The coordinator finds lost nodes and creates the next generation.
+        """
         prefix, words = prefix_of(generation), f"rank {self.rank(generation)}: {reason[:500]}"
 
         def work(store: dist.Store) -> None:
@@ -180,16 +189,19 @@ class Member:
         self._ask("giving up a generation", work)
 
     def end(self, reason: str) -> None:
-        """No generation can go on with the run: the coordinator ends it, and tells all nodes why."""
+        """Ends the run because no generation can continue it. The coordinator sends the reason to all nodes."""
         self._ask("ending the run", lambda store: store.compare_set(ENDS, "", reason[:500]))
 
     def copied(self, generation: Generation) -> None:
-        """This rank has all layers that it needs: as far as it is concerned, the leaving nodes may go."""
+        """Reports that this rank has all layers that it needs, and no longer needs the leaving nodes."""
         self._ask("saying that layers are copied", lambda store: store.add(f"{prefix_of(generation)}/{COPIED}", 1))
 
     def released(self, generation: Generation, timeout: float) -> bool:
-        """Of a rank whose node leaves: True when nobody needs its layers any more, False when the generation is over
-        before that and the next one is to be taken. Raises ResilienceError after `timeout` seconds."""
+        """Waits until the layers of a leaving rank are no longer needed.
+
+        True when all layers are copied. False if the generation ended first; then take the next one. Raises
+        ResilienceError after `timeout` seconds.
+        """
         what = f"node {self.node} waiting to be released"
 
         def work(store: dist.Store) -> bool:
@@ -206,15 +218,18 @@ class Member:
         return self._ask(what, work)
 
     def _say_again(self, store: dist.Store) -> None:
-        """What a new store has to know of this rank, whatever it does just now."""
+        """Writes this rank's state to a new store: its templates and its readiness."""
         if self._templates:
             store.compare_set(TEMPLATES, "", self._templates)
         if self._is_ready:
             store.add(f"{READY}/{self.node}", 1)
 
     def _ask(self, what: str, work: Callable[[dist.Store], T]) -> T:
-        """What `work` comes to with the coordinator's store; it is done again from its beginning when that is gone and
-        there is a new one. Raises ResilienceError when there is none."""
+        """Result of `work` on the coordinator's store.
+
+        After a coordinator restart, `work` is repeated from its beginning on the new store. Raises ResilienceError if
+        the coordinator does not come back.
+        """
         while True:
             store = self._link.store
             try:
@@ -237,16 +252,16 @@ class Member:
 
 
 def cast(store: dist.Store, generation: Generation, step: int) -> None:
-    """Casts a rank's vote for a step: once in each store."""
+    """Casts a rank's vote for a step, once per store."""
     prefix = prefix_of(generation)
     if store.add(f"{prefix}/{VOTES}/{step}", 1) == generation.world:
         store.set(f"{prefix}/{VOTED}", str(step))
 
 
 def decided(store: dist.Store, generation: Generation, step: int) -> Answer | None:
-    """What became of a vote; None: nothing yet."""
+    """Result of a vote; None if undecided."""
     key = f"{prefix_of(generation)}/{DECISION}/{step}"
-    over = _is_over(store, generation)  # first: from then on nothing more is decided
+    over = _is_over(store, generation)  # read first: no decision follows the end of a generation
     if store.check([key]):
         return _answer(store.get(key))
     return "abort" if over else None
@@ -257,9 +272,9 @@ def _is_over(store: dist.Store, generation: Generation) -> bool:
 
 
 def _looking(seconds: float) -> Iterator[None]:
-    """Looks at the store, for so many seconds. Pauses grow with the wait, so that they prolong it by an eighth at most.
+    """Polling loop of the store, for `seconds`. Pauses grow with the wait and prolong it by at most 1/8.
 
-    Not `Store.wait`: it cannot wait for one of two keys, and writes a warning whenever its time is up.
+    `Store.wait` is not used: it cannot wait for either of two keys, and logs a warning at each timeout.
     """
     begin = time.monotonic()
     while True:
@@ -271,12 +286,12 @@ def _looking(seconds: float) -> Iterator[None]:
 
 
 def prefix_of(generation: Generation) -> str:
-    """Where the store keeps what concerns a generation."""
+    """Key prefix of a generation in the store."""
     return prefix_of_number(generation.number)
 
 
 def prefix_of_number(number: int) -> str:
-    """The same of the generation of that number."""
+    """Key prefix of generation `number` in the store."""
     return f"of generation/{number}"
 
 

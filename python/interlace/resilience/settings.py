@@ -1,4 +1,4 @@
-"""What supervisors and the coordinator of an elastic run agree on: the [resilience] section of its config, as data."""
+"""Settings of an elastic run: the [resilience] section of its config, for supervisors and coordinator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """See `interlace.train.schema_resilience.Resilience` for what each means. min_nodes 0: as the ranks propose.
-    patience: its coordinator_patience.
+    """Fields are explained in `interlace.train.config.resilience.Resilience`.
+
+    min_nodes: 0 takes the ranks' proposal. patience: coordinator_patience of the config.
     """
 
     nodes: int

@@ -1,9 +1,9 @@
-"""Layers, moments and averages that a rank needs in a new generation and does not have, copied from ranks that do.
+"""State transfer: layers, moments and averages that a rank lacks in a new generation, copied from other ranks.
 
-Who has what is known of all ranks, so each finds the same transfers alone (`assign`). All are under way at once, spread
-over the sources, on a process group of their own that also has the ranks of leaving nodes. Nothing is copied that is
-there. What is large is sent from where it lies and received where it belongs; small tensors share a message, as a
-message costs about 0.1 ms however small it is.
+The contents of all ranks are known everywhere, so each rank computes the same transfers without communication
+(`assign`). All transfers run concurrently, spread over the sources. They use their own process group, which includes
+the ranks of leaving nodes. Tensors that a rank already has are not copied. Large tensors are sent and received in
+place. Small tensors share a message, because each message costs about 0.1 ms.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from interlace.resilience.errors import ResilienceError
 
-ALONE = 1 << 20  # bytes from which on a tensor is a message by itself
-TOGETHER = 4 << 20  # bytes of small ones that share a message, at most
-PIECE = 64 << 20  # bytes of a message, at most: several are under way, so that no end of the link waits
-NEARBY = 8.0  # how many times as fast a source on the same host is taken to be
+ALONE = 1 << 20  # bytes: tensors of at least this size get their own message
+TOGETHER = 4 << 20  # bytes: largest message of small tensors
+PIECE = 64 << 20  # bytes: largest message; several are in flight, so that neither end of the link waits
+NEARBY = 8.0  # assumed speed of a source on the same host, relative to one on another host
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Name of a parameter -> "weight", "exp_avg", ... -> the tensor."""
@@ -38,13 +38,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Takeover:
-    """transfers: by source, then receiver. orphans: parameters that some rank needs and no rank has."""
+    """Set of transfers.
+
+    transfers: sorted by source, then receiver. orphans: parameters that a rank needs and no rank has.
+    """
 
     transfers: tuple[Transfer, ...]
     orphans: tuple[str, ...]
 
     def bytes(self, sizes: Sequence[Mapping[str, int]]) -> int:
-        """Of all transfers. sizes: as `assign` takes them."""
+        """Bytes of all transfers. sizes: as in `assign`."""
         return sum(sizes[each.to % len(sizes)][name] for each in self.transfers for name in each.names)
 
 
@@ -54,17 +57,17 @@ def assign(
     sizes: Sequence[Mapping[str, int]],
     hosts: Mapping[int, str],
 ) -> Takeover:
-    """Which source sends what to whom, so that the last transfer ends early.
+    """Transfers with a source and a receiver each, chosen so that the last transfer ends early.
 
-    Largest first, each to be sent by the source that would have ended soonest: a source or a receiver sends or takes
-    one thing after the other, `NEARBY` times as fast inside a host. (Scheduling on unrelated machines, greedily:
+    Parameters are assigned largest first, each to the source that would finish earliest. A source sends, and a receiver
+    receives, one parameter at a time, `NEARBY` times as fast inside a host. (Greedy scheduling on unrelated machines:
     Graham's list scheduling.)
 
     Args:
-        needed: rank -> the parameters that it is to have.
-        held: rank -> those that it has; ranks that only give are in it, too.
-        sizes: for each place in a lane: parameter -> bytes of all that a rank there has of it. A rank's place is its
-            number modulo that of places, and what it lacks comes from ranks of the same place.
+        needed: rank -> parameters that it needs.
+        held: rank -> parameters that it has; includes ranks that only send.
+        sizes: for each place in a lane: parameter -> bytes of all tensors that a rank there has of it. A rank's place
+            is its number modulo the number of places. Missing parameters come from ranks of the same place.
         hosts: rank -> its host.
     """
     lane = len(sizes)
@@ -76,7 +79,7 @@ def assign(
         for name in names:
             if (name, rank % lane) in sources:
                 sources[name, rank % lane].append(rank)
-    sends = dict.fromkeys(held, 0.0)  # when each would be free again
+    sends = dict.fromkeys(held, 0.0)  # time at which each is free again
     takes = dict.fromkeys(needed, 0.0)
     found: dict[tuple[int, int], list[str]] = {}
     order = {name: at for at, name in enumerate(dict.fromkeys(chain(*sizes)))}
@@ -102,13 +105,13 @@ def assign(
 def copy(
     takeover: Takeover, rank: int, group: Any, held: Tensors, into: Tensors, *, done: Callable[[], None] = lambda: None
 ) -> int:
-    """Carries out this rank's transfers; returns the bytes that it received.
+    """Executes this rank's transfers; returns the bytes received.
 
-    group: a `ProcessGroupGloo` of all ranks (also None where there are no transfers). held: what this rank sends from.
-    into: what it receives, filled in place; of each parameter the same tensors as its source holds. done: called after
-    each message, for who watches that this rank moves.
+    group: a `ProcessGroupGloo` of all ranks (may be None if there are no transfers). held: tensors to send from.
+    into: tensors to receive, filled in place; for each parameter the same tensors as its source holds.
+    done: called after each message, as a sign of progress.
 
-    Raises ResilienceError where a peer is lost.
+    Raises ResilienceError if a peer is lost.
     """
     waits: list[tuple[Any, Callable[[], None]]] = []
     received = 0
@@ -135,18 +138,18 @@ def copy(
 
 
 class _Message:
-    """Tensors that travel together, as bytes; a single one from where it lies."""
+    """Tensors sent together, as bytes; a single tensor is sent without a copy."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
     def flat(self) -> Tensor:
-        """What is sent."""
+        """Bytes to send."""
         parts = [_bytes_of(tensor) for tensor in self.tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def room(self) -> tuple[Tensor, Callable[[], None]]:
-        """What is received into, and what then puts it where it belongs."""
+        """Receive buffer, and a function that then copies it into the tensors."""
         if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
             return _bytes_of(self.tensors[0]), lambda: None
         flat = torch.empty(sum(tensor.nbytes for tensor in self.tensors), dtype=torch.uint8)
@@ -154,7 +157,7 @@ class _Message:
         def put() -> None:
             parts = flat.split([tensor.nbytes for tensor in self.tensors])
             for tensor, part in zip(self.tensors, parts, strict=True):
-                # A part may begin where no number of this dtype may: its own memory does not.
+                # A part may be misaligned for this dtype; its clone is aligned.
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
         return flat, put
@@ -167,7 +170,7 @@ def _in_order(names: Sequence[str], tensors: Tensors) -> Iterator[Tensor]:
 
 
 def _messages(tensors: Iterator[Tensor]) -> Iterator[_Message]:
-    """The tensors in messages: the same on both sides, as sizes alone decide."""
+    """Groups tensors into messages. Both sides agree, because grouping depends on sizes only."""
     small: list[Tensor] = []
     size = 0
     for tensor in tensors:

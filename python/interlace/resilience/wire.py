@@ -1,9 +1,19 @@
-"""What supervisors and the coordinator tell each other: tables in JSON, one to a line. Nothing is ever executed.
+"""Messages between supervisors and coordinator: JSON tables, one per line. Received data is never executed.
 
-A supervisor says hello (who it is, and of which run, if a coordinator that is gone has taken it in already), alive,
-exited (a rank of its ended), done (all of them ended well), leaving (it was asked to go) and stalled (which ranks stand
-still). The coordinator says welcome (where the store is, and whether the coordinator may be started again), alive, and
-goodbye (why the supervisor has to end its ranks and itself), which also says that exited or done has been heard.
+From a supervisor:
+
+- hello: its identity, and its run if a previous coordinator has admitted it
+- alive: heartbeat
+- exited: a rank has failed
+- done: all ranks have ended successfully
+- leaving: the node was asked to leave
+- stalled: list of stalled ranks
+
+From the coordinator:
+
+- welcome: port of the store, and the identity of the run if the coordinator can be restarted
+- alive: heartbeat
+- goodbye: reason why the supervisor must end its ranks and itself; also acknowledges exited and done
 """
 
 from __future__ import annotations
@@ -14,13 +24,13 @@ import socket
 from typing import Any
 
 VERSION = 3
-LONGEST = 1 << 18  # bytes of a line
+LONGEST = 1 << 18  # largest line, bytes
 FOREIGN = "the other end does not speak this protocol"
-AHEAD = 5.0  # signs of life in each heartbeat
+AHEAD = 5.0  # alive messages per heartbeat
 
 
 class Line:
-    """One end of a connection. Sends do not block: what the other end does not take is lost with the connection."""
+    """One end of a connection. Sends do not block; a failed send closes the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -28,10 +38,10 @@ class Line:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._read = b""
-        self.closed = ""  # why, once it is
+        self.closed = ""  # reason, once closed
 
     def say(self, kind: str, **values: Any) -> None:
-        """Sends a table. Where that fails, `closed` says why."""
+        """Sends a table. On failure, `closed` has the reason."""
         if self.closed:
             return
         raw = json.dumps({"kind": kind, **values}).encode() + b"\n"
@@ -42,7 +52,7 @@ class Line:
             self.closed = error.strerror or str(error)
 
     def hear(self) -> list[dict[str, Any]]:
-        """The tables that have come. Where the connection has ended, `closed` says why."""
+        """Received tables. If the connection has ended, `closed` has the reason."""
         try:
             while raw := self.socket.recv(1 << 16):
                 self._read += raw

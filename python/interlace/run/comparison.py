@@ -1,7 +1,7 @@
-"""What the ranks of a step must have alike: the model and how it is cut, the options, the global batch.
+"""Fingerprints that ranks compare before a step: the model, its layout, the options, the global batch.
 
-Each rank makes one number of it, which they compare when a step begins. Only if the numbers differ do they tell each
-other the texts behind them, to say what differs.
+Each rank hashes them to one number. Ranks compare these numbers when a step begins. They exchange the texts behind the
+numbers only if the numbers differ, to report the difference.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from interlace.comm.agreement import Fingerprint
-from interlace.comm.channel import Channel
-from interlace.comm.transports.base import Arguments
+from interlace.comm.channels.base import Channel
+from interlace.comm.process.agreement import Arguments, Fingerprint
 from interlace.comm.transports.header import differences
 from interlace.layout import Layout
 from interlace.model import MultimodalModel
 
 
 def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Arguments:
-    """What every rank passes alike to `parallelize`, but for the values of weights."""
+    """Arguments of `parallelize` that must be equal on all ranks; values of weights are not compared."""
     parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in mllm.named_parameters()]
     return Arguments(
         modules=", ".join(mllm.modules_order()), parameters=Fingerprint(repr(parameters), []),
@@ -30,7 +29,7 @@ def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Argume
 
 
 def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
-    """What every rank passes alike to a step: the global batch in its groups, but for the data of media."""
+    """Arguments of a step that must be equal on all ranks: the global batch in its groups, without media data."""
     samples = [sample for group in groups for sample in group]
     media = [
         {
@@ -44,7 +43,7 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
     digests = [sample.digest for sample in samples]
     if None in digests:
         content = Fingerprint(f"{sizes} {media}", [ids for s in samples for ids in (s.input_ids, s.labels)])
-    else:  # of streams, whose tokens are where they are needed
+    else:  # streams: a rank has only the tokens that it needs
         content = Fingerprint(f"{sizes} {media} {digests}", [])
     return Arguments(
         groups=len(sizes), samples=len(samples), tokens=sum(map(len, samples)), content=content,
@@ -52,7 +51,7 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
 
 
 def disagreement(said: Mapping[int, str]) -> str:
-    """How the texts of `Arguments`, by rank, differ from the first one; "" if they do not."""
+    """Differences between the texts of `Arguments` (by rank) and the first one; "" if there are none."""
     (first, mine), *others = said.items()
     for rank, theirs in others:
         if theirs != mine:
@@ -61,29 +60,28 @@ def disagreement(said: Mapping[int, str]) -> str:
 
 
 def number(*parts: object) -> int:
-    """48 bits of what is given: a float64 holds them."""
+    """48-bit hash of the arguments: a float64 holds it exactly."""
     text = "\n".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
 def begin(channel: Channel | None, digest: int, refused: bool, model: str, given: str) -> Callable[[], None]:
-    """Begin to compare what the ranks of a step were given; the returned call ends it.
+    """Start to compare the inputs of a step between ranks; the returned call finishes the comparison.
 
-    channel: None where one process plays all ranks, which then have the same. digest: `number` of all of it. refused:
-    this rank cannot run its batch. model, given: the texts behind the digest, which travel only if digests differ.
-    The call raises ValueError, on all ranks alike, if a rank refused or was given something else; CommError if one is
-    lost.
+    channel: None if one process runs all ranks (no comparison needed). digest: `number` of all inputs. refused:
+    this rank cannot run its batch. model, given: the texts behind the digest, sent only if digests differ.
+    The call raises ValueError, on all ranks, if a rank refused or has other inputs; CommError if a rank is lost.
     """
     if channel is None or channel.world == 1:
         return lambda: None
-    channel.begin(0)  # until it is known that all ranks have the same table
+    channel.begin(0)  # until the comparison has shown that all ranks have the same table
     numbers = torch.tensor([float(digest), float(refused)], dtype=torch.float64)
     pending = channel.start_all_gather(numbers, "start of the step")
 
     def compare() -> None:
         everyone = pending.wait()
         if refused:
-            return  # it says so itself
+            return  # the caller raises its own error
         if bad := everyone[:, 1].nonzero().flatten().tolist():
             ranks = ", ".join(map(str, bad))
             raise ValueError(f"rank {ranks} refused its batch, so no rank runs this step: see its error")

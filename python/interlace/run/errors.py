@@ -1,19 +1,19 @@
-"""PipelineError, and the channel's errors as such."""
+"""PipelineError, and conversion of the channel's errors to it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from interlace.comm.channel import CommError
+from interlace.comm.channels.base import CommError
 
 
 class PipelineError(RuntimeError):
-    """A step cannot go on: names the rank, the action and what was being waited for."""
+    """A step cannot continue: names the rank, the action and the awaited message or collective."""
 
 
 def wait_of(error: BaseException | None) -> CommError | None:
-    """What caused `error` and says for which ranks this one waited in vain; None where that is not the cause."""
+    """The CommError behind `error` that lists the ranks waited for without success; None if there is no such cause."""
     while error is not None:
         if isinstance(error, CommError) and error.waited:
             return error
@@ -23,7 +23,7 @@ def wait_of(error: BaseException | None) -> CommError | None:
 
 @contextlib.contextmanager
 def as_pipeline_errors() -> Iterator[None]:
-    """A CommError inside becomes a PipelineError in the same words."""
+    """Converts a CommError raised inside to a PipelineError with the same message."""
     try:
         yield
     except CommError as error:

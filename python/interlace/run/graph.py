@@ -1,4 +1,4 @@
-"""What a layout means for a model: its stage graph for the generators, and which layer a parameter belongs to."""
+"""Stage graph of a layout for a model, and the layer that each parameter belongs to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from torch import nn
 
 from interlace.layout import Layout
-from interlace.layout.reductions import uneven
 from interlace.model.rows import PACKED, ROWS
 from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
@@ -18,10 +17,10 @@ from interlace.schedule import Op, StageGraph, StepTable
 
 
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
-    """The nodes and links of `layout`, and what of it is trained in `mllm`.
+    """The nodes and links of `layout`, with the trainable layers of `mllm`.
 
-    Raises ValueError where the layout is of another model, or shards tied weights whose layers are together in some
-    replicas and apart in others.
+    Raises ValueError if the layout is of another model, or if it shards tied weights whose layers are together in some
+    replicas and on different stages in others.
     """
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
@@ -37,14 +36,14 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
 
 
 def _repeating(mllm: Any) -> frozenset[str]:
-    """The modules that may run a layer several times for one chunk: those that may call their layers for some of its
-    samples or items at a time, and those that have one layer at several places."""
+    """The modules that may run a layer several times for one chunk: they call their layers for some of the chunk's
+    samples or items at a time, or have one layer at several places."""
     found = set()
     for name in mllm.modules_order():
         layers, packing, limit = mllm.layer_list(name), mllm.packing[name], None
         if name not in mllm.encoders:
             limit = mllm.language_settings.limit
-            packing = PACKED if packing == ROWS else packing  # its samples are one batch then, those of encoders not
+            packing = PACKED if packing == ROWS else packing  # one batch of rows here, but not in encoders
         if packing != PACKED or limit is not None or len(set(map(id, layers))) < len(layers):
             found.add(name)
     return frozenset(found)
@@ -53,7 +52,8 @@ def _repeating(mllm: Any) -> frozenset[str]:
 def edges(graph: StageGraph) -> list[tuple[int, int]]:
     """(from, to) of all ranks between which a step may send, activations one way and gradients the other; sorted.
 
-    Replicas of a module feed those of another one with equally many each its own, any of them otherwise (see table.py).
+    If two modules have equally many replicas, each replica feeds the one of the same number; else any replica may feed
+    any other (see table.py).
     """
     layout = graph.layout
     pairs = [pair for pipeline in layout.pipelines() for pair in pairwise(pipeline.stages)]
@@ -82,8 +82,8 @@ def groups(graph: StageGraph) -> list[tuple[int, ...]]:
 
 
 def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """The layers of trained weights that live in several stages, once for all weights that live in the same ones.
-    Raises ValueError for what no rank could hold."""
+    """The layers of trained weights that are in several stages; one entry for all weights in the same layers.
+    Raises ValueError for tied weights that the ranks cannot hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
     layer_of = parameter_layers(mllm)
     found: dict[tuple[tuple[str, int], ...], None] = {}
@@ -105,7 +105,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             for pipeline in layout.pipelines(places[0][0])
         ]
         spec = layout.spec(places[0][0])
-        if trained and spec.shard != "none" and uneven(layout, places[0][0], [layer for _, layer in places]):
+        if trained and spec.shard != "none" and layout.uneven(places[0][0], [layer for _, layer in places]):
             raise ValueError(
                 f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others, "
                 f"which with shard = {spec.shard!r} would keep other slices of it: cut and place all alike"
@@ -122,7 +122,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
 
 
 def check_read(graph: StageGraph, table: StepTable) -> None:
-    """Raises ValueError for a chunk of an encoder that nobody reads: its backward would wait for a gradient."""
+    """Raises ValueError for a chunk of an encoder without a reader: its backward would wait for a gradient."""
     feeding, read = {producer for producer, _ in graph.links}, set(table.links[:, 0].tolist())
     unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
     if unread is not None:
@@ -130,7 +130,7 @@ def check_read(graph: StageGraph, table: StepTable) -> None:
 
 
 def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
-    """Name of a parameter -> (module, the layer that it travels with)."""
+    """Name of a parameter -> (module, the layer that it is placed with)."""
     found = {}
     for module in mllm.modules_order():
         layers = mllm.layers(module)
@@ -138,13 +138,13 @@ def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
         homes = [(f"{part.name}.", layer.index) for layer in layers for part in layer.parts]
         for name, _ in mllm.named_parameters(remove_duplicate=False):
             if name.startswith(whole):
-                # What is registered beside the layers and is no part of its own precedes them.
+                # Parameters beside the layers that belong to no listed part count to the first layer.
                 found[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
     return found
 
 
 def users_of(whole: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """id of a parameter of `whole` -> which layers have it, counted from 1; 0: what lies beside these has it, too."""
+    """id of a parameter of `whole` -> the layers that have it, counted from 1; 0: modules beside the layers have it."""
     users: dict[int, set[int]] = {}
     for number, layer in enumerate(layers, 1):
         for parameter in layer.parameters():
@@ -165,7 +165,7 @@ def stage_durations(
 ) -> dict[tuple[Op, str, int], float]:
     """Seconds of FORWARD, BACKWARD and its halves of every stage, for `simulate`.
 
-    costs: of one chunk, measured or counted. Stages are those of the first replica. BACKWARD_WEIGHT is what the
+    costs: of one chunk, measured or counted. Stages are those of the first replica. BACKWARD_WEIGHT is the time that
     gradients of trained weights add, BACKWARD_INPUT the rest of the BACKWARD.
     """
     per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)

@@ -1,17 +1,16 @@
-"""Lanes of several ranks: which layouts run, how the stages of a lane are cut, and what connects its ranks.
+"""Lanes of several ranks: supported layouts, the cut of a lane's stages, and the connections of its ranks.
 
-A lane has tp * cp ranks, tensor-parallel ones innermost: place c * tp + t. The tp ranks of one c hold the same rows and
-a piece of each weight inside the blocks that a plan cuts; the cp ranks of one t hold the same weights, and of the rows
-of a chunk the shares of `interlace.parallel.context`.
+A lane has tp * cp ranks, tensor-parallel ones innermost: place c * tp + t. The tp ranks of one c hold the same rows,
+and a piece of each weight inside the blocks that a plan cuts. The cp ranks of one t hold the same weights, and their
+shares of the rows of a chunk (`interlace.parallel.context`).
 
-With sequence parallelism the rows inside each stage are cut among the tp ranks too, before its first block, and joined
-after its last one, so that norms and residuals between the products work on 1 / tp of them. A language model's
-embeddings and head are cut by their words where they are plain and make its logits; what else lies beside the blocks
-that a plan cuts (a last norm, a projector) is whole on every rank, as are the rows there and those that travel between
-stages.
+With sequence parallelism the rows inside each stage are also cut among the tp ranks: split before its first block and
+joined after its last one. So norms and residuals between the products work on 1 / tp of the rows. A language model's
+embeddings and head are cut by vocabulary if they are plain and the head makes its logits. All other modules beside the
+cut blocks (a last norm, a projector) are whole on every rank, as are the rows there and those sent between stages.
 
-Rows of any number are cut: all are there in every attention, no more and no fewer, so that masks, positions and labels
-stay what they are (see `interlace.parallel.tensor`).
+Any number of rows can be cut, without padding: every attention sees exactly all rows, so masks, positions and labels do
+not change (see `interlace.parallel.tensor`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, ParallelSpec
 from interlace.model.language import merge_tokens
 from interlace.model.patterns import is_adapter
+from interlace.model.probe.encoder import encoder_takes_any_order
+from interlace.model.probe.language import language_takes_any_order
 from interlace.model.rows import PACKED
-from interlace.model.stage import StageModule
-from interlace.model.switch import NAMES
-from interlace.model.trial_encoder import encoder_takes_any_order
-from interlace.model.trial_language import language_takes_any_order
+from interlace.model.stages.attention_switch import NAMES
+from interlace.model.stages.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
@@ -50,13 +49,13 @@ class Place:
 
     @classmethod
     def of(cls, number: int, lane: Lane, tp: int) -> Place:
-        """That of rank `number`; its groups are not connected yet."""
+        """The place of rank `number`; its groups are not connected yet."""
         size, (tensor, context) = len(lane.ranks), lane.places(number, tp)
         everyone = Ranks.at(lane.ranks.index(number), size)
         return cls(lane.ranks, everyone, Ranks.at(tensor, tp), Ranks.at(context, size // tp))
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
-        """Have the ranks of each of its groups speak over the transport of that group."""
+        """Connect the ranks of each of its groups to the transport of that group."""
         lane, tp = Lane(self.ranks), self.tp.world
         groups = self.ranks, lane.tp_groups(tp)[self.cp.rank], lane.cp_groups(tp)[self.tp.rank]
         for ranks, group in zip((self.lane, self.tp, self.cp), groups, strict=True):
@@ -65,7 +64,7 @@ class Place:
 
 
 def groups_of(layout: Layout) -> list[tuple[int, ...]]:
-    """The ranks that speak with each other inside lanes, in an order that is the same everywhere: see `Place`."""
+    """The groups of ranks that communicate inside lanes, in the same order on every rank: see `Place`."""
     found: dict[tuple[int, ...], None] = {}
     for stage in layout.stages():
         for lane in stage.lanes:
@@ -76,17 +75,17 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def check_stages(mllm: Any, layout: Layout) -> None:
-    """Raises ValueError for a layout that cuts a module where it cannot be cut, as its ranks would."""
+    """Raises ValueError, as the ranks would, for a layout that cuts a module where this is not possible."""
     for module, start, stop in dict.fromkeys((stage.module, stage.start, stage.stop) for stage in layout.stages()):
         mllm.check_stage(module, start, stop)
 
 
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
-    """The graph of a layout with what the ranks of its lanes sum besides, and the modules whose rows are cut.
+    """The graph of a layout with the additional sums inside lanes, and the modules whose rows are cut.
 
-    Raises ValueError for lanes that this version does not run, for a module that its tp or cp cannot cut, and for one
-    that, in training, drops at random there. Every rank checks all modules: so all refuse what one of them could not
-    hold, before any waits for another.
+    Raises ValueError for lanes that this version does not support, for a module that its tp or cp cannot cut, and for
+    such a module with dropout in training. Every rank checks all modules. So all ranks raise the same error before any
+    of them waits for another.
     """
     layout = graph.layout
     in_part: set[str] = set()
@@ -122,7 +121,7 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
 
 def _check_tied_in_part(graph: StageGraph, name: str, whole: StageModule, in_part: set[str]) -> None:
     """Raises ValueError for a tied weight that ranks use in part, and that is on one lane in some replicas and on
-    several in others: its gradients are neither summed over whole lanes with those of its layer nor by place."""
+    several in others: neither the sum over whole lanes nor the sum by place is right for its gradients."""
     if not any(module == name for number in graph.uneven for module, _ in graph.tied[number]):
         return
     aliases: dict[int, list[str]] = {}
@@ -137,16 +136,16 @@ def _check_tied_in_part(graph: StageGraph, name: str, whole: StageModule, in_par
 
 
 class HowCut(NamedTuple):
-    """rows: whether the rows of a module are cut, too. in_part: the names of the weights that a rank uses in part."""
+    """rows: whether the rows of a module are also cut. in_part: the names of the weights that a rank uses in part."""
 
     rows: bool
     in_part: set[str]
 
 
 def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
-    """How module `name`, all of whose layers are in `whole`, is cut among `tp` > 1 ranks.
+    """The cut of module `name` among `tp` > 1 ranks. whole: a stage with all its layers.
 
-    Raises ValueError for one that cannot be cut among so many.
+    Raises ValueError for a module that cannot be cut among this number of ranks.
     """
     try:
         if name in mllm.encoders and mllm.encoders[name].implementation not in NAMES:
@@ -166,12 +165,12 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
         ) from error
 
 
-# Settings of a config by which a model changes its inputs at random in training: masked frames, moved positions.
+# Config settings that change inputs at random in training: masked frames, moved positions.
 _DRAWN = ("mask_time_prob", "mask_feature_prob", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
 def _draws(mllm: Any, name: str) -> str:
-    """What in module `name` draws random numbers as it is now, and its rate; empty if nothing is seen that does."""
+    """The part of module `name` that draws random numbers in its current mode, and its rate; empty if none is found."""
     whole = f"encoders.{name}" if name in mllm.encoders else name
     for path, part in mllm.get_submodule(whole).named_modules(prefix=whole):
         config = getattr(part, "config", None) if part.training else None
@@ -186,10 +185,11 @@ def _draws(mllm: Any, name: str) -> str:
 
 
 def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part: Collection[str]) -> None:
-    """Raises ValueError where a shard would leave large weights whole: of what ranks use in part, only norms and
-    adapters are small.
+    """Raises ValueError if a shard would leave large weights whole. Among weights used in part, only norms and adapters
+    are small.
 
-    Their gradients are summed over whole lanes, and so they are not shared out (see `interlace.run.ranks`).
+    Gradients of weights used in part are summed over whole lanes, so these weights are not sharded (see
+    `interlace.run.execute.ranks`).
     """
     held = dict(whole.named_parameters(remove_duplicate=False))
     large = [key for key in sorted(in_part) if held[key].requires_grad and held[key].dim() > 1 and not is_adapter(key)]
@@ -203,7 +203,7 @@ def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part
 
 
 def _not_dealt(mllm: Any, name: str) -> str:
-    """Why the rows of a module's chunks cannot be dealt among ranks; empty where they can."""
+    """The reason why the rows of a module's chunks cannot be distributed among ranks; empty if they can."""
     mixes = "its layers mix rows, or know their places, otherwise than by attention and position ids, as a trial shows"
     if name in mllm.encoders:
         encoder = mllm.encoders[name]
@@ -217,7 +217,7 @@ def _not_dealt(mllm: Any, name: str) -> str:
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:
-    """The plan of a stage. Raises Unknown where it cannot be derived from its blocks."""
+    """The tensor-parallel plan of a stage. Raises Unknown if it cannot be derived from its blocks."""
     plan = derived_plan(stage)
     for path, part in stage.named_modules():
         if any(parameter is not None for parameter in part._parameters.values()):
@@ -231,17 +231,18 @@ def plan_of(stage: StageModule) -> dict[str, str]:
 def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
     """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
 
-    Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), in those
-    with a second list of blocks, whose rows may be others, and in encoders that tell their layers where all rows lie.
+    They cannot if rows interact outside attention. This concerns modules that process samples separately for this
+    reason (`mllm.packing`), modules with a second list of blocks, whose rows may differ, and encoders that pass the
+    positions of all rows to their layers.
     """
     told = name in mllm.encoders and mllm.encoders[name].is_told
     return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not told
 
 
 def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
-    """Cut the stage in place for this rank's place in its lane. rows: theirs too.
+    """Cut the stage in place for this rank's place in its lane. rows: cut its rows, too.
 
-    Returns the names of the weights that a rank uses in part, whose gradients the lane sums once per step.
+    Returns the names of the weights that a rank uses in part; the lane sums their gradients once per step.
     """
     plan = plan_of(stage)
     in_part = used_in_part(stage, plan, sequence_parallel=rows)
@@ -251,7 +252,7 @@ def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
 
 
 def rows_of_plan() -> int:
-    """The rows that blocks now take: every call of a stage has a plan, which is there again where it is recomputed."""
+    """Rows of the current call of a stage: each call has an attention plan, which recomputation restores."""
     plan, _ = current_plan()
     assert plan is not None
     return plan.q_len

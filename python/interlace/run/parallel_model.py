@@ -1,8 +1,8 @@
 """`ParallelModel`: this process's share of a model, and `step(samples)` that trains it.
 
-Every rank is given the same samples, the global batch; which of them it works on says the step's table, and media that
-it does not run may be undecoded. The loss is normalised by the number of valid targets of the whole batch, so the
-gradients equal those of ``mllm(**mllm.collate(samples))`` in one process.
+Every rank receives the same samples, the global batch. The step's table assigns them to ranks; media that a rank does
+not run may be undecoded. The loss is normalised by the number of valid targets of the whole batch, so the gradients
+equal those of ``mllm(**mllm.collate(samples))`` in one process.
 """
 
 from __future__ import annotations
@@ -16,91 +16,70 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interlace.comm.agreement import Fingerprint
-from interlace.comm.channel import Channel
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
+from interlace.comm.channels.base import Channel
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.comm.transports import Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.layout import Layout
-from interlace.model import Checkpointing, Media, MultimodalModel
+from interlace.model import Media, MultimodalModel
 from interlace.parallel.region import Region
 from interlace.run import comparison
-from interlace.run.ahead import TablesAhead
-from interlace.run.assign import Method, assigner_of
-from interlace.run.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
-from interlace.run.deals import deals_of
-from interlace.run.device import autocast as autocast_to
-from interlace.run.device import clock, current, device_of, drawing, seconds
-from interlace.run.dispatch import Balance, dispatcher_of
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.gradients import squares, totals, whole_gradients
+from interlace.run.execute.device import autocast as autocast_to
+from interlace.run.execute.device import clock, current, device_of, drawing, seconds
+from interlace.run.execute.gradients import squares, totals, whole_gradients
+from interlace.run.execute.ranks import make_ranks
+from interlace.run.execute.result import StepResult, as_text, measured, times_of
+from interlace.run.execute.step import Step
+from interlace.run.execute.threads import run_threads
+from interlace.run.execute.weights import Pieces, Trained, Views
 from interlace.run.graph import edges, groups, stage_graph
 from interlace.run.lanes import groups_of, with_lanes
-from interlace.run.lists import Lists
-from interlace.run.needs import Needs, needs_of
-from interlace.run.ranks import make_ranks
-from interlace.run.result import StepResult, as_text, measured, times_of
-from interlace.run.step import Step
-from interlace.run.threads import run_threads
-from interlace.run.weights import Pieces, Trained, Views
-from interlace.schedule import Options, Schedule, StepTable
+from interlace.run.options import StepOptions
+from interlace.run.tables.ahead import TablesAhead
+from interlace.run.tables.assign import assigner_of
+from interlace.run.tables.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
+from interlace.run.tables.deals import deals_of
+from interlace.run.tables.dispatch import dispatcher_of
+from interlace.run.tables.lists import Lists
+from interlace.run.tables.needs import Needs, needs_of
+from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
 
 
 class ParallelModel:
-    """The ranks of a layout that this process plays: one, or all.
+    """The ranks of a layout in this process: one, or all.
 
-    channel: what its rank speaks to between processes; None where one process plays all.
+    channel: connection to the ranks of other processes; None if one process runs all ranks.
     """
 
     def __init__(
         self,
         mllm: MultimodalModel,
         layout: Layout,
-        schedule: str,
-        schedule_options: Options,
+        options: StepOptions,
         ranks: Sequence[int],
         channel: Channel | None,
         device: torch.device,
-        checkpointing: Checkpointing,
-        sequence_parallel: bool,
-        context_order: str,
-        assign: Method,
-        balance: Balance,
-        ranks_per_node: int | None,
-        autocast: torch.dtype | None,
-        timeout: float,
-        crash_folder: Path | str | None,
     ):
-        self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
+        self.layout, self.mllm, self.options, self.ranks = layout, mllm, options, list(ranks)
         self.graph = stage_graph(mllm, layout)
-        options: dict[str, object] = {
-            "schedule": schedule,
-            "autocast": autocast,
-            "sequence_parallel": sequence_parallel,
-            "assign": assign,
-            "balance": balance,
-            "ranks_per_node": ranks_per_node,
-        }
-        if schedule_options:
-            options["schedule_options"] = Fingerprint(repr(schedule_options), [])
-        options |= {"checkpointing": checkpointing}  # in a lane "full" has the ranks meet once more
-        self._agreed = comparison.of_model(mllm, layout, order=context_order, **options)
-        self._context_order, self._autocast = context_order, autocast
-        self._timeout, self._crash_folder = timeout, crash_folder
+        self._agreed = comparison.of_model(mllm, layout, **options.compared())
         self._last: tuple[Schedule, StepTable] | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
         self.channel, self._failed = channel, ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
+        self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=options.sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces, device)
+        self._ranks = make_ranks(
+            mllm, self.graph, ranks, options.checkpointing, rows, self._views, self._pieces, device
+        )
         self._trained = Trained(mllm)
         self._lanes = groups_of(layout)
-        self._assigner = assigner_of(assign, layout, mllm, recompute=checkpointing == "full")
-        self._lists = Lists(self.graph, schedule, schedule_options, self._assigner)
+        self._assigner = assigner_of(options.assign, layout, mllm, recompute=options.recompute)
+        self._lists = Lists(self.graph, options.schedule, options.schedule_options or {}, self._assigner)
         self.dispatcher = dispatcher_of(
-            balance, layout, mllm, recompute=checkpointing == "full", ranks_per_node=ranks_per_node
+            options.balance, layout, mllm, recompute=options.recompute, ranks_per_node=options.ranks_per_node
         )
         self._ahead = TablesAhead()
         self._through: Callable[[Transport], Transport] = lambda transport: transport
@@ -111,7 +90,7 @@ class ParallelModel:
                 channel.add_edges(edges(self.graph))
                 self._connect(number, channel)
 
-    # -- what lives here -------------------------------------------------------------------------------------
+    # -- weights and stages ----------------------------------------------------------------------------------
 
     @property
     def stages(self) -> dict[int, dict[tuple[str, int], nn.Module]]:
@@ -119,10 +98,10 @@ class ParallelModel:
         return {number: rank.stages for number, rank in self._ranks.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model that live in this process, by their names in it; each once.
+        """The parameters that an optimizer trains in this process, by their names in the model; each once.
 
-        With transport "local" the model's own. Between processes this rank's: of a weight that its lane has cut, its
-        piece, of what is sharded, its rows, if it has any: which is what an optimizer is to train.
+        With transport "local" these are the model's own. Otherwise they are this rank's: its piece of a weight that its
+        lane has cut, and its rows, if any, of a sharded weight.
         """
         if self.channel is None:
             yield from self.mllm.named_parameters()
@@ -130,7 +109,7 @@ class ParallelModel:
             yield from self._ranks[self.ranks[0]].own.items()
 
     def regions(self) -> dict[str, Region]:
-        """Of those of `named_parameters` that are pieces: where they lie in the whole weights."""
+        """Name -> region in the whole weight, for those of `named_parameters` that are pieces."""
         return {} if self.channel is None else dict(self._ranks[self.ranks[0]].cut)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -139,9 +118,9 @@ class ParallelModel:
 
     @property
     def feature_bytes(self) -> int:
-        """Of a row that an encoder hands to the language model."""
+        """Bytes of a row that an encoder passes to the language model."""
         embedding: Tensor = self.mllm.language_model.get_input_embeddings().weight  # type: ignore[operator]
-        return int(embedding.shape[-1] * (self._autocast or embedding.dtype).itemsize)
+        return int(embedding.shape[-1] * (self.options.autocast or embedding.dtype).itemsize)
 
     def train(self, mode: bool = True) -> None:
         """Switch the stages between training and evaluation (frozen modules stay in evaluation)."""
@@ -150,10 +129,10 @@ class ParallelModel:
                 stage.train(mode)
 
     def connect_lanes(self, through: Callable[[Transport], Transport]) -> None:
-        """From now on the ranks of each lane speak through what `through` makes of the transport that connects them.
+        """Wrap the transport that connects the ranks of each lane with `through`.
 
-        For what is told by what travels: a `Forwarding` that counts, or an `EmulatedTransport` of another speed. It may
-        be called again, with what takes the place of the last; by all ranks alike, between steps.
+        For measurements: a `Forwarding` that counts messages, or an `EmulatedTransport` of another speed. May be called
+        again to replace the wrapper; on all ranks, between steps.
         """
         self._through = through
         if self.channel is not None:
@@ -178,34 +157,34 @@ class ParallelModel:
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
-        """The table of a step over `samples`: arguments and errors as in `step`."""
+        """The step table over `samples`: arguments and errors as in `step`."""
         return self._table(GlobalBatch.of(samples, microbatches, chunks, place))
 
     def _table(self, batch: GlobalBatch) -> StepTable:
         return self._ahead.take(batch) or batch.table(self.layout, self._assigner, self.dispatcher)
 
     def schedule(self, table: StepTable, *, train: bool = True, dispatch: bool = False) -> Schedule:
-        """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
+        """The checked schedule of a table. Tables with the same chunks and links share one.
 
-        dispatch: whether ranks start the exchange of the coming step's items in it (streams).
+        dispatch: whether ranks start the exchange of the next step's items in it (streams).
 
-        Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder that nobody reads.
+        Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder without a reader.
         """
         return self._lists.of(table, train=train, dispatch=dispatch)
 
     def item_transports(self) -> dict[int, Transport]:
         """Rank of this process -> a transport between all ranks, on the host, for the items of streams. Collective;
-        they last until they are closed."""
+        the caller closes them."""
         if self.channel is None:
             hub = LocalHub(self.layout.world)
-            return {rank: LocalTransport(rank, hub, timeout=self._timeout) for rank in self.ranks}
+            return {rank: LocalTransport(rank, hub, timeout=self.options.timeout) for rank in self.ranks}
         with as_pipeline_errors():
             return {self.ranks[0]: self.channel.connect_all()}
 
     def needs(
         self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> Needs:
-        """Which rank of all computes with what of `samples`, which may be outlines, in a step with these arguments."""
+        """The parts of `samples` that each rank needs in a step with these arguments. samples: may be outlines."""
         return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
 
     def wanted(
@@ -213,7 +192,7 @@ class ParallelModel:
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments.
 
-        Meant for the thread that reads ahead: the step of these very samples finds its table made.
+        For the thread that reads ahead: the table is cached for the step over the same sample objects.
         """
         batch = GlobalBatch.of(samples, microbatches, chunks)
         table = self._ahead.plan(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
@@ -233,17 +212,19 @@ class ParallelModel:
     ) -> StepResult:
         """Forward and backward of the global batch; gradients add up in ``.grad`` until `zero_grad`.
 
-        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
-            left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
-            `microbatches` of each replica, one number or one for each (default: twice its stages, at most one per
-            sample). Or the batch of a stream (`interlace.data.StreamLoader`), whose samples are where they are needed.
-        chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
-            position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
-        loss_scale: gradients, and the norm of them, are those of the loss times this, the same on every rank.
+        samples: the same list on every rank. A list of lists fixes the chunks of the language model: empty lists are
+            left out, the i-th goes to replica i modulo the number of replicas. Otherwise samples are spread by their
+            tokens over `microbatches` of each replica: one number for all or one for each (default: twice its stages,
+            at most one per sample). Or the batch of a stream (`interlace.data.StreamLoader`), whose samples are only on
+            the ranks that need them.
+        chunks: encoder -> chunks of each of its replicas (default: as many as the language model; 1 with placement
+            "shared"). place: (epoch, position, step) of the batch, for the table. note: called at the end; its result
+            is sent to all ranks (see StepResult).
+        loss_scale: factor of the loss for gradients and their norm, the same on every rank.
 
-        Raises ValueError for a batch without any valid target, when a rank was given something else, or when the model
-        has other parameters than at `parallelize`, or others are frozen; PipelineError when a peer is lost, and then
-        the gradients are undefined.
+        Raises ValueError for a batch without any valid target, if ranks have different inputs, or if the model's
+        parameters or frozen flags have changed since `parallelize`. Raises PipelineError if a peer is lost; then the
+        gradients are undefined.
         """
         return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, loss_scale)
 
@@ -251,11 +232,11 @@ class ParallelModel:
     def evaluate(
         self, samples: Sequence[Any], microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
-        """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
+        """Mean loss of a batch on the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, None)
 
     def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None) -> StepResult:
-        """loss_scale: of a step that trains; None for one that does not."""
+        """loss_scale: for a training step; None for evaluation."""
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
         try:
@@ -268,9 +249,9 @@ class ParallelModel:
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
                     self._failed = f"rank {self.ranks[0]}: {lost}, which showed as: {error}"
-                if self._crash_folder is not None:
-                    with contextlib.suppress(OSError):  # what goes wrong now must not hide what went wrong
-                        self.channel.recorder.dump(Path(self._crash_folder), self._failed)
+                if self.options.crash_folder is not None:
+                    with contextlib.suppress(OSError):  # must not hide the original error
+                        self.channel.recorder.dump(Path(self.options.crash_folder), self._failed)
                 if lost:
                     raise PipelineError(self._failed) from error
             raise
@@ -286,7 +267,7 @@ class ParallelModel:
                 self._trained.check(self.mllm)
             batch, device = given(), device_of(self.mllm)
             table = self._table(batch)
-            deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self._context_order)
+            deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self.options.context_order)
             schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
             routes = {number: each.routes(device) for number, each in deals.items()}
             text = comparison.of_samples(batch.lists()).text
@@ -320,7 +301,7 @@ class ParallelModel:
                 dealt=deals[number].inputs,
                 scale=(loss_scale or 1.0) / tokens,
                 start=compare,
-                autocast=lambda: autocast_to(device, self._autocast),
+                autocast=lambda: autocast_to(device, self.options.autocast),
                 mark=clock(device),
                 drawing=partial(drawing, device),
                 dispatch=batch.starter(number),
@@ -331,7 +312,7 @@ class ParallelModel:
             self._norm = None
         try:
             self._execute(schedule, steps, digest, device)
-        except ValueError:  # the ranks differ, and none has begun a backward: nothing of this step, all of those before
+        except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
             for parameter, gradient in kept:
                 parameter.grad = gradient
             raise
@@ -346,16 +327,16 @@ class ParallelModel:
         return StepResult(loss / tokens, tokens, most, notes, table)
 
     def _refresh(self) -> None:
-        """What this process plays besides the model's own parameters follows these, and has no gradients."""
+        """Update views, pieces and shards from the model's own parameters, and drop their gradients."""
         self._views.refresh()
-        self._views.drop_gradients()  # of a step that failed
+        self._views.drop_gradients()  # of a failed step
         self._pieces.refresh()
         self._pieces.drop_gradients()
         for rank in self._ranks.values():
             rank.follow()
 
     def _collect_gradients(self) -> None:
-        """All gradients of the step are in this process's parameters."""
+        """Collect all gradients of the step in this process's parameters."""
         self._views.drop_gradients()
         self._pieces.collect()
         self._pieces.drop_gradients()
@@ -367,7 +348,7 @@ class ParallelModel:
                 self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
             return
         drawn = drawing(device)
-        network = LocalNetwork(self.layout.world, self._timeout)
+        network = LocalNetwork(self.layout.world, self.options.timeout)
         channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
 
         def play(number: int) -> None:
@@ -376,7 +357,7 @@ class ParallelModel:
             executor = self._ranks[number].executor(channels[number])
             with current(device), contextlib.ExitStack() as stack:
                 if self._lanes or self.graph.shards:
-                    # Backward in this thread: autograd's own, one per GPU, cannot wait for several ranks.
+                    # Backward in this thread: autograd's own thread, one per GPU, cannot wait for several ranks.
                     stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 executor.run(schedule.of_rank(number), steps[number])
 
@@ -415,7 +396,7 @@ class ParallelModel:
         return total, square**0.5, tuple(everyone[:, 2].tolist())
 
     def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take the gradients of earlier steps off what ranks share: those are sums over ranks already."""
+        """Remove gradients of earlier steps from shared parameters: they are sums over ranks already."""
         kept = []
         shared = {rank for reduction in self.graph.reductions for rank in reduction.ranks}
         for number in self.ranks:
@@ -429,22 +410,22 @@ class ParallelModel:
     # -- gradients -------------------------------------------------------------------------------------------
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this process counts in norms: each of the model once, however many ranks hold it."""
+        """The gradients that this process counts in norms: each gradient of the model counts on one rank only."""
         counts = None if self.channel is None else self._ranks[self.ranks[0]].counts
         for name, parameter in self.named_parameters():
             if parameter.grad is not None and (counts is None or name in counts):
                 yield parameter.grad
 
     def _signature(self) -> list[tuple[int, int]]:
-        """Which gradients there are, and how often each was changed."""
+        """Identity and version of all gradients, to detect changes."""
         return [(id(p.grad), p.grad._version) for _, p in self.named_parameters() if p.grad is not None]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, recompute: bool = False) -> float:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm.
 
-        Each parameter counts once, however many ranks hold it. The norm is known from the end of the step; with
-        `recompute` (on every rank alike) it is taken anew, which gradients that were changed since need.
+        Each parameter counts once, even if several ranks hold it. The norm is known since the end of the step. If
+        gradients were changed since then, pass `recompute` on every rank to compute it again.
         """
         if recompute:
             [square] = totals(squares(list(self._counted())))
@@ -477,7 +458,7 @@ class ParallelModel:
         with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
 
-    # -- what was measured -----------------------------------------------------------------------------------
+    # -- measured times --------------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""

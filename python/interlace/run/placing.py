@@ -1,113 +1,75 @@
 """`parallelize(mllm, layout)`: place a model on the ranks of a layout.
 
-parallel = parallelize(mllm, layout)         # transport "local": one process plays every rank
+parallel = parallelize(mllm, layout)         # transport "local": one process runs all ranks
 loss = parallel.step(samples)                # gradients are in .grad of parallel.named_parameters()
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm.channel_group import GroupChannel
+from interlace.comm.channels.process_group import GroupChannel
 from interlace.layout import Layout
-from interlace.model import Checkpointing, MultimodalModel
-from interlace.parallel.context import ORDERS
+from interlace.model import MultimodalModel
 from interlace.plan import analytic_costs
-from interlace.run.assign import METHODS, Method
-from interlace.run.device import place_of
-from interlace.run.dispatch import BALANCES, Balance
 from interlace.run.errors import PipelineError
+from interlace.run.execute.device import place_of
 from interlace.run.graph import stage_durations
+from interlace.run.options import StepOptions
 from interlace.run.parallel_model import ParallelModel
-from interlace.schedule import GENERATORS, Options
 
 
 def parallelize(
     mllm: MultimodalModel,
     layout: Layout,
     *,
-    schedule: str = "1f1b",
-    schedule_options: Options | None = None,
     transport: str | None = None,
     device: torch.device | str | None = None,
-    checkpointing: Checkpointing = "none",
-    sequence_parallel: bool = True,
-    context_order: str = "lpt",
-    assign: Method = "tokens",
-    balance: Balance = "llm",
-    ranks_per_node: int | None = None,
-    autocast: torch.dtype | None = None,
-    timeout: float = 300.0,
-    crash_folder: Path | str | None = None,
     coordinated: bool = False,
+    options: StepOptions | None = None,
+    **changes: Any,
 ) -> ParallelModel:
-    """Place ``mllm`` as ``layout`` says. What is frozen is fixed here: freeze before.
+    """Place ``mllm`` on the ranks of ``layout``. Freeze parameters before: later changes are refused.
 
-    What is trained are the result's `named_parameters`: with transport "local", and of what is neither cut nor sharded,
-    the parameters of ``mllm`` itself.
+    Train the result's `named_parameters`. With transport "local" these are the parameters of ``mllm`` itself, as are
+    all parameters that are neither cut nor sharded.
 
-    transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
-        rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
-        more than one rank exists.
-    schedule: "1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v" or "auto", see docs/schedules.md;
-        schedule_options: its durations and limits, see `interlace.schedule.generate`, the same on every rank. "auto"
-        goes by the counted costs of `plan.analytic_costs` where these give no durations.
-    checkpointing: what layers keep for their backward: "none" (all of it is kept),
-        "full" (their input) or "selective" (also what is costly to compute again), see `interlace.model.checkpointing`.
-        autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
-        for a peer.
-    crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
-        coordinated: somebody outside of the ranks finds out who is lost (elastic runs), so a step that fails says at
-        once for whom it waited, and does not ask further.
+    transport: "local" runs all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" runs one
+        rank of the default process group, on the weights of ``mllm`` that it holds; the default if such a group of more
+        than one rank exists.
+    device: where weights on the meta device get memory; default: the device of the other weights. Only weights that
+        this process holds get memory, without values (NaN): fill `named_parameters` and the stages' buffers next.
+    coordinated: a coordinator outside of the ranks detects lost ranks (elastic runs). A failed step then reports at
+        once for which ranks it waited, without further queries.
+    options: options of steps. changes: single options by name, such as ``schedule="gpipe"``; see `StepOptions`.
 
-    device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
-        gets any, and no values yet (NaN): fill `named_parameters` and the stages' buffers next.
+    Computes on the device of the weights of ``mllm``, one device per process. On GPUs, messages between ranks use NCCL;
+    data that the host needs uses gloo.
 
-    It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
-    what must be known on the host over gloo.
+    A module with tp > 1 is cut inside its blocks among the ranks of each lane, and so is a language model's vocabulary.
+    With one rank per process, its parameters are then its pieces (see `named_parameters`), copied from the weights of
+    ``mllm``; of a sharded weight, its rows. Weights that stages compute with are whole during a step; with shard =
+    "full" for one layer at a time, if replicas run equally many chunks. Outside of steps they are out of date with
+    "optimizer" and NaN with "full", also in ``mllm`` if they are its own. With cp > 1 each rank has some of the rows of
+    a chunk inside the module's layers.
 
-    A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
-    Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
-    ``mllm``, and of what is sharded its rows. Weights that stages compute with are whole in a step, with shard = "full"
-    for a layer at a time where replicas run equally many chunks; outside of steps they are out of date with
-    "optimizer" and NaN with "full", in ``mllm`` too where they are its own.
-    sequence_parallel: cut the rows there too, between the products. By default so: norms and residuals then take 1 / tp
-        of the memory and work, and the same bytes travel, under the products. Rows may be of any number; modules that
-        mix tokens outside attention (``mllm.packing`` is not "packed") keep them whole.
-
-    Of a module with cp > 1 each rank has some of the rows of a chunk inside its layers. context_order: which: "lpt"
-    balances attention under the chunk's own mask, "zigzag" under a causal one, "ring" gives each rank neighbours.
-
-    assign: how samples are spread over microbatches: "tokens" evens out the language model's tokens, the others what
-        encoders and language model take ("stratified", "entrain", "as_printed"; see `interlace.run.assign`).
-    balance: which replica takes which sample: "none" (by its place in the batch), "llm" (even for the language model,
-        which encoders follow) or "per_module" (even for each); see `interlace.run.dispatch`. Lists of samples say that
-        themselves for the language model. ranks_per_node: so many ranks that follow each other are a node, between
-        which little is to travel; by default all are one.
-
-    Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
-    blocks cannot be cut among its tp ranks, for one whose layers do more between rows than attention, with cp > 1, and
-    for dropout in training with either.
+    Raises TypeError for an option that does not exist. Raises ValueError for an unknown value of an option, if the
+    world size is not the layout's, for weights on several devices, for a module whose blocks cannot be cut among its tp
+    ranks, with cp > 1 for a module whose layers mix rows other than by attention, and for dropout in training with tp
+    or cp > 1.
     """
-    for what, given, known in (
-        ("schedule", schedule, sorted(GENERATORS)),
-        ("context_order", context_order, ORDERS),
-        ("assign", assign, METHODS),
-        ("balance", balance, BALANCES),
-    ):
-        if given not in known:
-            raise ValueError(f"unknown {what} {given!r}: use one of {', '.join(map(repr, known))}")
+    options = replace(options or StepOptions(), **changes)
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
-    options: Options = {**(schedule_options or {})}
-    if callable(options.get("durations")):
-        raise ValueError("schedule_options: give durations as a mapping, which ranks can compare, not as a function")
-    if schedule == "auto" and options.get("durations") is None:
-        options["durations"] = stage_durations(mllm, layout, analytic_costs(mllm), recompute=checkpointing == "full")
+    given = options.schedule_options or {}
+    if options.schedule == "auto" and given.get("durations") is None:
+        durations = stage_durations(mllm, layout, analytic_costs(mllm), recompute=options.recompute)
+        options = replace(options, schedule_options={**given, "durations": durations})
     place = place_of(mllm, device)
     if transport == "local":
         ranks = list(range(layout.world))
@@ -121,24 +83,7 @@ def parallelize(
                 "the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout, place, coordinated=coordinated)
+        channel = GroupChannel(mllm.modules_order(), options.timeout, place, coordinated=coordinated)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(
-        mllm,
-        layout,
-        schedule,
-        options,
-        ranks,
-        channel,
-        place,
-        checkpointing,
-        sequence_parallel,
-        context_order,
-        assign,
-        balance,
-        ranks_per_node,
-        autocast,
-        timeout,
-        crash_folder,
-    )
+    return ParallelModel(mllm, layout, options, ranks, channel, place)

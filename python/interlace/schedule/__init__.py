@@ -1,12 +1,12 @@
 """Pipeline schedules as data: one ordered list of actions per rank.
 
-- `actions`: Op, Action, their rows of integers and their text form
-- `table`: the chunks of a step, and what they read of each other; `graph`: the stages of a layout
-- `step`: both as arrays
-- `gpipe`, `one_f_one_b` (interleaved, too), `zero_bubble`, `automatic`: generators, in C++ (csrc/schedule);
-  `generate`: what they share; `generators`: all of them by name
-- `schedule`: the lists with what they were made for; `check`: proves that they can run; `memory`: what they hold
-- `costs`: how callers state durations and bytes
+- `actions`: Op, Action, their integer rows and text form
+- `table`: chunks of a step, and the data dependencies between them; `graph`: stages of a layout
+- `step`: table and graph as arrays
+- `gpipe`, `one_f_one_b` (also interleaved), `zero_bubble`, `automatic`: generators, in C++ (csrc/schedule);
+  `generate`: their common part; `generators`: all generators by name
+- `schedule`: action lists with their graph and table; `check`: proves that they can run; `memory`: their peak memory
+- `costs`: formats of durations and bytes
 
     links = [("vision", "language_model")]
     graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, links)

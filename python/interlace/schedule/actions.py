@@ -1,20 +1,19 @@
-"""The actions a schedule is made of: rows of integers for machines, `Action` and a compact text form for people.
+"""Actions of a schedule: integer rows for compiled code, `Action` and a compact text form for people.
 
-One action is one row of one rank's list, int32 [7]: op, module, stage, chunk, other, peer, grad (see `Action`; modules
-are numbered as in the graph, -1 stands for none). Its text form is short enough for a CSV cell and parses back to the
-same action::
+One action is one row of one rank's list, int32 [7]: op, module, stage, chunk, other, peer, grad (see `Action`). Modules
+are numbered as in the graph; -1 means none. The text form fits in a CSV cell and parses back to the same action::
 
     F:vision/0@3            forward of stage 0 of "vision" for chunk 3 of the step
     B:language_model/1@5    backward
-    SEND:vision/0@3+5>2     what chunk 5 reads of the output of vision/0 for chunk 3 goes to lane 2
-    RECV:vision/0@3+5<0     ... and is received from lane 0
-    SEND_GRAD:vision/0@3+5>0  the gradient of these rows goes back to lane 0
+    SEND:vision/0@3+5>2     sends to lane 2 the rows that chunk 5 reads from the output of vision/0 for chunk 3
+    RECV:vision/0@3+5<0     ... and receives them from lane 0
+    SEND_GRAD:vision/0@3+5>0  sends the gradient of these rows back to lane 0
     SEND:llm/0@5>1          from stage to stage of one chunk
-    REDUCE_GRAD:vision/0+2  the gradients of reduction 2 of the graph are summed over its ranks
-    UNSHARD:vision/0+1      the weights of shard 1 of the graph are gathered from the slices of its ranks
-    UNSHARD_LAYERS:vision/0+1  ... layer by layer, whenever one of its ranks computes with them and all others do too
-    RESHARD:vision/0+1      ... and given up again but for the rank's own slices (shard = "full")
-    DISPATCH:vision/0       the items of the coming step begin to travel (streams); named after the rank's first stage
+    REDUCE_GRAD:vision/0+2  sums the gradients of reduction 2 of the graph over its ranks
+    UNSHARD:vision/0+1      gathers the weights of shard 1 of the graph from the slices of its ranks
+    UNSHARD_LAYERS:vision/0+1  ... layer by layer, each time all of its ranks compute with them
+    RESHARD:vision/0+1      ... frees them again except for the rank's own slices (shard = "full")
+    DISPATCH:vision/0       starts to send the items of the next step (streams); named after the rank's first stage
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 
 class Op(str, Enum):
-    """What an action does. The value is the code that the text form uses."""
+    """Operation of an action. The value is its code in the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -39,7 +38,7 @@ class Op(str, Enum):
     SEND = "SEND"
     RECV = "RECV"
     DISPATCH = "DISPATCH"
-    """Starts the exchange of the coming step's items between all ranks and goes on; the coming step waits for it."""
+    """Starts the exchange of the next step's items between all ranks, without blocking; the next step waits for it."""
     UNSHARD = "UNSHARD"
     UNSHARD_LAYERS = "UNSHARD_LAYERS"
     RESHARD = "RESHARD"
@@ -54,12 +53,12 @@ class Op(str, Enum):
 
 
 OPS: tuple[Op, ...] = tuple(Op)
-"""What the first column of a row stands for."""
+"""Ops by their number in the first column of a row."""
 
 CODES = {op: code for code, op in enumerate(OPS)}
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
-"""The ops that occupy a rank with the module's own work."""
+"""Ops that compute."""
 
 OP, MODULE, STAGE, CHUNK, OTHER, PEER, GRAD = range(7)
 """The columns of a row."""
@@ -76,14 +75,13 @@ _ARROWS = {Op.SEND: ">", Op.RECV: "<"}
 class Action:
     """One step of one rank.
 
-    module, stage: whose work it is. For SEND and RECV they name the stage that PRODUCED the activation, in both
+    module, stage: the stage of the action. For SEND and RECV it is the stage that PRODUCED the activation, in both
         directions: grad=False moves its output to the consumer's lane, grad=True the gradient of that output back.
-    chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD, UNSHARD_LAYERS, RESHARD or DISPATCH -1.
-    other: for SEND and RECV the chunk that reads the rows: `chunk` itself between stages of one pipeline. For a
-        REDUCE_GRAD its place in `StageGraph.reductions`, for what makes weights whole or a RESHARD that in
-        `StageGraph.shards`.
-        Otherwise -1.
-    peer: the lane on the other side of a SEND or RECV, as numbered by `Layout.lanes()`; otherwise -1.
+    chunk: index in `StepTable.chunks`; -1 for REDUCE_GRAD, UNSHARD, UNSHARD_LAYERS, RESHARD and DISPATCH.
+    other: for SEND and RECV the chunk that reads the rows; `chunk` itself between stages of one pipeline. For
+        REDUCE_GRAD an index in `StageGraph.reductions`. For UNSHARD, UNSHARD_LAYERS and RESHARD an index in
+        `StageGraph.shards`. Otherwise -1.
+    peer: lane on the other side of a SEND or RECV, as numbered by `Layout.lanes()`; otherwise -1.
     """
 
     op: Op
@@ -106,7 +104,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `str(action)` wrote. Raises ValueError for anything else."""
+        """Parses the output of `str(action)`. Raises ValueError for anything else."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"not an action: {text!r}; expected for example 'F:vision/0@3' or 'SEND:vision/0@3>2'")
@@ -127,13 +125,13 @@ class Action:
 
 
 def action_of(row: Sequence[int], modules: Sequence[str]) -> Action:
-    """The row of a list as an object; modules: their names by number."""
+    """A row as an object. modules: names by number."""
     op, module, stage, chunk, other, peer, grad = row
     return Action(OPS[op], modules[module], stage, chunk, other, peer, bool(grad))
 
 
 def rows_of(actions: Sequence[Action], modules: Sequence[str]) -> NDArray[np.int32]:
-    """int32 [n, 7]: the rows of a list of actions. Raises ValueError for a module that is none of `modules`."""
+    """Rows of a list of actions, int32 [n, 7]. Raises ValueError for a module that is not in `modules`."""
     number = {name: i for i, name in enumerate(modules)}
     unknown = next((a.module for a in actions if a.module not in number), None)
     if unknown is not None:
@@ -143,5 +141,5 @@ def rows_of(actions: Sequence[Action], modules: Sequence[str]) -> NDArray[np.int
 
 
 def valid_module_name(name: str) -> bool:
-    """Whether `name` survives the text form: no white space and none of `, ; / @ + < > = "`."""
+    """True if `name` is valid in the text form: no white space and none of `, ; / @ + < > = "`."""
     return _MODULE.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""The fastest order that a search finds within a memory limit, and a bound on what any order can reach."""
+"""Schedule search: the fastest order found within a memory limit, and a lower bound for any order."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 def automatic(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
-    """The fastest of all named schedules and of greedy plays with split backwards that keep within the limits.
+    """The fastest of all named schedules and of greedy list schedules with split backwards, within the limits.
 
-    A play takes, whenever a rank is idle, what is ready: an input half, else a forward that fits the memory, else a
-    weight half (or these two in the other order). It is repeated for several priorities, depths of the warm-up and
-    durations, and at last by what is urgent in the best order so far. So the result is never slower than a named
-    schedule at the same limits (transfers left out). Without limits no rank may hold more than the fullest one does
-    under textbook 1F1B, in forwards unless activation_bytes are given.
+    The greedy scheduler picks a ready action whenever a rank is idle: an input half, else a forward that fits in
+    memory, else a weight half (or the last two in reverse order). It is repeated for several priorities, warm-up depths
+    and durations, and finally with priorities by urgency in the best order so far. The result is never slower than a
+    named schedule at the same limits (without transfers). The default limit of every rank is the peak of the fullest
+    rank under textbook 1F1B, counted in forwards unless activation_bytes are given.
 
-    Options and errors: `interlace.schedule.generate`; durations are of FORWARD, BACKWARD, BACKWARD_INPUT and
-    BACKWARD_WEIGHT. How far from the best: `lower_bound`.
+    Options and errors: `interlace.schedule.generate`. durations has entries for FORWARD, BACKWARD, BACKWARD_INPUT and
+    BACKWARD_WEIGHT. `lower_bound` bounds the distance from the optimum.
     """
     return make("auto", graph, table, **options)
 
 
 def lower_bound(graph: StageGraph, table: StepTable, durations: Durations, *, backward: bool = True) -> float:
-    """Seconds that every schedule of the step takes at least, whatever memory it has, with free transfers.
+    """Lower bound on the seconds of any schedule of the step, with unlimited memory and free transfers.
 
-    The longest of: all dependencies of a chunk in a row; and for every rank the least wait before anything it runs can
-    start, all of its work, and the shortest way from its last action to the end. A backward counts as the shorter of
-    the whole and its halves. durations: as in `automatic`. O(jobs).
+    The maximum of two kinds of paths. For each chunk: its chain of dependencies. For each rank: the least wait before
+    its first action can start, plus all of its work, plus the shortest path from its last action to the end. A backward
+    counts as the shorter of the whole and its halves. durations: as in `automatic`. O(jobs).
     """
     step = step_arrays(graph, table)
     seconds = step_seconds(jobs_of(step, backward), graph.modules, durations, whole=True, halves=True)

@@ -1,6 +1,6 @@
-"""Proves that a schedule can run: complete, in order, free of deadlock, within memory.
+"""Schedule checker: proves that a schedule is complete, in order, free of deadlock and within memory.
 
-The proof is csrc/schedule/check.cpp, which knows nothing of how a schedule was made; here are its words.
+The checker is csrc/schedule/checker/check.cpp, independent of all generators. This module makes its error messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from interlace.schedule.step import check_names, job_bytes, jobs_of, rank_limits
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or not within its memory. `rank` and `action` say where (None: not at one place)."""
+    """A schedule cannot run, or exceeds its memory. `rank` and `action`: place of the error (None: no single place)."""
 
     def __init__(self, message: str, rank: int | None = None, action: Action | None = None) -> None:
         super().__init__(message)
@@ -30,11 +30,11 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the checker found out about a sound schedule.
+    """Statistics of a sound schedule.
 
-    peak_in_flight: per rank, the most forwards whose backward is still to come.
-    peak_memory: per rank, the bytes they hold, by the given activation_bytes (0 without).
-    actions, messages: how many in all.
+    peak_in_flight: per rank, the most forwards whose backward has not run yet.
+    peak_memory: per rank, the bytes that they hold, by the given activation_bytes (0 without).
+    actions, messages: total counts.
     """
 
     peak_in_flight: tuple[int, ...]
@@ -49,11 +49,11 @@ def check(
     activation_bytes: ActivationBytes | None = None,
     memory_limit: float | Sequence[float] | None = None,
 ) -> CheckReport:
-    """Raises ScheduleError, naming rank and action, unless the schedule is sound.
+    """Raises ScheduleError with rank and action if the schedule is not sound.
 
     activation_bytes: (module, stage, chunk) or (module, stage) -> bytes that a chunk holds on a stage from its forward
         to its backward.
-    memory_limit: bytes that a rank may hold so, for all ranks or per rank; needs activation_bytes.
+    memory_limit: most bytes of activations of a rank, one value or one per rank; needs activation_bytes.
     """
     graph, ranks = schedule.graph, schedule.graph.layout.world
     if len(schedule.first) - 1 != ranks:
@@ -151,7 +151,7 @@ def _error(
 
 
 def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
-    """Why nothing needs the action, which is one that the checker did not expect."""
+    """Reason why an unexpected action is not needed."""
     graph, chunks = schedule.graph, schedule.table.chunks
     if action.op is Op.REDUCE_GRAD:
         return "that rank takes part in no such reduction in this step"

@@ -1,4 +1,4 @@
-"""How callers state what actions cost, and what chunks hold."""
+"""Durations of actions and bytes of chunks, in the formats that callers use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from numpy.typing import NDArray
 from interlace.schedule.actions import CODES, OPS, Op
 
 Durations = Mapping[Any, float] | Callable[[Op, str, int, int], float] | NDArray[np.float64]
-"""Seconds of compute actions. A mapping, looked up with the keys (op, module, stage, chunk), (op, module, stage),
-(op, module), op in this order, so that general entries serve where specific ones are missing; or a function
-of (op, module, stage, chunk); or float64 [ops, stages, chunks], nan for what is not, with ops as `CODES` has them.
-A chunk is its place in `StepTable.chunks`."""
+"""Seconds of compute actions, in one of three forms:
+
+- a mapping, looked up with the keys (op, module, stage, chunk), (op, module, stage), (op, module), op in this order, so
+  that general entries are the fallback for specific ones
+- a function of (op, module, stage, chunk)
+- float64 [ops, stages, chunks], nan for missing entries, ops numbered as in `CODES`
+
+A chunk is its index in `StepTable.chunks`."""
 
 ActivationBytes = Mapping[Any, float]
 """Bytes that a chunk holds from its forward to its backward: (module, stage, chunk) or (module, stage) -> bytes."""
 
 
 def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
-    """A cached lookup of seconds; raises ValueError for an action without a cost or with a negative one."""
+    """Cached lookup of seconds. It raises ValueError for an action without a cost or with a negative one."""
     cache: dict[tuple[Op, str, int, int], float] = {}
 
     def look_up(op: Op, module: str, stage: int, chunk: int) -> float:
@@ -52,9 +56,10 @@ def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
 
 
 def seconds_of(durations: Durations, work: NDArray[np.integer[Any]], modules: Sequence[str]) -> NDArray[np.float64]:
-    """float64 [n]: what each of `work` takes, int [n, 4] of op, module, stage and chunk. modules: names by number.
+    """Seconds of each row of `work`, float64 [n].
 
-    Asked for once for each op, stage and, where that can matter, chunk. Errors as in `duration_of`, for the first.
+    work: int [n, 4], op, module, stage and chunk. modules: names by number. Each op and stage is looked up once; each
+    chunk too if durations depend on it. Errors as in `duration_of`, for the first such row.
     """
     if isinstance(durations, np.ndarray):
         op, _, stage, chunk = work.T
@@ -62,7 +67,7 @@ def seconds_of(durations: Durations, work: NDArray[np.integer[Any]], modules: Se
         wrong = ~((every >= 0.0) & np.isfinite(every))
         if wrong.any():
             first = work[wrong.argmax()].tolist()
-            duration_of(durations)(OPS[first[0]], modules[first[1]], *first[2:])  # says so
+            duration_of(durations)(OPS[first[0]], modules[first[1]], *first[2:])  # raises
         return every
     one_for_all = not callable(durations) and not any(isinstance(key, tuple) and len(key) == 4 for key in durations)
     columns = work.astype(np.int64)
@@ -73,13 +78,13 @@ def seconds_of(durations: Durations, work: NDArray[np.integer[Any]], modules: Se
     _, first, number = np.unique(kind, return_index=True, return_inverse=True)
     cost = duration_of(durations)
     found = np.zeros(len(first))
-    for k in np.argsort(first).tolist():  # as they come, so that the first action without a cost is the one named
+    for k in np.argsort(first).tolist():  # in order, so that the error names the first action without a cost
         op, module, stage, chunk = work[first[k]].tolist()
         found[k] = cost(OPS[op], modules[module], stage, chunk)
     return np.asarray(found[number.reshape(-1)])
 
 
 def bytes_held(activation_bytes: ActivationBytes, module: str, stage: int, chunk: int) -> float:
-    """Of one chunk on one stage; 0 where nothing is given."""
+    """Bytes of one chunk on one stage; 0 without an entry."""
     specific = activation_bytes.get((module, stage, chunk))
     return activation_bytes.get((module, stage), 0.0) if specific is None else specific

@@ -1,4 +1,4 @@
-"""What all generators share: from their options to the arrays of csrc/schedule/generate.h and back to a Schedule."""
+"""Common part of generators: converts options for csrc/schedule/generator/generate.h, and results to Schedules."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from interlace.schedule.table import StepTable
 
 
 class Kind(NamedTuple):
-    """A generator of the compiled code. whole, halves: whether its lists have backwards in one piece, in two, or may
-    have either."""
+    """A generator of the compiled code. whole, halves: whether its lists may have whole backwards, and split ones."""
 
     number: int
     whole: bool = True
     halves: bool = False
 
 
-# In the order of `Generator` in csrc/schedule/generate.h.
+# In the order of `Generator` in csrc/schedule/generator/generate.h.
 KINDS = {
     "gpipe": Kind(0),
     "1f1b": Kind(1),
@@ -37,18 +36,18 @@ KINDS = {
 
 
 class Options(TypedDict, total=False):
-    """What every generator takes, as keywords.
+    """Keyword options of every generator.
 
     reduce_grad: sum gradients over the ranks that share weights (default: True). backward: False for evaluation,
         forwards only. dispatch: every list begins with a DISPATCH (streams; default: False).
-    durations: seconds of compute actions, as in `simulate`. Given, lanes take what is ready by these costs wherever
-        that finishes earlier than with nominal ones (transfers left out): a forward 1, a backward 2 or 1 for each half,
-        divided by the stages of the rank.
-    memory_limit: bytes of activations that a rank may hold, for all ranks or per rank; activation_bytes: what a chunk
-        holds on a stage from its forward to its BACKWARD or BACKWARD_WEIGHT, as in `check` (without: 1 each, so that
-        the limit counts forwards). in_flight: forwards that a stage may hold so. Where one of these is given, it takes
-        the place of the limits that a schedule has of its own: as many forwards run ahead as it allows (eager forward;
-        dissertation section 4.4).
+    durations: seconds of compute actions, as in `simulate`. With them, lanes pick ready actions by these costs wherever
+        that finishes earlier than with nominal costs (without transfers). Nominal costs: a forward 1, a backward 2 or 1
+        for each half, divided by the stages of the rank.
+    memory_limit: most bytes of activations of a rank, one value or one per rank.
+    activation_bytes: bytes that a chunk holds on a stage from its forward to its BACKWARD or BACKWARD_WEIGHT, as in
+        `check`. Default: 1 each, so that the limit counts forwards.
+    in_flight: most forwards that a stage may hold. It or memory_limit replaces the schedule's own limits: as many
+        forwards run ahead as it allows (eager forward; dissertation section 4.4).
     """
 
     reduce_grad: bool
@@ -73,10 +72,10 @@ def make(
     memory_limit: float | Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> Schedule:
-    """The schedule `name`, one of `KINDS`, of one step: see `Options`.
+    """Schedule `name`, one of `KINDS`, of one step. Options: see `Options`.
 
-    Raises ValueError for a table that does not fit the graph, and where the lists cannot be kept within the limits,
-    naming a rank and its bytes.
+    Raises ValueError for a table that does not fit the graph. Also raises it, with a rank and its bytes, if the lists
+    cannot be kept within the limits.
     """
     if in_flight is not None and in_flight < 1:
         raise ValueError(f"in_flight is {in_flight}: a stage must hold at least 1 forward")

@@ -1,4 +1,4 @@
-"""All generators by the names that configs and `parallelize` know them by."""
+"""All generators by their names in configs and in `parallelize`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards.
 
-Simplest and fastest to start, but every chunk is held at once: memory grows with their number. Backwards run in the
-order of the forwards, so that gradients add up in the same order as under 1F1B.
+The simplest schedule. It holds all chunks at once, so memory grows with their number. Backwards run in the order of the
+forwards, so gradients are added in the same order as under 1F1B.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 
 def gpipe(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
-    """The GPipe schedule of one step; options and errors: `interlace.schedule.generate`. Durations decide only whether
-    encoders on the language model's ranks go backward last; a limit that it cannot keep is an error."""
+    """GPipe schedule of one step. Options and errors: `interlace.schedule.generate`.
+
+    Durations decide only whether encoders on the language model's ranks run their backwards last. A limit that the
+    schedule cannot keep is an error.
+    """
     return make("gpipe", graph, table, **options)

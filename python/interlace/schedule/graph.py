@@ -1,12 +1,12 @@
-"""The stages of a layout as nodes of a graph: what feeds what, what needs a backward, who sums gradients.
+"""Stage graph: stages of a layout as nodes, with data flow, required backwards and gradient reductions.
 
-A node is one stage on one lane; copies are nodes of their own. Stage i of a pipeline feeds stage i + 1; the last stage
-of a producing module feeds the first stage of a consuming one wherever a chunk of the latter reads rows of the former
-(`StepTable.links`), in any replica. A consumer reads the copy on its own lane, or else the stage's own lane; copies
-that nobody reads run forwards only.
+A node is one stage on one lane; copies are separate nodes. Stage i of a pipeline feeds stage i + 1. The last stage of a
+producing module feeds the first stage of a consuming one wherever a chunk of the consumer reads rows of the producer
+(`StepTable.links`), in any replica. A consumer reads the copy on its own lane if there is one, else the stage's own
+lane. Copies without a reader run forwards only.
 
-Backward. A stage has something of its own to train, or not. A chunk runs BACKWARD on a stage if that is so, or if it
-does so on what feeds the stage: on the stage before it, or on the last stage of a module of which the chunk reads rows.
+A chunk runs BACKWARD on a stage if the stage has something to train, or if it runs BACKWARD on what feeds the stage:
+the previous stage, or the last stage of a module from which the chunk reads rows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Shard, Stage
-from interlace.layout.reductions import uneven
 from interlace.schedule.actions import valid_module_name
 
 Ints = NDArray[np.int32]
 
 
 class Node(NamedTuple):
-    """A stage on one lane: `pipeline` counts `Layout.pipelines()`, copy 0 is the stage's own lane."""
+    """A stage on one lane. pipeline: index in `Layout.pipelines()`. copy: 0 is the stage's own lane."""
 
     pipeline: int
     stage: int
@@ -39,12 +38,12 @@ class GraphArrays(NamedTuple):
     """A StageGraph for compiled code. All int32; nodes in the order of `StageGraph.nodes`.
 
     node_pipeline, node_stage, node_lane, node_copy, node_trains [nodes]: as in Node, and whether it trains something.
-    pipeline_module [pipelines], pipeline_first [pipelines + 1]: its module, and where its nodes begin.
+    pipeline_module [pipelines], pipeline_first [pipelines + 1]: module and first node of each pipeline.
     lane_first [lanes + 1], lane_rank: the ranks of each lane. module_links [n, 2]: producer and consumer modules.
-    reduction_first [reductions + 1], reduction_rank, reduction_node: who takes part in each reduction, by rank, with
-        the first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a
-        tied weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
-    shard_first [shards + 1], shard_rank, shard_node: who takes part in each shard, likewise. shard_full [shards]:
+    reduction_first [reductions + 1], reduction_rank, reduction_node: ranks of each reduction, each with its first node
+        that holds some of the weights. reduction_tied [reductions]: whether it is for a tied weight.
+        reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
+    shard_first [shards + 1], shard_rank, shard_node: ranks and nodes of each shard, likewise. shard_full [shards]:
         whether its weights are whole only between UNSHARD and RESHARD. shard_by_layer [shards]: see `by_layer`.
         shard_member_first [shards + 1], shard_member: all nodes that compute with its weights on one of its ranks.
     """
@@ -76,15 +75,15 @@ class GraphArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A layout with what a schedule has to know of the model.
+    """A layout with the properties of the model that schedules need.
 
-    links: (producer, consumer) modules; the last stage of the one feeds the first of the other.
-    trainable: per module, for each layer whether anything in it is trained.
+    links: (producer, consumer) modules; the last stage of the producer feeds the first stage of the consumer.
+    trainable: per module, for each layer, whether anything in it is trained.
     tied: groups of (module, layer) that hold one trained weight (input embedding and output head of one module).
-    in_part: modules with weights that the ranks of a lane use in part each, so that all of them sum the gradients.
-    repeating: modules that may run a layer several times for one chunk, as those that take its samples apart do.
+    in_part: modules with weights of which each rank of a lane uses a part, so that all of them sum the gradients.
+    repeating: modules that may run a layer several times per chunk, such as those that process samples separately.
 
-    Raises ValueError, naming what does not fit.
+    Raises ValueError with the name of the inconsistent part.
     """
 
     layout: Layout
@@ -129,7 +128,7 @@ class StageGraph:
 
     @cached_property
     def module_order(self) -> tuple[str, ...]:
-        """The modules, producers before consumers. Raises ValueError where they feed each other in a cycle."""
+        """Modules in topological order, producers first. Raises ValueError for a cycle."""
         order: list[str] = []
         left = list(self.modules)
         while left:
@@ -142,17 +141,17 @@ class StageGraph:
 
     @cached_property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """Those of the layout."""
+        """Pipelines of the layout."""
         return self.layout.pipelines()
 
     @cached_property
     def pipeline_number(self) -> dict[tuple[str, int], int]:
-        """(module, replica) -> place in `pipelines`."""
+        """(module, replica) -> index in `pipelines`."""
         return {(p.module, p.replica): i for i, p in enumerate(self.pipelines)}
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Pipeline by pipeline, stage by stage, copy by copy."""
+        """All nodes, ordered by pipeline, stage and copy."""
         return tuple(
             Node(p, stage.index, self.layout.lane_number(lane), copy)
             for p, pipeline in enumerate(self.pipelines)
@@ -161,12 +160,12 @@ class StageGraph:
         )
 
     def trains(self, stage: Stage) -> bool:
-        """Whether anything in `stage` is trained."""
+        """True if anything in `stage` is trained."""
         return any(self.trainable[stage.module][stage.start : stage.stop])
 
     @cached_property
     def reductions(self) -> tuple[Reduction, ...]:
-        """What may be reduced in a step: of every layer something of which is trained, then of every tied weight."""
+        """Possible gradient reductions of a step: those of layers with trained weights, then those of tied weights."""
         layout = self.layout
         found = [g for g in layout.reduce_groups(self.in_part) if any(self.trainable[g.module][g.start : g.stop])]
         for number, group in enumerate(self.tied):
@@ -180,7 +179,7 @@ class StageGraph:
             for pipeline in layout.pipelines(module) if number not in self.uneven else ():
                 held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for layer in layers]
                 for same_weights in zip(*(lane.cp_groups(tp) for lane in held), strict=True):
-                    # Of context-parallel ranks, which have one sum by now, each sums with those of its own place.
+                    # Context-parallel ranks have the same sum by now, so each reduces with ranks of its own place.
                     sets += [tuple(sorted(set(same_place))) for same_place in zip(*same_weights, strict=True)]
             found += [
                 Reduction(module, min(layers), max(layers) + 1, ranks, number) for ranks in sets if len(ranks) > 1
@@ -189,19 +188,21 @@ class StageGraph:
 
     @cached_property
     def uneven(self) -> frozenset[int]:
-        """The places in `tied` of layers that are together on other stages or lanes in some replicas than in others:
-        gradients of their weight are no part of the sums of layers, but summed at once over all who hold it."""
+        """Indices in `tied` of groups whose layers share stages or lanes differently in different replicas.
+
+        Gradients of their weight are not part of the reductions of layers. One reduction sums them over all holders.
+        """
         return frozenset(
             number
             for number, group in enumerate(self.tied)
-            if uneven(self.layout, group[0][0], [layer for _, layer in group])
+            if self.layout.uneven(group[0][0], [layer for _, layer in group])
         )
 
     def members(self, reduction: Reduction) -> list[int]:
-        """The nodes whose backward adds to what `reduction` sums.
+        """Nodes whose backward contributes to `reduction`.
 
-        Of a tied weight those of every replica: what a rank brings is the sum over replicas, also where its own ran
-        nothing.
+        For a tied weight these are nodes of every replica: a rank contributes the sum over replicas, even if its own
+        replica ran nothing.
         """
         if reduction.tied >= 0:
             return self._tied_members[reduction.tied]
@@ -210,7 +211,7 @@ class StageGraph:
 
     @cached_property
     def _tied_members(self) -> list[list[int]]:
-        """Of each group of tied layers, the nodes that hold one of them."""
+        """For each group of tied layers, the nodes that hold one of them."""
         held = [{layer for _, layer in group} for group in self.tied]
         return [
             self._holding(group[0][0], layers, range(self.layout.world))
@@ -219,7 +220,7 @@ class StageGraph:
 
     @cached_property
     def _nodes_on(self) -> dict[tuple[str, int], list[int]]:
-        """(module, rank) -> the nodes of the module whose lane has the rank, in order."""
+        """(module, rank) -> nodes of the module whose lane includes the rank, in order."""
         found: dict[tuple[str, int], list[int]] = {}
         lanes = self.layout.lanes()
         for number, node in enumerate(self.nodes):
@@ -229,7 +230,7 @@ class StageGraph:
         return found
 
     def stage_of(self, node: int) -> Stage:
-        """The stage at a node, by its place in `nodes`."""
+        """Stage of a node. node: index in `nodes`."""
         return self.pipelines[self.nodes[node].pipeline].stages[self.nodes[node].stage]
 
     def _holding(self, module: str, layers: set[int], ranks: Iterable[int]) -> list[int]:
@@ -244,7 +245,7 @@ class StageGraph:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """What is sharded and may have to be made whole in a step: weights, or what of them is trained."""
+        """Shards that a step may have to gather: all weights if fully sharded, else those with trained layers."""
         return tuple(
             group
             for group in self.layout.shard_groups()
@@ -252,8 +253,10 @@ class StageGraph:
         )
 
     def shard_members(self, shard: Shard) -> list[int]:
-        """The nodes that compute with weights of `shard` on one of its ranks, under whatever name: also those of other
-        stages of a rank that hold what is tied to them."""
+        """Nodes that compute with weights of `shard` on one of its ranks.
+
+        They include other stages of these ranks that hold tied weights.
+        """
         layers = set(range(shard.start, shard.stop))
         for group in self.tied:
             if group[0][0] == shard.module and layers.intersection(layer for _, layer in group):
@@ -261,9 +264,11 @@ class StageGraph:
         return self._holding(shard.module, layers, shard.owners)
 
     def by_layer(self, shard: Shard) -> bool:
-        """Whether `shard` may be gathered layer by layer: each of its ranks has all of its layers, and only them, in
-        one stage, so that what the ranks of one stage gather is gathered by all of them; and each layer runs once for
-        a chunk, so that all of them gather it equally often."""
+        """True if `shard` may be gathered layer by layer.
+
+        Two conditions make all of its ranks join the same gathers. Each rank has exactly the shard's layers in one
+        stage. Each layer runs once per chunk.
+        """
         return self._by_layer(shard, self.shard_members(shard))
 
     def _by_layer(self, shard: Shard, members: Sequence[int]) -> bool:
@@ -272,7 +277,7 @@ class StageGraph:
         return shard.full and shard.module not in self.repeating and alike
 
     def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
-        """Of the ranks of each group in turn, the first of its members that each is in."""
+        """For each rank of each group in order, its first node among the group's members."""
         first = []
         for group, found in zip(groups, members, strict=True):
             chosen = set(found)
@@ -281,7 +286,7 @@ class StageGraph:
 
     @cached_property
     def arrays(self) -> GraphArrays:
-        """What compiled code takes."""
+        """The graph for compiled code."""
         nodes, lanes = self.nodes, self.layout.lanes()
         members = [self.members(reduction) for reduction in self.reductions]
         users = [self.shard_members(shard) for shard in self.shards]
@@ -322,10 +327,10 @@ class StageGraph:
         tied: Iterable[Sequence[tuple[str, int]]] = (),
         replicas: int = 1,
     ) -> StageGraph:
-        """The graph of modules given as one rank (or ranks of the copies) per stage, each stage one layer.
+        """Graph of modules with one layer per stage. modules: rank (or ranks of the copies) of each stage.
 
         trainable: per module, or per stage of it, whether anything in it is trained (default: all).
-        tied: groups of (module, stage). replicas: of the whole, on ranks of their own.
+        tied: groups of (module, stage). replicas: number of replicas of all modules, on separate ranks.
 
             StageGraph.build({"vision": [0], "audio": [1], "language_model": [2, 3]},
                              [("vision", "language_model"), ("audio", "language_model")])

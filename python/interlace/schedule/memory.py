@@ -1,4 +1,4 @@
-"""How much a rank holds between forwards and backwards, read off its list."""
+"""Activation memory of a rank between forwards and backwards, computed from its action list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interlace.schedule.costs import ActivationBytes, bytes_held
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a rank holds at any time: chunks, counted once for each of its stages, and bytes."""
+    """Peak of a rank: chunks, counted once per stage, and bytes."""
 
     in_flight: int
     bytes: float
@@ -22,11 +22,12 @@ def held_after(
     activation_bytes: ActivationBytes | None = None,
     deferred_bytes: ActivationBytes | None = None,
 ) -> Iterable[tuple[int, int, float]]:
-    """Yields (place in `actions`, forwards held, bytes held) at each FORWARD, as it runs, and after each change.
+    """Yields (index in `actions`, forwards held, bytes held) during each FORWARD, and after each change.
 
-    A FORWARD holds its activations until the BACKWARD (or BACKWARD_WEIGHT) of the same stage and chunk. One without a
-    backward on this rank holds its bytes only while it runs and does not count as in flight. deferred_bytes: what takes
-    the place of its activations from BACKWARD_INPUT to BACKWARD_WEIGHT (default: they stay).
+    A FORWARD holds its activations until the BACKWARD (or BACKWARD_WEIGHT) of the same stage and chunk. A FORWARD
+    without a backward on this rank holds its bytes only while it runs, and does not count as in flight.
+
+    deferred_bytes: bytes that replace its activations from BACKWARD_INPUT to BACKWARD_WEIGHT (default: the same bytes).
     """
     bytes_of = activation_bytes or {}
     later = bytes_of if deferred_bytes is None else deferred_bytes
@@ -56,7 +57,7 @@ def peak(
     activation_bytes: ActivationBytes | None = None,
     deferred_bytes: ActivationBytes | None = None,
 ) -> Peak:
-    """The most that the list of one rank holds. Arguments: see `held_after`."""
+    """Peak of the list of one rank. Arguments: see `held_after`."""
     most, largest = 0, 0.0
     for _, count, size in held_after(actions, activation_bytes, deferred_bytes):
         most, largest = max(most, count), max(largest, size)

@@ -16,11 +16,11 @@ from interlace.schedule.table import StepTable
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What every rank does in one step. The checker, the simulator and the executor all read these rows.
+    """Actions of every rank in one step. The checker, the simulator and the executor all read these rows.
 
-    rows: int32 [n, 7], the lists of all ranks one after the other (columns: `interlace.schedule.actions`);
-    first: int64 [ranks + 1], where each rank's begins. backward: False for evaluation. reduce_grad: whether gradients
-    are summed over the ranks that share weights. dispatch: whether every rank starts the exchange of the coming step's
+    rows: int32 [n, 7], concatenated lists of all ranks (columns: `interlace.schedule.actions`).
+    first: int64 [ranks + 1], first row of each rank. backward: False for evaluation. reduce_grad: whether gradients
+    are summed over the ranks that share weights. dispatch: whether every rank starts the exchange of the next step's
     items.
     """
 
@@ -39,19 +39,19 @@ class Schedule:
 
     @cached_property
     def actions(self) -> list[list[Action]]:
-        """All lists as objects, for people."""
+        """All lists as objects."""
         modules = self.graph.modules
         return [
             [action_of(row, modules) for row in self.of_rank(rank).tolist()] for rank in range(self.graph.layout.world)
         ]
 
     def to_text(self) -> str:
-        """One line per rank, actions separated by commas: also a valid CSV."""
+        """One line per rank, actions separated by commas; valid CSV."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
 
     @staticmethod
     def parse_actions(text: str) -> list[list[Action]]:
-        """The lists that `to_text` wrote. Raises ValueError with the rank of a cell that is not an action."""
+        """Parses the output of `to_text`. Raises ValueError with the rank of a cell that is not an action."""
         lists = []
         for rank, line in enumerate(text.splitlines()):
             try:
@@ -72,7 +72,7 @@ class Schedule:
         reduce_grad: bool = True,
         dispatch: bool = False,
     ) -> Schedule:
-        """The schedule of lists of objects, one per rank."""
+        """Schedule from lists of objects, one list per rank."""
         rows = [rows_of(actions, graph.modules) for actions in lists]
         first = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(np.int64)
         return cls(name, graph, table, np.concatenate(rows), first, backward, reduce_grad, dispatch)

@@ -1,4 +1,4 @@
-"""A graph and a table as the arrays that compiled code takes."""
+"""Graph and table of a step as arrays for compiled code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from interlace.schedule.table import StepTable
 
 
 class StepArrays(NamedTuple):
-    """graph: see `GraphArrays`. chunk_pipeline: int32 [chunks], where each runs. links: int32 [m, 2], the table's."""
+    """Arrays of a step.
+
+    graph: see `GraphArrays`. chunk_pipeline: int32 [chunks], pipeline of each chunk. links: int32 [m, 2], as in
+    StepTable.
+    """
 
     graph: GraphArrays
     chunk_pipeline: Ints
@@ -24,7 +28,7 @@ class StepArrays(NamedTuple):
 
 
 def step_arrays(graph: StageGraph, table: StepTable) -> StepArrays:
-    """Raises ValueError for a chunk that no pipeline of the graph runs, and for one that reads what it cannot."""
+    """Arrays of a step. Raises ValueError for a chunk without a pipeline, and for a read without a graph link."""
     number = graph.pipeline_number
     try:
         pipelines = np.array([number[chunk.module, chunk.replica] for chunk in table.chunks], np.int32)
@@ -47,8 +51,11 @@ def step_arrays(graph: StageGraph, table: StepTable) -> StepArrays:
 
 
 class Jobs(NamedTuple):
-    """What a step runs, a stage's part of a chunk each. work: int32 [jobs, 3], module, stage and chunk. backward,
-    trains: bool [jobs], whether it has a backward, and whether its stage has something to train."""
+    """Jobs of a step; a job is one chunk on one stage.
+
+    work: int32 [jobs, 3], module, stage and chunk. backward, trains: bool [jobs], whether the job has a backward, and
+    whether its stage has something to train.
+    """
 
     work: NDArray[np.int32]
     backward: NDArray[np.bool_]
@@ -56,7 +63,7 @@ class Jobs(NamedTuple):
 
 
 def jobs_of(step: StepArrays, backward: bool) -> Jobs:
-    """The jobs of a step in their order. backward: False for evaluation."""
+    """Jobs of a step, in order. backward: False for evaluation."""
     nodes, chunks, runs = _core.schedule_jobs(*step, backward)
     graph = step.graph
     work = np.stack([graph.pipeline_module[graph.node_pipeline[nodes]], graph.node_stage[nodes], chunks], axis=1)
@@ -66,8 +73,10 @@ def jobs_of(step: StepArrays, backward: bool) -> Jobs:
 def step_seconds(
     jobs: Jobs, modules: Sequence[str], durations: Durations, *, whole: bool, halves: bool
 ) -> NDArray[np.float64]:
-    """float64 [4 * jobs]: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn, 0 of those
-    that it has not. whole, halves: whether backwards run in one piece, in two, or may do either."""
+    """Seconds of FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in order, float64 [4 * jobs].
+
+    Actions that a job does not have are 0. whole, halves: whether backwards may run whole, and split.
+    """
     split = jobs.backward & jobs.trains & halves
     runs = np.stack([np.ones_like(split), jobs.backward & (~split | whole), split, split], axis=1)
     work = np.empty((len(split), 4, 4), np.int64)
@@ -88,7 +97,7 @@ def check_names(graph: StageGraph, table: StepTable, activation_bytes: Activatio
 
 
 def job_bytes(jobs: Jobs, modules: Sequence[str], activation_bytes: ActivationBytes) -> NDArray[np.float64]:
-    """float64 [jobs]: what each holds."""
+    """Activation bytes of each job, float64 [jobs]."""
     alike = not any(len(key) == 3 for key in activation_bytes)
     kinds, kind = np.unique(jobs.work[:, :2] if alike else jobs.work, axis=0, return_inverse=True)
     sizes = [bytes_held(activation_bytes, modules[m], stage, *(chunk or [-1])) for m, stage, *chunk in kinds.tolist()]
@@ -96,7 +105,10 @@ def job_bytes(jobs: Jobs, modules: Sequence[str], activation_bytes: ActivationBy
 
 
 def rank_limits(memory_limit: float | Sequence[float], ranks: int) -> NDArray[np.float64]:
-    """float64 [ranks]: one limit for all, or one each. Raises ValueError for another number of them."""
+    """Memory limit of each rank, float64 [ranks], from one limit or one per rank.
+
+    Raises ValueError for a wrong number of limits.
+    """
     scalar = isinstance(memory_limit, (int, float))
     limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
     if limits.shape != (ranks,):

@@ -1,6 +1,6 @@
-"""StepTable: what a step consists of. Chunks of samples, and which rows of a chunk another chunk reads.
+"""StepTable: contents of a step. It lists chunks of samples, and the rows that chunks read from other chunks.
 
-Pure data, made from lengths alone (`interlace.run.table`), the same on every rank.
+Pure data, computed from lengths alone (`interlace.run.tables.table`), identical on every rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Pieces = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """The `index`-th chunk of a replica of a module: one FORWARD of each of its stages, and its backward.
+    """Chunk `index` of a replica of a module: one FORWARD on each of its stages, and its backward.
 
-    samples: int32 [n], their places in the step's batch, in the order in which they are collated.
+    samples: int32 [n], indices in the step's batch, in collation order.
     """
 
     module: str
@@ -35,10 +35,10 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Edge:
-    """The rows of `producer` that `consumer` reads at `port` ("embeds", or the layer that they are added to).
+    """Rows of `producer` that `consumer` reads at `port` ("embeds", or the layer that they are added to).
 
-    pieces: chunks are places in `StepTable.chunks`; a source row counts rows after the projector, without padding; a
-        destination row is the ordinal among that module's placeholders in the destination chunk.
+    pieces: chunks are indices in `StepTable.chunks`. A source row counts rows after the projector, without padding. A
+        destination row is the index among that module's placeholders in the destination chunk.
     """
 
     producer: str
@@ -49,14 +49,14 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """What one step computes.
+    """Work of one step.
 
-    chunks: those of a replica stand in the order of their index. targets: int64 [chunks], valid targets of each (0 of
-    a chunk without a loss). place: (epoch, position, step) of the batch in the run. work: int64 [chunks], what each
-    costs, estimated, in one unit for all; None where nobody estimated. deferred: int32, rising, the samples that the
-    language model reads a microbatch after the one that they are encoded with.
+    chunks: chunks of a replica are in the order of their index. targets: int64 [chunks], valid targets of each chunk (0
+    for a chunk without a loss). place: (epoch, position, step) of the batch in the run. work: int64 [chunks], estimated
+    costs in a common unit; None without an estimate. deferred: int32, ascending, samples that the language model reads
+    one microbatch later than they are encoded.
 
-    Raises ValueError, naming the chunk, where chunks, pieces and targets do not fit together.
+    Raises ValueError with the chunk if chunks, pieces and targets are inconsistent.
     """
 
     chunks: tuple[Chunk, ...]
@@ -90,31 +90,31 @@ class StepTable:
             if pieces.min() < 0 or pieces[:, 4].min() < 1 or pieces[:, [0, 2]].max() >= len(self.chunks):
                 raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names a chunk or rows that are none")
             for column, module in ((0, edge.producer), (2, edge.consumer)):
-                wrong = (modules != module)[pieces[:, column]]  # names are compared once per chunk, not per piece
+                wrong = (modules != module)[pieces[:, column]]  # compares names once per chunk, not per piece
                 if wrong.any():
                     chunk = self.chunks[int(pieces[wrong.argmax(), column])]
                     raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names {chunk}")
 
     @cached_property
     def links(self) -> NDArray[np.int32]:
-        """int32 [m, 2], sorted: each pair of chunks of which the second reads rows of the first."""
+        """Pairs of chunks (producer, consumer), int32 [m, 2], sorted: the second reads rows of the first."""
         count = len(self.chunks)
         pairs = [edge.pieces[:, 0].astype(np.int64) * count + edge.pieces[:, 2] for edge in self.edges]
         if not sum(map(len, pairs)):
             return np.zeros((0, 2), np.int32)
         keys = np.concatenate(pairs)
-        keys = np.sort(keys.astype(np.uint32)) if count**2 <= 2**32 else np.sort(keys)  # half as wide: sorted faster
+        keys = np.sort(keys.astype(np.uint32)) if count**2 <= 2**32 else np.sort(keys)  # uint32 sorts faster
         keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])].astype(np.int64)
         return np.stack([keys // count, keys % count], axis=1).astype(np.int32)
 
     @cached_property
     def active(self) -> frozenset[str]:
-        """The modules that have a chunk on any replica."""
+        """Modules that have a chunk on any replica."""
         return frozenset(chunk.module for chunk in self.chunks)
 
     @cached_property
     def digest(self) -> int:
-        """48 bits that two tables share only if they say the same; a float64 holds them."""
+        """Hash of 48 bits, which fits in a float64. Equal only for tables with equal contents."""
         parts = hashlib.blake2b(digest_size=6)
         names = ";".join(f"{c.module},{c.replica},{len(c.samples)}" for c in self.chunks)
         parts.update(f"{self.place} {names}".encode())
@@ -124,12 +124,12 @@ class StepTable:
             parts.update(np.ascontiguousarray(edge.pieces).tobytes())
         if self.targets is not None:
             parts.update(np.ascontiguousarray(self.targets).tobytes())
-        if self.work is not None:  # lists may be ordered by it
+        if self.work is not None:  # schedules may depend on it
             parts.update(np.ascontiguousarray(self.work).tobytes() + self.deferred.tobytes())
         return int.from_bytes(parts.digest(), "little")
 
     def of(self, module: str, replica: int) -> list[int]:
-        """The places of the chunks of a replica, in order."""
+        """Indices of the chunks of a replica, in order."""
         return [i for i, c in enumerate(self.chunks) if c.module == module and c.replica == replica]
 
     @classmethod
@@ -141,10 +141,10 @@ class StepTable:
         replicas: int = 1,
         samples: Mapping[str, int] | None = None,
     ) -> StepTable:
-        """Chunks that go side by side: those of entry k of `presence` read each other, one row of one sample each.
+        """Table with one chunk per module and microbatch; linked chunks of a microbatch read one row of one sample.
 
-        links: (producer, consumer) modules. presence: per microbatch, the modules that have a chunk in it. replicas: of
-            every module, each with these microbatches. samples: per module, how many a chunk has (default 1).
+        links: (producer, consumer) modules. presence: per microbatch, the modules that have a chunk in it. replicas:
+            replicas of every module, each with these microbatches. samples: per module, samples per chunk (default 1).
         """
         chunks: list[Chunk] = []
         at: dict[tuple[int, int, str], int] = {}
@@ -173,7 +173,7 @@ class StepTable:
 
 
 def merged(pieces: Pieces) -> Pieces:
-    """`pieces` sorted by destination, with those joined that follow each other on both sides."""
+    """`pieces` sorted by destination; pieces that are adjacent on both sides are joined."""
     place = pieces[:, 2].astype(np.int64) << 32 | pieces[:, 3]
     if (place[1:] < place[:-1]).any():
         pieces = pieces[np.argsort(place, kind="stable")]

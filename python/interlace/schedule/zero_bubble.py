@@ -1,8 +1,9 @@
-"""Zero bubble: backwards in two halves, of which the second fills what would be idle.
+"""Zero bubble: backwards are split in two halves, and the second half fills idle time (Qi et al., arXiv 2401.10241).
 
-BACKWARD_INPUT hands gradients on, so it is what others wait for; BACKWARD_WEIGHT, the gradients of the weights, may run
-at any time after it (Qi et al., arXiv 2401.10241). A stage where nothing trains has no second half: its BACKWARD is the
-input half alone. One before which nothing trains has a first half only for its own layers, and sends nothing.
+BACKWARD_INPUT computes the gradients for the previous stage, so other ranks wait for it. BACKWARD_WEIGHT computes the
+gradients of the weights and may run at any later time. A stage without trained weights has no second half: its BACKWARD
+is the input half alone. If nothing before a stage is trained, its first half serves only its own layers, and it sends
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def zb_h1(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
-    """ZB-H1 (section 2.2 there): 1F1B's warm-up, and no rank holds more than the fullest one does under 1F1B.
+    """ZB-H1 (section 2.2 of the paper): warm-up as in 1F1B; no rank holds more than the fullest rank under 1F1B.
 
     Options and errors: `interlace.schedule.generate`.
     """
@@ -27,8 +28,9 @@ def zb_h1(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Sc
 
 
 def zb_h2(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
-    """ZB-H2 (section 2.3 there): a warm-up twice as deep, for about twice the activations. On a chain of equal
-    stages no rank is idle between its first and its last action.
+    """ZB-H2 (section 2.3 of the paper): a warm-up twice as deep, with about twice the activations.
+
+    On a chain of equal stages no rank is idle between its first and its last action.
 
     Options and errors: `interlace.schedule.generate`.
     """
@@ -36,8 +38,10 @@ def zb_h2(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Sc
 
 
 def zb_v(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
-    """ZB-V (section 6 there), for a module whose stages go down the ranks and up again (``ParallelSpec(virtual=2,
-    order="v")``): no rank holds more than the fullest one does under 1F1B on the same layout.
+    """ZB-V (section 6 of the paper), for a module whose stages go down the ranks and up again.
+
+    Such a module has ``ParallelSpec(virtual=2, order="v")``. No rank holds more than the fullest rank under 1F1B on the
+    same layout.
 
     Options and errors: `interlace.schedule.generate`.
     """

@@ -1,14 +1,11 @@
-"""Plays a schedule against costs, and shows the outcome.
+"""Simulator: executes a schedule on given costs, and visualizes the result.
 
-- `events`: when each action of a schedule starts and finishes, given what actions and transfers cost
-- `arrays`: the same on integer rows, for searches over thousands of schedules; compiled
-- `reference`: the same in Python, the oracle of both
-- `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
-- `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
-- `groups`, `overview`, `sampled_trace`: a step of thousands of ranks, group by group: page, picture, bounded trace
-- `loads`, `templates`: who computes what, as PNGs: `plot_loads`, `plot_deferral`, `plot_templates`
-- `elastic_job`, `failure_trace`, `recovery`, `recovery_picture`: what nodes that fail and come cost
-- `layouts`: which rank has what, and what it holds: `plot_layout`
+- `events`: start and finish of each action, from the costs of actions and transfers. `arrays`: compiled simulator on
+  integer rows, for searches over thousands of schedules. `reference`: the same model in Python, oracle of both.
+- `timeline`: these times, simulated or measured (makespan, bubble, busy, memory). `trace`: Chrome/Perfetto trace.
+- `groups`, `sampled_trace`: steps of thousands of ranks, by group of ranks, with a trace of bounded size.
+- `elastic_job`, `failure_trace`, `recovery`: costs of node failures and joins. `templates`: picture of their pipelines.
+- `pictures/`: pictures and pages of all of these.
 
     timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
     timeline.write_trace("step.json")
@@ -17,8 +14,8 @@
 
 from interlace.simulate.arrays import Simulated, memory_and_scratch, simulate_arrays
 from interlace.simulate.events import simulate
-from interlace.simulate.layouts import plot_layout
-from interlace.simulate.loads import plot_deferral, plot_loads
+from interlace.simulate.pictures.layouts import plot_layout
+from interlace.simulate.pictures.loads import plot_deferral, plot_loads
 from interlace.simulate.templates import plot_templates
 from interlace.simulate.timeline import Record, Timeline
 

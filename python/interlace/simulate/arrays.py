@@ -1,7 +1,7 @@
-"""The compiled event simulator, on the rows of a schedule and arrays of seconds.
+"""Compiled event simulator, on the rows of a schedule and arrays of seconds.
 
-For searches that time thousands of schedules: a million actions take a fraction of a second. `simulate` uses it for
-schedules too; `reference` is the same model in Python, and agrees with it to the last bit.
+For searches over thousands of schedules: a million actions take a fraction of a second. `simulate` uses it, too.
+`reference` is the same model in Python; both agree to the last bit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FREES = (CODES[Op.BACKWARD], CODES[Op.BACKWARD_WEIGHT])
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """What `simulate_arrays` found, for rows 0 .. n.
+    """Result of `simulate_arrays` for n rows.
 
-    start, finish: float64 [n], seconds from the step's start. A RECV lasts from the moment the rank reaches it, so it
-        includes the waiting; a REDUCE_GRAD from there to its end, while the rank goes on.
+    start, finish: float64 [n], seconds from the step's start. A RECV begins when the rank reaches it, so it includes
+        the waiting. A REDUCE_GRAD lasts from there to its end, while the rank continues.
     rank_busy: float64 [ranks], seconds of compute. peak_memory: float64 [ranks], the most bytes held at any time.
-    behind: seconds that the step goes on behind its lists (the optimizer's, see `interlace.run.predict`).
+    behind: seconds of the step after its lists (those of the optimizer, see `interlace.estimate.predict`).
     """
 
     start: NDArray[np.float64]
@@ -41,17 +41,17 @@ class Simulated:
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last action has finished, and what is behind the lists."""
+        """Seconds until the last action has finished, plus `behind`."""
         return float(self.finish.max(initial=0.0)) + self.behind
 
     @property
     def busy_per_rank(self) -> tuple[float, ...]:
-        """Seconds of compute of each rank, as a `Timeline` says it."""
+        """Seconds of compute of each rank, as in `Timeline`."""
         return tuple(self.rank_busy.tolist())
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute, 0 to 1."""
+        """Share of all ranks' time without compute, 0 to 1."""
         area = len(self.rank_busy) * self.makespan
         return 1.0 - float(self.rank_busy.sum()) / area if area else 0.0
 
@@ -64,20 +64,20 @@ def simulate_arrays(
     memory: ArrayLike | None = None,
     scratch: ArrayLike | None = None,
 ) -> Simulated:
-    """When each action starts and finishes, O(n): the model of `simulate`, which see, on the n rows of `schedule`.
+    """Start and finish of each action, O(n). Same model as `simulate`, on the n rows of `schedule`.
 
     Args:
-        seconds: [n], what each action takes; of a SEND or RECV what the rank itself spends on it beside waiting, of a
-            REDUCE_GRAD the reduction (where its ranks differ, as where those of a lane or of a meeting do, the longest
-            counts). Finite and not negative.
-        transfer: seconds that messages travel, one number or [n] (read at SENDs).
-        memory: [n], bytes by which each action changes what its rank holds. scratch: [n], bytes held only while it
-            runs. `memory_and_scratch` makes both; without them nothing is held.
+        seconds: [n], duration of each action. For a SEND or RECV it is the rank's own time without waiting, for a
+            REDUCE_GRAD that of the reduction. If ranks of a reduction, a lane or a meeting differ, the longest counts.
+            Finite and not negative.
+        transfer: seconds from sender to receiver, one number or [n] (read at SENDs).
+        memory: [n], change of the rank's held bytes by each action. scratch: [n], bytes held only while it runs.
+            `memory_and_scratch` computes both; by default nothing is held.
 
     Raises:
-        ValueError: an array of another length or type, a row that does not fit the graph or the table, or the named
-            entry is NaN or negative.
-        ScheduleError: a deadlock; the message says which ranks wait for what.
+        ValueError: an array of the wrong length or type, a row that does not fit the graph or the table, or an entry
+            that is NaN or negative (the message names it).
+        ScheduleError: a deadlock; the message lists the waiting ranks.
     """
     n = len(schedule.rows)
     arrays = schedule.graph.arrays
@@ -110,7 +110,7 @@ def simulate_arrays(
 def memory_and_scratch(
     schedule: Schedule, activation_bytes: ActivationBytes
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(memory, scratch), float64 [n] each in bytes, for `simulate_arrays`; the rules are those of `check`.
+    """(memory, scratch), float64 [n] each in bytes, for `simulate_arrays`; same rules as `check`.
 
     activation_bytes: (module, stage, chunk) or (module, stage) -> bytes held from a FORWARD to the end of its BACKWARD
         or BACKWARD_WEIGHT; a FORWARD without a backward on its rank holds them only while it runs.
@@ -135,7 +135,7 @@ def memory_and_scratch(
 
 
 def _deadlock(schedule: Schedule, found: Mapping[str, Any]) -> ScheduleError:
-    """Says what the ranks that did not finish wait for, or else the reductions."""
+    """Error with the waits of unfinished ranks, or else of reductions."""
     modules, lanes = schedule.graph.modules, schedule.graph.layout.lanes()
     at = schedule.first[:-1] + found["reached"]
     stuck = {
@@ -153,10 +153,10 @@ def _deadlock(schedule: Schedule, found: Mapping[str, Any]) -> ScheduleError:
     for rank, action in stuck.items():
         others = lanes[action.peer if action.op is Op.RECV else found["lane"][at[rank]]].ranks
         meeting = found["meeting"][at[rank]] if len(found["meeting"]) else -1
-        if meeting >= 0:  # ranks of other lanes too, each at an action of its own
+        if meeting >= 0:  # includes ranks of other lanes, each at its own action
             there = found["meeting_rank"][slice(*found["meeting_first"][meeting : meeting + 2])].tolist()
             others = tuple(r for r in there if r not in stuck or found["meeting"][at[r]] != meeting)
-            others = others or tuple(r for r in there if r != rank)  # all are there, for different actions
+            others = others or tuple(r for r in there if r != rank)  # all have arrived, but at different actions
         elif action.op is not Op.RECV:
             others = tuple(other for other in others if other != rank and stuck.get(other) != action)
         lines.append(waiting(rank, others))

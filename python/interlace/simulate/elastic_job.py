@@ -1,8 +1,8 @@
-"""How fast a training is on the nodes that are left: unequal pipelines, a grid of equal ones, one that computes twice.
+"""Throughput of training on the remaining nodes: unequal pipelines, a grid of equal ones, redundant computation.
 
-Pipelines are cut by `plan.pipeline_template`, chosen by `plan.instantiate`, given microbatches by `plan.split_batch`
-and played as 1F1B by the event simulator. Each rank is a stage, or each lane of tp * cp ranks. What ranks tell each
-other, and the optimizer, are taken to take no time beside the layers.
+Pipelines are cut by `plan.pipeline_template`, selected by `plan.instantiate`, given microbatches by `plan.split_batch`
+and simulated as 1F1B by the event simulator. A stage is one rank, or one lane of tp * cp ranks. Communication and the
+optimizer are assumed to take no time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from interlace.schedule.actions import OP, OPS
 from interlace.simulate.arrays import simulate_arrays
 
 Floats = NDArray[np.float64]
-_PER_STAGE = 4  # microbatches that `pipeline_template` times a template with
+_PER_STAGE = 4  # microbatches per stage in the times of `pipeline_template`
 
 
 class Grid(NamedTuple):
-    """Equally deep pipelines. seconds: of an iteration, in the unit of the costs; redundant: the share of it that is
-    there because stages are computed twice."""
+    """Pipelines of equal depth. seconds: of an iteration, in the unit of the costs. redundant: share of the iteration
+    spent on computing stages twice."""
 
     seconds: float
     pipelines: int
@@ -38,11 +38,11 @@ class Grid(NamedTuple):
 
 
 class Job:
-    """What is trained, with the pipelines that it may have. What was computed once is kept.
+    """A training job with its possible pipelines. Results are cached.
 
     forward, backward: float64 [layers], of a microbatch on the ranks of one stage, in any unit. batch: samples of an
-    iteration. copied: float64 [layers], bytes that a node that lacks a layer is sent. saved, loaded: bytes of a
-    checkpoint, and what is read when all begins anew. sizes: nodes per pipeline template.
+    iteration. copied: float64 [layers], bytes sent to a node that lacks a layer. saved, loaded: bytes written for a
+    checkpoint, and bytes read at a restart. sizes: nodes per pipeline template.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Job:
         saved: float,
         loaded: float,
     ) -> None:
-        """nodes: at the start. faults: failures at a time to survive; so faults + 1 pipelines of at least `least_nodes`
-        nodes, whose memory holds the model, are there at any time.
+        """nodes: initial number of nodes. faults: simultaneous failures to survive. There are always at least
+        faults + 1 pipelines, each of at least `least_nodes` nodes, whose memory holds the model.
 
-        Raises ValueError for too few nodes, and for less layers or microbatches than the pipelines need.
+        Raises ValueError for too few nodes, and for fewer layers or microbatches than the pipelines need.
         """
         self.forward, self.backward = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
         self.copied = np.asarray(copied, np.float64)
@@ -88,24 +88,27 @@ class Job:
 
     @property
     def fewest(self) -> int:
-        """Nodes below which less than faults + 1 pipelines are left."""
+        """Fewest nodes for faults + 1 pipelines."""
         return (self.faults + 1) * self.least_nodes
 
     def template(self, nodes: int) -> PipelineTemplate:
-        """The fastest pipeline of so many nodes."""
+        """The fastest pipeline of `nodes` nodes."""
         if nodes not in self._templates:
             costs = (self.forward + self.backward)[:, None]
             self._templates[nodes] = pipeline_template(costs, nodes, self.stages_per_node, widths=[1])
         return self._templates[nodes]
 
     def held(self, nodes: int) -> list[range]:
-        """The layers that each node of a pipeline of so many nodes has."""
+        """Layers of each node of a pipeline of `nodes` nodes."""
         cuts = self.template(nodes).boundaries[:: self.stages_per_node].tolist()
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
-        """Makespan of 1F1B. redundant: each stage does the forward of the next one, too, the last one that of the first
-        (dissertation 2.2.2), all of it beside its own and none in bubbles."""
+        """Makespan of 1F1B.
+
+        redundant: each stage also computes the forward of the next stage, the last one that of the first (dissertation
+        2.2.2). This work adds to the stage's own; none of it is hidden in bubbles.
+        """
         key = nodes, microbatches, redundant
         if key not in self._makespans:
             start = self.template(nodes).boundaries[:-1]
@@ -122,8 +125,10 @@ class Job:
         return self._makespans[key]
 
     def chosen(self, nodes: int) -> tuple[int, ...]:
-        """Nodes of each of the pipelines that use `nodes` best: all of them, unless layers or microbatches are too few.
-        nodes: at least `fewest`."""
+        """Nodes of each pipeline of the best combination. It uses all nodes unless layers or microbatches are too few.
+
+        nodes: at least `fewest`.
+        """
         if nodes not in self._chosen:
             times = [self._per_microbatch(size) for size in self.sizes]
             least, most = self.sizes[0], self.sizes[-1]  # consecutive: k pipelines have k * least to k * most nodes
@@ -135,15 +140,17 @@ class Job:
         return self._chosen[nodes]
 
     def iteration(self, sizes: Sequence[int]) -> float:
-        """Makespan of pipelines of so many nodes each, which share the batch by their speed: that of the slowest."""
+        """Makespan of the slowest of the pipelines of `sizes` nodes, which share the batch by speed."""
         ordered = sorted(sizes)
         shares = split_batch([self._per_microbatch(size) for size in ordered], self.microbatches)
         alike = {(size, int(share)) for size, share in zip(ordered, shares, strict=True)}
         return max(self.pipeline_seconds(size, share) for size, share in alike)
 
     def grid(self, nodes: int, *, redundant: bool = False) -> Grid:
-        """The fastest grid on at most `nodes` nodes. redundant: of one that computes and keeps every stage twice, so
-        that a pipeline needs twice the nodes for its memory. Raises ValueError for too few nodes."""
+        """The fastest grid on at most `nodes` nodes. Raises ValueError for too few nodes.
+
+        redundant: the grid computes and holds every stage twice, so a pipeline needs twice the nodes for its memory.
+        """
         key = nodes, redundant
         if key not in self._grids:
             least, most = self.grid_depths(nodes, redundant=redundant)
@@ -162,7 +169,7 @@ class Job:
         return self._grids[key]
 
     def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
-        """Least and most nodes of a pipeline of a grid on `nodes` nodes; the least may be more than the most."""
+        """Least and most nodes per pipeline of a grid on `nodes` nodes. No grid is possible if least exceeds most."""
         least = self.least_nodes * (2 if redundant else 1)
         return least, min(nodes, self.layers // self.stages_per_node)
 

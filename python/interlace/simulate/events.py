@@ -1,20 +1,26 @@
-"""Event simulation of a schedule: the lists that the executor runs, played on clocks.
+"""Event simulation of a schedule: simulated execution of the executor's action lists.
 
-The model. A rank runs its list in order. Compute actions take what `durations` says; the ranks of a lane start one
-together, when the last of them has reached it. A SEND leaves the rank free at once; its content travels for `transfer`
-seconds, and what one rank sends from one lane to another follows each other (one link per pair, no contention between
-pairs). A RECV lasts until its message has arrived, from a lane of several ranks from all of them. A REDUCE_GRAD leaves
-the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
-have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
-others of its ranks. A DISPATCH leaves the rank free at once as well, and ends its seconds after all ranks have reached
-theirs, on links of its own. An UNSHARD takes its seconds before anything else, as if nothing computed beside the
-gather; a RESHARD takes none, nor does an UNSHARD_LAYERS: from it on the ranks that share the stage's weights gather
-them inside of what they compute. So they meet there as the ranks of a lane do, each with a chunk of its own: a replica
-whose inputs come later holds up the others, and all take as long as the slowest (what their gathers take beyond the
-computing is part of the durations, where `interlace.run.predict` puts it). The step ends when everything has.
+Each rank runs its list in order. Timing of the actions:
 
-The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
-per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.
+- Compute: `durations`. The ranks of a lane start together, when the last of them has reached the action.
+- SEND: does not block the rank. The message takes `transfer` seconds. Messages of one rank from one lane to another are
+  sequential (one link per pair, no contention between pairs).
+- RECV: lasts until the message has arrived, from all ranks of the sending lane.
+- REDUCE_GRAD: does not block the rank and overlaps compute. It ends its duration after all of its ranks have reached
+  it. It follows earlier reductions of the same ranks, which share links. The reduction of a tied weight follows all
+  other reductions of its ranks.
+- DISPATCH: does not block the rank. It ends its duration after all ranks have reached theirs, on separate links.
+- UNSHARD: blocks the rank for its duration, without overlap.
+- RESHARD: takes no time.
+- UNSHARD_LAYERS: takes no time. From then on the ranks that share the stage's weights gather them during compute, so
+  they start compute actions together, like the ranks of a lane, each with its own chunk. A replica with late inputs
+  delays the others, and all take as long as the slowest. Gather time beyond compute is part of the durations
+  (`interlace.estimate.predict` adds it).
+
+The step ends when all actions have ended.
+
+The simulator is written in C++ (`arrays`); `reference` is the same model in Python, as its oracle. `simulate` takes
+about a microsecond per action, mostly to create readable objects; `simulate_arrays` takes 0.06.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from interlace.simulate.arrays import simulate_arrays
 from interlace.simulate.timeline import Timeline
 
 Transfer = float | Callable[[Action, int, int], float]
-"""Seconds that a message travels: one number, or a function of (its SEND, source rank, target lane)."""
+"""Transfer time of a message in seconds: one number, or a function of (its SEND, source rank, target lane)."""
 
 _WORK = [CODES[op] for op in COMPUTE]
 _MESSAGES = [CODES[Op.SEND], CODES[Op.RECV]]
@@ -50,13 +56,13 @@ def simulate(
     unshard: float | Callable[[Action], float] = 0.0,
     dispatch: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
-    """When each action of a sound schedule (see `check`) starts and finishes, in seconds from the step's start.
+    """Start and finish of each action of a sound schedule (see `check`), in seconds from the step's start.
 
-    durations: seconds of FORWARD and BACKWARD (and BACKWARD_INPUT, BACKWARD_WEIGHT where used): a mapping with keys
-        (op, module, stage, chunk), (op, module, stage), (op, module) or op, the most specific one counts, or
+    durations: seconds of FORWARD and BACKWARD (and BACKWARD_INPUT, BACKWARD_WEIGHT where used). A mapping with keys
+        (op, module, stage, chunk), (op, module, stage), (op, module) or op, of which the most specific one is used; or
         a function of (op, module, stage, chunk).
-    transfer: seconds that a message travels; a number or a function of (its SEND action, source rank, target lane).
-    overhead: seconds that a rank itself spends on each SEND and each RECV, beside waiting.
+    transfer: transfer time of a message; a number or a function of (its SEND action, source rank, target lane).
+    overhead: seconds of the rank for each SEND and each RECV, without waiting.
     reduce_grad, unshard, dispatch: seconds of each REDUCE_GRAD, UNSHARD, DISPATCH; a number or a function of it.
 
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
@@ -87,7 +93,7 @@ def simulate(
     try:
         found = simulate_arrays(schedule, seconds, transfer=travel)
     except ValueError:
-        check(schedule)  # often knows why, not only where
+        check(schedule)  # often gives the cause, not only the place
         raise
     start, finish = _per_rank(found.start, schedule), _per_rank(found.finish, schedule)
     return Timeline(lists, start, finish, schedule.name, schedule.table)

@@ -1,14 +1,14 @@
-"""Which nodes fail and come, and when: the CSV that `interlace simulate --trace` reads, and traces of spot instances.
+"""Failure traces: node failures and joins as CSV for `interlace simulate --trace`, and traces of spot instances.
 
-A file has the columns time, node, event and, if it likes, warning:
+A file has the columns time, node, event and, optionally, warning:
 
     time,node,event,warning
     512.4,17,fail,120
     1210.0,17,join,
 
 time: seconds from the start, in ascending order; several nodes may change at one time. node: any name. event: fail or
-join. warning: seconds ahead at which the cloud announced the failure; empty or 0: it did not. Empty lines and lines
-that begin with # are skipped. A node whose first event is fail is there from the start.
+join. warning: seconds of advance notice of the failure by the cloud; empty or 0: no notice. Empty lines and lines that
+begin with # are skipped. A node whose first event is fail is present from the start.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SPOT = {"ec2": (7.7 * 60, 120.0), "gcp": (10.3 * 60, 30.0)}
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read or that contradicts itself; the message names the line."""
+    """An unreadable or contradictory trace. The message names the line."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A node fails or comes `time` seconds after the start; warning: seconds ahead at which that was known, 0: none."""
+    """A node fails or joins `time` seconds after the start. warning: seconds of advance notice, 0: none."""
 
     time: float
     node: str
@@ -42,14 +42,14 @@ class Change:
 
 
 def read_trace(lines: Iterable[str], source: str) -> list[Change]:
-    """The changes in the lines of a file, in their order.
+    """The changes in the lines of a file, in order.
 
-    Raises TraceError, with `source` and the line, for anything else than the module's docstring describes, for a node
-    that fails while it is gone and for one that comes while it is there.
+    Raises TraceError with `source` and the line for a format other than that of the module's docstring. Also raises it
+    for a failure of an absent node, and for a join of a present one.
     """
     header: list[str] | None = None
     found: list[Change] = []
-    last: dict[str, tuple[str, int]] = {}  # node -> its last event, and the line
+    last: dict[str, tuple[str, int]] = {}  # node -> its last event and its line
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -108,7 +108,7 @@ def _seconds(text: str, name: str, where: str) -> float:
 
 
 def at_once(changes: Iterable[Change]) -> Iterator[list[Change]]:
-    """The changes of each time together. What a node does after its first change of a time comes apart, after that."""
+    """Groups changes by time. A second change of a node at the same time starts a new group."""
     found: list[Change] = []
     for change in changes:
         if found and (change.time != found[0].time or any(change.node == other.node for other in found)):
@@ -120,16 +120,16 @@ def at_once(changes: Iterable[Change]) -> Iterator[list[Change]]:
 
 
 def trace_lines(changes: Iterable[Change]) -> list[str]:
-    """The lines of a file that `read_trace` reads as these changes."""
+    """Lines of a trace file, the inverse of `read_trace`."""
     rows = (f"{each.time!r},{each.node},{each.event},{each.warning:g}" for each in changes)
     return [",".join(COLUMNS), *rows]
 
 
 def nodes_at_start(changes: Sequence[Change], nodes: int) -> list[str]:
-    """Names of the `nodes` nodes that are there at the start: those whose first event is fail, and others of which the
-    trace says nothing, numbered. Numbers in their order, then other names in theirs.
+    """Names of the `nodes` nodes present at the start.
 
-    Raises ValueError where the trace says of more nodes that they fail first.
+    These are the nodes whose first event is fail, and numbered nodes that are not in the trace. Numbers are sorted as
+    numbers, before other names. Raises ValueError if the first event of more than `nodes` nodes is fail.
     """
     first = {change.node: change.event for change in reversed(changes)}
     found = [node for node, event in first.items() if event == "fail"]
@@ -146,13 +146,13 @@ def nodes_at_start(changes: Sequence[Change], nodes: int) -> list[str]:
 def spot_trace(
     nodes: int, every: float, hours: float, seed: int, *, warning: float = 0.0, least: int | None = None
 ) -> list[Change]:
-    """Preemptions and additions of single nodes, each at random and equally often, between `least` and all `nodes`.
+    """Random preemptions and additions of single nodes, equally often, with between `least` and `nodes` nodes present.
 
-    every: seconds between preemptions; no more is known of the traces of dissertation 2.7.3. least: by default half of
-    the nodes. Events that would leave this range are dropped, and the time goes on: of 30 nodes preemptions come less
-    often than `every` says by 7 %. Which node goes is drawn, and the one that has been away longest comes back.
+    every: mean seconds between preemptions, the only known property of the traces of dissertation 2.7.3. least:
+    by default half of the nodes. Events that would leave this range are dropped, while time advances: with 30 nodes,
+    preemptions are 7 % less frequent than `every`. The preempted node is random; the node absent for longest joins.
 
-    Raises ValueError for less than 2 nodes, and for `every` or `hours` that are not more than 0.
+    Raises ValueError for fewer than 2 nodes, and for `every` or `hours` that are not positive.
     """
     least = nodes // 2 if least is None else least
     if nodes < 2 or not 0 <= least < nodes:

@@ -1,4 +1,4 @@
-"""Thousands of ranks as some hundred groups: which ranks belong together, and how busy each group is over time."""
+"""Rank groups: thousands of ranks as a few hundred groups, with the utilisation of each group over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RankGroups:
-    """names: of the groups. of_rank: int64 [ranks], the group of each."""
+    """Groups of ranks. names: names of the groups. of_rank: int64 [ranks], group of each rank."""
 
     names: tuple[str, ...]
     of_rank: NDArray[np.int64]
@@ -31,15 +31,15 @@ class RankGroups:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """int64 [groups], ranks of each."""
+        """Number of ranks of each group, int64 [groups]."""
         return np.bincount(self.of_rank, minlength=len(self.names))
 
     @classmethod
     def of(cls, layout: Layout, most: int = MOST_GROUPS) -> RankGroups:
-        """The ranks by replica: of the whole model where all modules have one dp, else of the last module of each rank.
+        """Groups ranks by replica of the whole model if all modules have the same dp.
 
-        Replicas of few ranks are put together, neighbours first, until a group is as large as the largest replica and
-        there are about `most` groups or fewer.
+        Otherwise by replica of the last module of each rank. Small replicas are merged with their neighbours until a
+        group is as large as the largest replica and there are about `most` groups or fewer.
         """
         modules = list(layout.modules)
         alike = len(set(layout.data_parallel.values())) == 1
@@ -69,11 +69,11 @@ class RankGroups:
 
 @dataclass(frozen=True, eq=False)
 class Utilisation:
-    """How busy groups of ranks are in a step that lasts `makespan` seconds.
+    """Utilisation of groups of ranks in a step of `makespan` seconds.
 
-    least, mean, most: float64 [groups], of the shares of the step in which each of their ranks computes, 0 to 1.
-    over_time: float64 [groups, modules, bins], the share of the ranks that computes a module in each of equally long
-    parts of the step.
+    least, mean, most: float64 [groups], over the ranks of a group; the utilisation of a rank is the share of the step
+    in which it computes, 0 to 1. over_time: float64 [groups, modules, bins], share of the ranks that compute a module
+    in each of `bins` equal parts of the step.
     """
 
     makespan: float
@@ -84,7 +84,7 @@ class Utilisation:
 
     @classmethod
     def of(cls, schedule: Schedule, found: Simulated, groups: RankGroups, bins: int = 400) -> Utilisation:
-        """That of a simulated step, O(actions). Raises ValueError for no bins."""
+        """Utilisation in a simulated step, O(actions). Raises ValueError for no bins."""
         if bins < 1:
             raise ValueError(f"bins is {bins}: at least 1")
         span, count, modules = found.makespan, len(groups.names), len(schedule.graph.modules)
@@ -102,15 +102,15 @@ class Utilisation:
 
 
 def compute_rows(schedule: Schedule) -> NDArray[np.int64]:
-    """The places of all compute actions in the rows of a schedule."""
+    """Indices of all compute actions in the rows of a schedule."""
     return np.flatnonzero(np.isin(schedule.rows[:, OP], [CODES[op] for op in COMPUTE]))
 
 
 def _covered(row: NDArray[np.int64], start: Floats, finish: Floats, span: float, rows: int, bins: int) -> Floats:
-    """float64 [rows, bins]: seconds of each bin that the intervals [start, finish) of each row cover, in all."""
+    """Total seconds of each bin covered by the intervals [start, finish) of each row, float64 [rows, bins]."""
     width = span / bins if span else 1.0
     covered, later = np.zeros(rows * bins), np.zeros(rows * (bins + 1))
-    for moment, sign in ((start, 1.0), (finish, -1.0)):  # a start adds all time behind it, a finish takes it off again
+    for moment, sign in ((start, 1.0), (finish, -1.0)):  # a start adds all later time, a finish subtracts it
         place = np.minimum((moment / width).astype(np.int64), bins - 1)
         covered += np.bincount(row * bins + place, sign * ((place + 1) * width - moment), rows * bins)
         later += np.bincount(row * (bins + 1) + place + 1, np.full(len(row), sign * width), rows * (bins + 1))
@@ -119,7 +119,7 @@ def _covered(row: NDArray[np.int64], start: Floats, finish: Floats, span: float,
 
 
 def spread_over(values: Sequence[float] | Floats, count: int) -> list[int]:
-    """The places of `count` values at equal distances, from the largest to the smallest; all if there are fewer."""
+    """Indices of `count` values, evenly spaced in rank from the largest to the smallest; all if there are fewer."""
     order = np.argsort(-np.asarray(values), kind="stable")
     if count >= len(order):
         return [int(i) for i in order]

@@ -1,8 +1,8 @@
-"""What failures cost: three ways to go on, replayed over a trace of nodes that fail and come.
+"""Recovery costs: three fault-tolerance systems, replayed over a trace of node failures and joins.
 
-`Oobleck` runs on with unequal pipelines (dissertation 2.5), `Checkpoints` begins anew from the last checkpoint as
-Varuna does, `Redundant` computes every stage twice as Bamboo does. Between two changes of the cluster a system
-completes whole iterations; what it loses at a change is what its kind of recovery loses. Every second is booked once.
+`Oobleck` continues with unequal pipelines (dissertation 2.5). `Checkpoints` restarts from the last checkpoint, like
+Varuna. `Redundant` computes every stage twice, like Bamboo. Between two changes of the cluster a system completes whole
+iterations; the loss at a change depends on its kind of recovery. Every second is booked once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Pipelines = list[list[Hashable]]
 
 @dataclass
 class Spent:
-    """Where the seconds of a run went, and the samples that counted."""
+    """Seconds of a run by use, and the samples that counted."""
 
     effective: float = 0.0  # iterations that count
-    redundant: float = 0.0  # what these take longer because stages are computed twice
-    fallback: float = 0.0  # iterations, or parts of them, that were lost or are done again
+    redundant: float = 0.0  # additional time of these for computing stages twice
+    fallback: float = 0.0  # iterations, or parts of them, that were lost or are repeated
     saving: float = 0.0
     restarting: float = 0.0  # starting and loading, or regrouping and copying
     waiting: float = 0.0  # with too few nodes
@@ -47,7 +47,7 @@ class Spent:
 
     @classmethod
     def sum(cls, each: Iterable[Spent]) -> Spent:
-        """All seconds and all samples of several runs."""
+        """Sum of seconds and samples of several runs."""
         total = cls()
         for one in each:
             for field in fields(cls):
@@ -60,9 +60,12 @@ KINDS = tuple(field.name for field in fields(Spent) if field.name != "samples")
 
 @dataclass(frozen=True)
 class Rates:
-    """unit: seconds of a unit of the job's costs. network: bytes per second into a node. save, load: bytes per second
-    of the storage of checkpoints, for all nodes together. start: seconds to start all processes anew. regroup: seconds
-    to notice a loss and to form communicators anew. every: iterations between checkpoints."""
+    """Speeds of the cluster.
+
+    unit: seconds per unit of the job's costs. network: bytes per second into a node. save, load: bytes per second
+    of the checkpoint storage, for all nodes together. start: seconds to restart all processes. regroup: seconds to
+    detect a loss and to form new communicators. every: iterations between checkpoints.
+    """
 
     unit: float = 1.0
     network: float = 25e9
@@ -75,11 +78,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a system runs between two changes.
+    """Speed of a system between two changes.
 
-    iteration: seconds. every, save: so many iterations count when the seconds of the save after them are over, too.
-    redundant: share of an iteration that is there because stages are computed twice. whole: whether an iteration that
-    a change interrupts is lost; else parts of it count.
+    iteration: seconds. every, save: every so many iterations a save of `save` seconds follows; they count once it has
+    finished. redundant: share of an iteration spent on computing stages twice. whole: whether an interrupted iteration
+    is lost; otherwise its completed part counts.
     """
 
     iteration: float
@@ -91,9 +94,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Stretch:
-    """From one change to the next. nodes: those that compute. spent: where the seconds went, first `restarting` and
-    `waiting`, then `again` (iterations that were lost with a layer and are done once more), then iterations and saves
-    that count, then what is lost. pipelines: the nodes of each."""
+    """Period from one change to the next.
+
+    pipelines: nodes of each pipeline. nodes: all computing nodes. spent: use of the seconds, in this order:
+    `restarting` and `waiting`, then `again` (repeated iterations that were lost with a layer), then iterations and
+    saves that count, then lost work.
+    """
 
     start: float
     stop: float
@@ -109,10 +115,10 @@ class Stretch:
 def book(
     seconds: float, pace: Pace | None, batch: float, *, recovery: float = 0.0, redo: int = 0, saves_at_end: bool = False
 ) -> tuple[Spent, int]:
-    """(where `seconds` go, iterations that were completed): recovery, then rounds of iterations and a save.
+    """(use of `seconds`, completed iterations): recovery, then rounds of iterations and a save.
 
-    pace: None where too few nodes are there. redo: iterations that have no samples, since they were done before.
-    saves_at_end: whether the change is known early enough to save what is done by then.
+    pace: None if there are too few nodes. redo: repeated iterations, which count no samples. saves_at_end: whether the
+    change is announced early enough for a save before it.
     """
     spent = Spent(restarting=min(recovery, seconds))
     left = seconds - spent.restarting
@@ -140,37 +146,41 @@ def book(
 
 
 class System(Protocol):
-    """A way to go on. pipelines: the nodes that compute; none where too few are there."""
+    """A fault-tolerance system. pipelines: computing nodes; empty if there are too few."""
 
     pipelines: Pipelines
 
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
-        """Goes on until the next change, which is known `notice` seconds ahead (inf: it is planned). (Where the seconds
-        went, those of them in which iterations were done that had been done before.)"""
+        """Runs for `seconds` until the next change; returns (use of the seconds, seconds of repeated iterations).
+
+        notice: seconds of advance notice of the change (inf: planned).
+        """
 
     def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        """Some nodes are gone and others have come."""
+        """Applies a change: nodes `gone` are lost and nodes `came` join."""
 
 
 class _Alive(ABC):
-    """What systems that keep their state in the nodes' memory share: a checkpoint is written every `every` iterations
-    while training goes on, and read only where a layer is lost."""
+    """Base of systems that keep their state in the nodes' memory.
+
+    A checkpoint is written every `every` iterations, in parallel to training, and read only if a layer is lost.
+    """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         self.job, self.rates = job, rates
         self.alive = list(nodes)
         self.pipelines: Pipelines = []
-        self.had: dict[Hashable, set[int]] = {}  # layers that nodes that live have in memory
-        self._coming: dict[Hashable, set[int]] = {}  # those that they have when the recovery is over
+        self.had: dict[Hashable, set[int]] = {}  # layers in memory of live nodes
+        self._coming: dict[Hashable, set[int]] = {}  # layers after the recovery
         self._recovery, self._since, self._redo = 0.0, 0, 0
 
     @abstractmethod
     def pace(self) -> Pace:
-        """How the pipelines that there are run."""
+        """Speed of the current pipelines."""
 
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
         pace = self.pace() if self.pipelines else None
-        if pace and seconds >= self._recovery:  # else the next change finds what there was before
+        if pace and seconds >= self._recovery:  # else the recovery did not finish
             self.had = self._coming
         spent, done = book(seconds, pace, self.job.batch, recovery=self._recovery, redo=self._redo)
         again = min(self._redo, done)
@@ -180,7 +190,7 @@ class _Alive(ABC):
         return spent, again * pace.iteration if pace else 0.0
 
     def _settle(self, after: Pipelines, lost: bool = False) -> None:
-        """Nodes get the layers of their new places. lost: whether they begin from the checkpoint in any case."""
+        """Gives nodes the layers of their new pipelines. lost: always restart from the checkpoint."""
         needs = self._needs(after)
         lost = lost or len(set().union(*self.had.values())) < self.job.layers
         if lost:
@@ -191,7 +201,7 @@ class _Alive(ABC):
         elif after:
             lacks = (sum(self.job.copied[layer] for layer in needs[n] - self.had.get(n, set())) for n in needs)
             self._recovery = self.rates.regroup + float(max(lacks, default=0.0)) / self.rates.network
-        else:  # survivors keep what they have, and wait
+        else:  # survivors keep their layers and wait
             self._recovery = 0.0
         self._coming = needs
         self.pipelines = after
@@ -209,11 +219,11 @@ class _Alive(ABC):
 
 
 class Oobleck(_Alive):
-    """Runs on with what is left: the iteration in progress is lost, layers that a node lacks are copied.
+    """Continues with the remaining nodes: the iteration in progress is lost, and missing layers are copied.
 
-    Pipelines are repaired, and nodes that come taken in, by `plan.regroup`, as a run does. With less than
-    (faults + 1) * least_nodes nodes it waits, and pipelines are chosen anew when there are enough again; with a layer
-    that no node has left it begins from the checkpoint.
+    Pipelines are repaired, and joining nodes added, by `plan.regroup`, as in a real run. With fewer than
+    (faults + 1) * least_nodes nodes it waits, and selects new pipelines when there are enough again. If no node has a
+    layer, it restarts from the checkpoint.
     """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
@@ -238,8 +248,11 @@ class Oobleck(_Alive):
 
 
 class Redundant(_Alive):
-    """A grid in which each stage does the forward of the next one, too, so that a lost node costs one iteration and a
-    copy of what nodes lack in the new grid. Two neighbours that fail at once cost a restart from the checkpoint."""
+    """A grid in which each stage also computes the forward of the next one.
+
+    A lost node costs one iteration and the copy of layers that nodes lack in the new grid. Simultaneous failure of two
+    neighbours costs a restart from the checkpoint.
+    """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
@@ -268,9 +281,10 @@ class Redundant(_Alive):
 
 
 class Checkpoints:
-    """The fastest grid of what is there; at each change it goes back to the last checkpoint and starts anew.
+    """The fastest grid on the present nodes. Each change restarts it from the last checkpoint.
 
-    Saves every `rates.every` iterations while training stands; where a change is known early enough, before it, too.
+    Saves every `rates.every` iterations, with training paused. It also saves before a change that is announced early
+    enough.
     """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
@@ -303,13 +317,13 @@ class Checkpoints:
 
 
 def _dealt(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
-    """Nodes in order, so many to each pipeline; those that are left over are idle."""
+    """Assigns nodes in order, `counts` nodes per pipeline; the rest are idle."""
     edges = np.cumsum([0, *counts]).tolist()
     return [list(nodes[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def replay(system: System, changes: Iterable[Change], until: float) -> list[Stretch]:
-    """What a system does from second 0 to `until`, change by change; see `failure_trace.at_once`."""
+    """Runs a system from second 0 to `until`, change by change; see `failure_trace.at_once`."""
     found: list[Stretch] = []
 
     def go_on(stop: float, notice: float) -> None:
@@ -330,7 +344,7 @@ def replay(system: System, changes: Iterable[Change], until: float) -> list[Stre
 
 
 def samples_over_time(stretches: Iterable[Stretch]) -> tuple[Floats, Floats]:
-    """(seconds, samples that count until then), both [n], ascending: straight lines between them are what was done."""
+    """(seconds, samples that count until then), both [n], ascending. Samples are linear between these points."""
     times, totals = [0.0], [0.0]
     for stretch in stretches:
         spent = stretch.spent
@@ -343,6 +357,6 @@ def samples_over_time(stretches: Iterable[Stretch]) -> tuple[Floats, Floats]:
 
 
 def throughput_over_time(stretches: Sequence[Stretch], edges: Floats) -> Floats:
-    """Samples per second in each window between two of `edges` [n + 1]: float64 [n]."""
+    """Samples per second in each window between two of `edges` [n + 1], float64 [n]."""
     times, totals = samples_over_time(stretches)
     return np.diff(np.interp(edges, times, totals)) / np.diff(edges)

@@ -1,7 +1,7 @@
-"""The event simulation of `events` in Python, written independently of the compiled one: its oracle.
+"""Reference event simulator in Python, written independently of the compiled one, as its oracle.
 
-Since every list is fixed, no choice is ever open: each rank is played until it has to wait, round after round, and the
-times do not depend on the order in which ranks are visited. Cost: 1 to 2 microseconds per action.
+Lists are fixed, so the simulation has no choices. Each rank runs until it has to wait, round after round. The times do
+not depend on the order in which ranks are visited. Cost: 1 to 2 microseconds per action.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def simulate_in_python(
     unshard: float | Callable[[Action], float] = 0.0,
     dispatch: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
-    """`events.simulate`, which see, without compiled code."""
+    """Same as `events.simulate`, without compiled code."""
     lists = schedule.actions
     lanes = schedule.graph.layout.lanes()
     cost = duration_of(durations)
@@ -39,7 +39,7 @@ def simulate_in_python(
     clocks = [0.0] * len(lists)
     starts: list[list[float]] = [[0.0] * len(actions) for actions in lists]
     finishes: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    arrivals: dict[tuple[Lane, Lane, int], list[float]] = {}  # (from, to, sending rank) -> of its parts, in order
+    arrivals: dict[tuple[Lane, Lane, int], list[float]] = {}  # (from, to, sending rank) -> arrival times, in order
     taken: dict[tuple[Lane, Lane, int], int] = {}  # (from, to, receiving rank) -> messages
 
     moving = True
@@ -91,19 +91,19 @@ def simulate_in_python(
         or not _reduce(schedule, starts, finishes, reduce_grad)
         or not _meet(schedule, starts, finishes, dispatch)
     ):
-        check(schedule)  # says which ranks wait for what
+        check(schedule)  # raises with the waiting ranks
         raise ScheduleError("the schedule never finishes")
     return Timeline(lists, starts, finishes, schedule.name, schedule.table)
 
 
 def _lane_finder(schedule: Schedule) -> Callable[[int, Action], Lane]:
-    """(rank, action) -> the lane as whose member the rank computes, sends or receives."""
+    """(rank, action) -> lane of the rank in which it computes, sends or receives."""
     layout, chunks = schedule.graph.layout, schedule.table.chunks
     cache: dict[tuple[int, str, int, int], Lane] = {}
 
     def find(rank: int, action: Action) -> Lane:
         chunk, stage = chunks[action.chunk], action.stage
-        if action.op not in COMPUTE and (action.op is Op.SEND) == action.grad:  # on the side of the consumer
+        if action.op not in COMPUTE and (action.op is Op.SEND) == action.grad:  # on the consumer's side
             chunk, stage = (chunk, stage + 1) if action.other == action.chunk else (chunks[action.other], 0)
         key = (rank, chunk.module, chunk.replica, stage)
         if key not in cache:
@@ -116,11 +116,13 @@ def _lane_finder(schedule: Schedule) -> Callable[[int, Action], Lane]:
 def _meeting_finder(
     schedule: Schedule, own_lane: Callable[[int, Action], Lane]
 ) -> Callable[[int, Action], tuple[object, tuple[int, ...]]]:
-    """(rank, compute action) -> where it computes, and with which ranks: on its lane, or with all lanes with which that
-    hangs together by weights that are gathered layer by layer."""
+    """(rank, compute action) -> key and ranks of the set that computes together.
+
+    The set is the rank's lane, or all lanes connected with it by weights that are gathered layer by layer.
+    """
     layout, graph, chunks = schedule.graph.layout, schedule.graph, schedule.table.chunks
     layered = {a.other for actions in schedule.actions for a in actions if a.op is Op.UNSHARD_LAYERS}
-    meetings: dict[tuple[str, int], list[set[int]]] = {}  # of the stages of a module that begin with a layer
+    meetings: dict[tuple[str, int], list[set[int]]] = {}  # (module, first layer of the stages) -> sets of ranks
     for shard in (graph.shards[number] for number in sorted(layered)):
         lanes = [s.lanes for p in layout.pipelines(shard.module) for s in p.stages if s.start == shard.start]
         ranks = {r for found in lanes for lane in found if set(lane.ranks) & set(shard.owners) for r in lane.ranks}
@@ -146,8 +148,8 @@ def _reduce(
     finishes: list[list[float]],
     reduce_grad: float | Callable[[Action], float],
 ) -> bool:
-    """Fills in when reductions end; False if a rank that takes part in one lacks it."""
-    listed = [  # per rank: reduction -> place in its list
+    """Fills in the ends of reductions; False if a rank of a reduction does not have it in its list."""
+    listed = [  # per rank: reduction -> index in its list
         {action.other: place for place, action in enumerate(actions) if action.op is Op.REDUCE_GRAD}
         for actions in schedule.actions
     ]
@@ -158,7 +160,7 @@ def _reduce(
     ends: dict[int, float] = {}
 
     def follows(r: int, other: int) -> bool:
-        """Whether r cannot begin before `other` has ended."""
+        """True if reduction r must wait for the end of `other`."""
         a, b = reductions[r], reductions[other]
         if (a.tied >= 0) != (b.tied >= 0):
             return a.tied >= 0 and not set(a.ranks).isdisjoint(b.ranks)
@@ -187,7 +189,7 @@ def _meet(
     finishes: list[list[float]],
     dispatch: float | Callable[[Action], float],
 ) -> bool:
-    """Fills in when the exchange of items ends; False if some ranks have a DISPATCH and others none."""
+    """Fills in the end of the item exchange; False if only some ranks have a DISPATCH."""
     places = [
         (r, i) for r, actions in enumerate(schedule.actions) for i, a in enumerate(actions) if a.op is Op.DISPATCH
     ]

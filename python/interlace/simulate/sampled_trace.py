@@ -1,8 +1,9 @@
-"""A trace of thousands of ranks, of bounded size: some groups of ranks in full, of all others how busy they are.
+"""Sampled trace: a trace of thousands of ranks with bounded size.
 
-One process per group. Of a group that is in full, each rank has the threads that `trace` gives it; every group has a
-counter, the share of its ranks that compute. Groups in full are the busiest, the least busy, and others at equal
-distances between; the trace says in the name of each process which it is.
+Some groups of ranks are included in full; the others only with their utilisation. A group is one process of the trace.
+Each rank of a full group has the same threads as in `trace`. Every group has a counter, the share of its ranks that
+compute. The full groups are the busiest one, the least busy one, and others evenly spaced between. The name of each
+process gives its kind.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from interlace.simulate.timeline import Timeline
 from interlace.simulate.trace import trace_events
 
 MOST_ROWS = 40_000
-"""Actions in full, about 400 bytes each with arrows and counters: a trace of some 15 MB."""
-_THREADS = 256  # numbers for the threads of a rank
+"""Most actions in full, about 400 bytes each with arrows and counters: a trace of about 15 MB."""
+_THREADS = 256  # thread numbers per rank
 
 
 def write_sampled_trace(
@@ -35,14 +36,14 @@ def write_sampled_trace(
     *,
     most_rows: int = MOST_ROWS,
 ) -> list[str]:
-    """Writes the trace as JSON, one event per line; returns the names of the groups that are in it in full."""
+    """Writes the trace as JSON, one event per line; returns the names of the full groups."""
     lengths = np.bincount(groups.of_rank, weights=np.diff(schedule.first), minlength=len(groups.names))
     count = max(int(most_rows / max(lengths.max(), 1)), 1)
     full = spread_over(used.mean, count)
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
-        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one for each
+        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
         for event in _events(schedule, found, groups, used, full):
             file.write(separator + encode(event))
             separator = ",\n"
@@ -84,7 +85,7 @@ def _events(
 
 
 def timeline_of(schedule: Schedule, found: Simulated, ranks: Sequence[int]) -> Timeline:
-    """What some ranks do in a simulated step: rank i of the timeline is `ranks[i]`."""
+    """Timeline of some ranks of a simulated step: rank i of the timeline is `ranks[i]`."""
     modules = schedule.graph.modules
     parts = [slice(int(schedule.first[rank]), int(schedule.first[rank + 1])) for rank in ranks]
     actions = [[action_of(row, modules) for row in schedule.rows[part].tolist()] for part in parts]

@@ -1,4 +1,4 @@
-"""Pipeline templates as trees: nodes, their stages, their layers; and the combinations that use a cluster whole."""
+"""Picture of pipeline templates as trees (nodes, stages, layers), and of the combinations that use all nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from interlace.simulate.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
+from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
 
 if TYPE_CHECKING:
     from interlace.plan import PipelineTemplate
@@ -35,18 +35,18 @@ def plot_templates(
     unit: str = "ms",
     title: str = "",
 ) -> None:
-    """Draws each template as a tree, and below them which combinations of templates use all nodes.
+    """Draws each template as a tree, and below them the combinations of templates that use all nodes.
 
     Args:
         templates: from `plan.pipeline_template`, all for the same layers.
-        path: where to write; the ending chooses the format (PNG is meant).
+        path: output file; its suffix selects the format (usually PNG).
         modules: name -> number of layers, in the order of the layers, for their colours.
         nodes: nodes of the cluster; None draws no combinations. The first eight are drawn, in the order of
             `plan.combinations`.
         pipelines: the fewest pipelines of a combination, f + 1.
-        times: positive numbers [templates], time per microbatch of a template's pipeline, as for `plan.instantiate`;
-            with it each combination is drawn with the best split of `microbatches`, and the fastest one is marked.
-        unit: of the times. title: what the picture says.
+        times: positive numbers [templates], time per microbatch of a template's pipeline, as for `plan.instantiate`.
+            With times, each combination has the best split of `microbatches`, and the fastest one is marked.
+        unit: unit of the times. title: title of the picture.
 
     Raises:
         ValueError: no template, templates for different models, modules that do not add up to their layers, no
@@ -81,7 +81,7 @@ def plot_templates(
 
 
 class _Pen:
-    """Boxes and words on axes in inches."""
+    """Draws boxes and text on axes in inches."""
 
     def __init__(self, axes: Any) -> None:
         self.axes = axes
@@ -106,7 +106,7 @@ class _Pen:
 
 
 def _legend(pen: _Pen, parts: Mapping[str, int], y: float) -> list[Any]:
-    """The colour of each layer; says which module has which."""
+    """Draws the legend of modules; returns the colour of each layer."""
     hues = module_colours(parts)
     x = _LEFT
     for name in parts if len(parts) > 1 else ():
@@ -119,7 +119,7 @@ def _legend(pen: _Pen, parts: Mapping[str, int], y: float) -> list[Any]:
 
 
 def _tree(pen: _Pen, template: PipelineTemplate, colours: Sequence[Any], top: float) -> None:
-    """Three rows: nodes over their stages over their layers, each box as wide as its layers."""
+    """Draws three rows: nodes, their stages, their layers. Each box is as wide as its layers."""
     stages = len(template.gpus)
     per_node = int(template.gpus.sum()) // template.nodes
     node_of = (np.cumsum(template.gpus) - 1) // per_node
@@ -153,7 +153,7 @@ def _tree(pen: _Pen, template: PipelineTemplate, colours: Sequence[Any], top: fl
 
 
 def _gpus(pen: _Pen, gpus: int, name: str, left: float, right: float, y: float) -> None:
-    """The name of a stage and a square per GPU, or as much of that as there is room for."""
+    """Draws the name of a stage and one square per GPU, as far as there is room."""
     squares, room = gpus * 0.12 - 0.03, right - left - 0.02
     words = next((words for words in (name, name.split()[-1], "") if squares + 0.08 + 0.063 * len(words) <= room), None)
     if words is None:
@@ -169,7 +169,7 @@ def _gpus(pen: _Pen, gpus: int, name: str, left: float, right: float, y: float) 
 
 @dataclass(frozen=True)
 class _Row:
-    """One combination: nodes of each pipeline, its microbatches where a split is known, the time of the slowest."""
+    """One combination: nodes of each pipeline, its microbatches if known, and the time of the slowest pipeline."""
 
     nodes: list[int]
     shares: list[int] | None
@@ -202,7 +202,7 @@ def _combinations(
 
 
 def _forest(pen: _Pen, rows: Sequence[_Row], nodes: int, pipelines: int, unit: str, top: float) -> None:
-    """The cluster as the root, a branch per combination, a box per pipeline."""
+    """Draws the cluster as the root, a branch per combination, a box per pipeline."""
     words = f"{nodes} nodes in at least {pipelines} pipeline{'s' * (pipelines != 1)}: what the templates allow"
     pen.text(0.2, top - 0.12, words, size=10.5, weight="bold", left=True)
     first = top - 0.42

@@ -1,4 +1,4 @@
-"""When every action of a step started and finished, simulated or measured, and what follows from it."""
+"""Timeline: start and finish of every action of a step, simulated or measured, and derived statistics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from interlace.schedule.actions import COMPUTE, Action
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.memory import peak
 from interlace.schedule.table import StepTable
+from interlace.simulate.trace import write_trace
 
 
 class Record(NamedTuple):
@@ -27,12 +28,11 @@ class Record(NamedTuple):
 class Timeline:
     """Times of all actions of a step.
 
-    actions, start, finish: per rank, in the order in which the rank ran them; seconds. A RECV lasts from the moment the
-        rank reaches it, so it includes the waiting; a SEND is the posting alone. A REDUCE_GRAD lasts from the moment
-        the rank reaches it to its end, while the rank goes on: it overlaps what follows.
-        Likewise a DISPATCH, until what the coming step needs has travelled.
-    table: what the step computes, if known: pictures then number chunks within their replica.
-    planning: per rank, (start, finish) of tables of later steps that were made meanwhile, in a thread beside it.
+    actions, start, finish: per rank, in order of execution; seconds. A RECV begins when the rank reaches it, so it
+        includes the waiting. A SEND is only the posting. A REDUCE_GRAD lasts from the moment the rank reaches it to its
+        end and overlaps later actions. So does a DISPATCH, until the data of the next step has arrived.
+    table: table of the step, if known; pictures then number chunks within their replica.
+    planning: per rank, (start, finish) of tables of later steps that a helper thread computed meanwhile.
     """
 
     actions: list[list[Action]]
@@ -51,9 +51,9 @@ class Timeline:
         name: str = "",
         table: StepTable | None = None,
     ) -> Timeline:
-        """The timeline of measured (rank, action, start, finish), in any order; clocks must agree between ranks.
+        """Timeline of measured (rank, action, start, finish), in any order. Clocks must agree between ranks.
 
-        num_ranks: counts ranks without any record too; by default the highest rank found + 1.
+        num_ranks: number of ranks, including those without records; by default the highest rank found + 1.
         """
         ordered = sorted((Record(*record) for record in records), key=lambda r: (r.rank, r.start, r.finish))
         for rank, action, start, finish in ordered:
@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def utilization(self) -> dict[str, float]:
-        """Per module, the share of the time of the ranks that run it which it keeps them busy, 0 to 1."""
+        """Per module, the share of time in which its ranks compute it, 0 to 1."""
         ranks: dict[str, int] = {}
         for _, module in self.busy:
             ranks[module] = ranks.get(module, 0) + 1
@@ -130,14 +130,16 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute, 0 to 1."""
+        """Share of all ranks' time without compute, 0 to 1."""
         area = self.num_ranks * self.makespan
         return 1.0 - sum(self.busy_per_rank) / area if area else 0.0
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """Of each rank, the share of the time between the start of its first compute action and the finish of its last
-        in which it computes, 0 to 1 (1 without any): what is left of a bubble where steps follow each other closely."""
+        """Per rank, the share of compute between its first compute action's start and its last one's finish, 0 to 1.
+
+        It is 1 without compute actions. Its complement is the bubble that remains when steps follow each other closely.
+        """
         shares = []
         for actions, starts, finishes, busy in zip(
             self.actions, self.start, self.finish, self.busy_per_rank, strict=True
@@ -149,25 +151,23 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most forwards whose backward is still to come, summed over its stages."""
+        """Per rank, the most forwards whose backward has not run yet, summed over its stages."""
         return tuple(peak(actions).in_flight for actions in self.actions)
 
     def peak_memory(self, activation_bytes: ActivationBytes) -> tuple[float, ...]:
-        """Per rank, the most bytes held; activation_bytes is per (module, stage, chunk), or (module, stage) for all."""
+        """Per rank, the most bytes held. activation_bytes: per (module, stage, chunk), or (module, stage) for all."""
         return tuple(peak(actions, activation_bytes).bytes for actions in self.actions)
 
     def number(self, chunk: int) -> int:
-        """Which chunk of its replica `chunk` is, where the table is known; else its place in it."""
+        """Index of `chunk` within its replica if the table is known; else `chunk` itself."""
         return chunk if self.table is None else self.table.chunks[chunk].index
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for https://ui.perfetto.dev or chrome://tracing (JSON)."""
-        from interlace.simulate.trace import write_trace
-
         write_trace(self, path)
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
         """Writes a picture (PNG): one row per rank, one colour per module."""
-        from interlace.simulate.picture import plot
+        from interlace.simulate.pictures.timeline import plot
 
         plot(self, path, title=title)

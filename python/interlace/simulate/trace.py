@@ -1,9 +1,9 @@
-"""A timeline as a trace in the Chrome trace event format, which Perfetto and chrome://tracing open.
+"""Timeline as a trace in the Chrome trace event format, for Perfetto and chrome://tracing.
 
-One process per rank with threads for compute, for communication (a RECV lasts while the rank waits) and for gradient
-reductions and the exchange of items, which run beside both: as many threads as run at once. Another thread has what was
-planned of later steps meanwhile. Arrows lead from each SEND to its RECV, and a counter shows the forwards in flight.
-Times are in microseconds.
+Each rank is one process. It has threads for compute and for communication (a RECV lasts while the rank waits). Gradient
+reductions and the exchange of items overlap both, on as many further threads as run at once. Another thread shows the
+planning of later steps. Arrows lead from each SEND to its RECV, and a counter shows the forwards in flight. Times are
+in microseconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.memory import held_after
-from interlace.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from interlace.simulate.timeline import Timeline
 
 PLANNING_THREAD = 1000
-COMPUTE_THREAD, COMMUNICATION_THREAD, REDUCE_THREAD = 0, 1, 2  # reductions that overlap: the threads after it
+COMPUTE_THREAD, COMMUNICATION_THREAD, REDUCE_THREAD = 0, 1, 2  # overlapping reductions use the threads after it
 BESIDE = (Op.REDUCE_GRAD, Op.DISPATCH)
-_SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow needs a slice to be bound to
+_SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow must be bound to a slice
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
@@ -28,7 +30,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
-        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one for each
+        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
         for event in trace_events(timeline):
             file.write(separator + encode(event))
             separator = ",\n"
@@ -44,8 +46,8 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
         yield _named("thread_name", rank, COMPUTE_THREAD, "compute")
         yield _named("thread_name", rank, COMMUNICATION_THREAD, "communication")
-        free = 0.0  # from when on the communication thread has room: slices of one thread must not overlap
-        reducing: list[float] = []  # the same of the threads for reductions
+        free = 0.0  # time at which the communication thread is free: slices of one thread must not overlap
+        reducing: list[float] = []  # likewise for the threads for reductions
         for place, (action, start, finish) in enumerate(
             zip(actions, timeline.start[rank], timeline.finish[rank], strict=True)
         ):
@@ -96,10 +98,10 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
-    """(rank, place in its list) -> the numbers of the arrows that leave a SEND or reach a RECV.
+    """(rank, index in its list) -> numbers of the arrows that leave a SEND or reach a RECV.
 
-    A message is known by its content. Between lanes of several ranks it has several senders and receivers; each gets at
-    least one arrow.
+    A message is identified by its content. Between lanes of several ranks it has several senders and receivers; each
+    gets at least one arrow.
     """
     ends: dict[tuple[object, ...], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     for rank, actions in enumerate(timeline.actions):

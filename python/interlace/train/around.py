@@ -1,9 +1,9 @@
-"""Times what a step has beside its lists: `interlace.plan.around.Around`, in a second or two for small samples.
+"""Timing of step work outside the schedule (`interlace.costs.outside_lists.Around`); a second or two for small samples.
 
-The table, the comparison of the ranks and what is counted of a batch are timed on a batch of the run's own data.
-Reading and decoding are timed as seconds of the processor, so that a disk that is slow now has no part in it: as the
-thread of the rank does both, and where [data] has workers as these do it, and as the thread takes it from them. Where a
-GPU computes, its host reads beside it, and that is left out.
+The step table, the comparison of the ranks and the counting of a batch are timed on a batch of the run's own data.
+Reading and decoding are measured in CPU seconds, so that a temporarily slow disk does not distort them. Both are timed
+as work of the rank's own thread. If [data] has workers, the work of a worker and the hand-over to the rank's thread are
+timed as well. On a GPU, the host reads while the GPU computes; reading is then left out.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from interlace.plan.around import NOTHING_AROUND, Around
+from interlace.costs.outside_lists import NOTHING_AROUND, Around
+from interlace.train.config.sections import Config
+from interlace.train.data.producers import workers_of
 from interlace.train.launch import launcher
-from interlace.train.metrics import computed_tokens
-from interlace.train.preparing import workers_of
-from interlace.train.schema import Config
+from interlace.train.report.metrics import computed_tokens
 
-SAMPLES = 48  # at most, that are read for it
-SECONDS = 1.0  # after which no more samples are decoded
+SAMPLES = 48  # maximum number of samples to read
+SECONDS = 1.0  # no more samples are decoded after this time
 _TURNS = 5
 
 
 def measure_around(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], Around]:
-    """Of a config's model on devices of a `kind`. data: the training set.
+    """Measures the outside-schedule time of a config's model on devices of a `kind`. data: the training set.
 
-    Returns what says it of so many ranks of a node with so many threads each: on these depends how many workers there
-    are, and whether they have cores of their own.
+    Returns a function of (ranks per node, threads per rank). Both determine the number of workers and whether workers
+    have cores of their own.
     """
     count = min(SAMPLES, len(data))
     if not count:
@@ -43,13 +43,13 @@ def measure_around(config: Config, model: Any, data: Any, kind: str) -> Callable
     if kind != "cpu":
         return lambda local_ranks, threads: Around(table + rest, error=error)
     handed: _Handed | None = None
-    if workers_of(config, 1) or config.data.workers == "ray":  # more ranks have as many workers each, or fewer
+    if workers_of(config, 1) or config.data.workers == "ray":  # with more ranks, each has as many workers or fewer
         handed = _handed(config, model, data, count)
     decode = _decoding(model, samples)
 
     def around(local_ranks: int, threads: int) -> Around:
         workers = workers_of(config, local_ranks)
-        # Of each batch the thread that reads makes the table, too: it says which items this rank decodes.
+        # The reading thread also makes the table of each batch: the table determines the items that this rank decodes.
         if handed is None or not (workers or config.data.workers == "ray"):
             return Around(table + rest, read + table, decode, error)
         part = beside(workers, local_ranks, threads)
@@ -60,10 +60,10 @@ def measure_around(config: Config, model: Any, data: Any, kind: str) -> Callable
 
 
 def beside(workers: int, local_ranks: int, threads: int) -> float:
-    """The part of what so many workers of each rank compute by which the ranks compute longer: none where all have
-    cores of their own; else both share the cores of the rank, which are busy with one or the other.
+    """Share of the workers' compute time that slows down their rank: 0 if all have cores of their own.
 
-    Workers of Ray may be on other nodes, and count for nothing.
+    Otherwise workers and rank share the cores of the rank, which run one or the other. Ray workers may be on other
+    nodes and are not counted.
     """
     cores = launcher.default_threads(1)
     if local_ranks * (threads + workers) <= cores:
@@ -73,8 +73,11 @@ def beside(workers: int, local_ranks: int, threads: int) -> float:
 
 @dataclass(frozen=True)
 class _Handed:
-    """Seconds of the processor where another process prepares the data, per sample. read, took_bare: there and here, of
-    all but media; decode, took: encoder -> the same of its items."""
+    """CPU seconds per sample if another process prepares the data.
+
+    read, took_bare: time in that process and in this one, for everything except media.
+    decode, took: encoder -> the same for its items.
+    """
 
     read: float
     took_bare: float
@@ -83,14 +86,18 @@ class _Handed:
 
 
 def _handed(config: Config, model: Any, data: Any, count: int) -> _Handed | None:
-    """By what a worker and the thread that waits for it do with a batch of so many samples, here one after the other.
-    Nothing is kept for another epoch, which would spare decoding. None: for data that no worker can be given."""
-    from interlace.data.loader import Loader
-    from interlace.data.producing import Producing, Task, whole
+    """Times the work of a worker and of the thread that waits for it, for a batch of `count` samples, one after the
+    other.
 
-    try:  # a copy, as a worker has it: it counts what cannot be read for itself
+    Nothing is cached for another epoch, because a cache would skip decoding. Returns None for data that cannot be sent
+    to workers.
+    """
+    from interlace.data.loader import Loader
+    from interlace.data.workers.tasks import Producing, Task, whole
+
+    try:  # copied, as for a worker: the copy counts unreadable items separately
         loader = pickle.loads(pickle.dumps(Loader(data, count, seed=config.run.seed, prefetch=0)))
-    except Exception:  # whatever a class of somebody's own raises; the run says so when it starts workers
+    except Exception:  # user classes may raise anything; the run reports it when it starts workers
         return None
     there = Producing(loader)
     clock = time.thread_time
@@ -120,7 +127,7 @@ def _handed(config: Config, model: Any, data: Any, count: int) -> _Handed | None
 
 
 def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
-    """Encoder -> seconds of the processor that decode one sample's items, on average."""
+    """Encoder -> CPU seconds to decode one sample's items, on average."""
     found = {}
     for name in model.encoders:
         begin, count = time.thread_time(), 0
@@ -139,13 +146,15 @@ def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
 
 
 def _batch_seconds(config: Config, model: Any, samples: Sequence[Any]) -> tuple[float, float, float]:
-    """Seconds of each sample for a step's table, and for all else that is made of a batch; and by what part the middle
-    turn is slower than the fastest."""
+    """Seconds per sample for a step's table and for the rest of the work on a batch; and relative spread of the turns.
+
+    The spread is the slowdown of the median turn relative to the fastest.
+    """
     from interlace.layout import Layout, ParallelSpec
     from interlace.run import comparison
-    from interlace.run.batch import GlobalBatch
-    from interlace.run.deals import Deals
-    from interlace.train.flops import Meter
+    from interlace.run.tables.batch import GlobalBatch
+    from interlace.run.tables.deals import Deals
+    from interlace.train.report.flops import Meter
 
     layout = Layout.from_specs(model, {name: ParallelSpec() for name in model.modules_order()}, ranks=1)
     meter = Meter(model, [0.0], recompute=config.train.recompute)

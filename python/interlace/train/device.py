@@ -1,4 +1,4 @@
-"""Which device a rank computes on: a GPU of its own, or the CPU."""
+"""Device of a rank: a GPU of its own, or the CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from interlace import _device
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""``train.precision`` -> what matrix products of a forward compute in; None: in the dtype of the weights."""
+"""``train.precision`` -> autocast dtype of matrix products in a forward; None: the dtype of the weights."""
 
 
 def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
-    """ "cpu" or the type of GPUs, for ``run.device`` and so many ranks on this machine.
+    """Device type for ``run.device`` and a number of ranks on this machine: "cpu" or the type of GPUs.
 
-    "auto" is a GPU for each rank where there are enough. Raises ConfigError for "cuda" where there are not.
+    "auto" uses GPUs if there is one for each rank. Raises ConfigError for "cuda" if there are too few.
     """
     gpus = _device.count()
     if wanted == "auto":
@@ -37,40 +37,40 @@ def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
 
 
 def backend(kind: str) -> str:
-    """Backend of the ranks' process group: gloo carries what the programs tell each other."""
+    """Backend of the ranks' process group: gloo, for control messages between the programs."""
     return "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def take(kind: str, local_rank: int, *, deterministic: bool = True) -> torch.device:
-    """This rank's device, from now on the current one."""
-    # What torch has no deterministic kernel for is an error on the CPU; on a GPU that would be the usual interpolation
-    # of position embeddings, so there it is a warning that names it.
+    """This rank's device. Also makes it the current device."""
+    # Operations without a deterministic kernel are errors on the CPU. On a GPU that would include the usual
+    # interpolation of position embeddings, so there they are warnings that name the operation.
     torch.use_deterministic_algorithms(deterministic, warn_only=kind != "cpu")
-    # They bring along that torch fills every new tensor, which costs a pass over memory each time.
+    # Deterministic mode also makes torch fill every new tensor, which costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if kind == "cpu":
         return torch.device("cpu")
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; torch asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; torch requires it
     device = torch.device(kind, local_rank)
     torch.accelerator.set_device_index(device)
     return device
 
 
 def finish() -> None:
-    """Waits until this rank's GPU, if it has one, has computed all that it was given."""
+    """Waits until this rank's GPU, if any, has finished all queued work."""
     if _device.in_use():
         torch.accelerator.synchronize()
 
 
 def compile_layers(parallel: Any, device: torch.device, *, source: str = "config") -> None:
-    """Compile the repeated layers of the stages of `parallel`, each when it first runs (``train.compile``).
+    """Compiles the repeated layers of the stages of `parallel`, each on its first run (``train.compile``).
 
-    Raises ConfigError where torch.compile does not work, which one small function has shown.
+    Raises ConfigError if torch.compile does not work here, which is tested with one small function.
     """
     try:
         torch.compile(lambda x: torch.sin(x) + 1)(torch.zeros(2, device=device))
-    except Exception as error:  # of any of its backends: no compiler, no Triton, no headers of Python
+    except Exception as error:  # from any of the compiler's backends: no compiler, no Triton, no headers of Python
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"{source}: train.compile = true, but torch.compile does not work here: {why}. A CPU needs a C++ compiler "
@@ -83,16 +83,18 @@ def compile_layers(parallel: Any, device: torch.device, *, source: str = "config
 
 
 def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: Callable[[str], object]) -> None:
-    """Compile the attention kernels of the modules of `parallel`, if `device` is a GPU. say: is given its progress.
+    """Compiles the attention kernels of the modules of `parallel` ahead of time, if `device` is a GPU.
 
-    It saves time and decides nothing: kernels that it could not compile are compiled when they are first launched.
+    say: receives progress messages.
+
+    Only an optimization: kernels that fail to compile here are compiled when they are first launched.
     """
     if device.type != "cuda":
         return
     from interlace.attention import warm_up
+    from interlace.estimate.sample_sizes import configs_of, heads_of
     from interlace.model.naming import LANGUAGE_MODEL
-    from interlace.model.switch import NAMES
-    from interlace.run.sample_sizes import configs_of, heads_of
+    from interlace.model.stages.attention_switch import NAMES
 
     model = parallel.mllm
     heads, configs = heads_of(model), configs_of(model)
@@ -114,7 +116,7 @@ def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: 
                 threads=torch.get_num_threads(),
                 progress=partial(_say_of, name, say),
             )
-        except Exception as error:  # whatever a compiler may raise
+        except Exception as error:  # a compiler may raise anything
             say(f"{name}: attention kernels were not compiled ahead: {' '.join(str(error).split())[:200]}")
 
 
@@ -123,11 +125,11 @@ def _say_of(name: str, say: Callable[[str], object], line: str) -> None:
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
-    """Raises ConfigError, on all ranks, when ``run.device = "auto"`` has not come to the same on all machines."""
+    """Raises ConfigError, on all ranks, if machines resolved ``run.device = "auto"`` differently."""
     kinds = startup.gather("choosing the device", kind)
     other = [rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]]
     if other:
-        with contextlib.suppress(TrainingError):  # rank 0 may hold the store: it goes when all have heard of it
+        with contextlib.suppress(TrainingError):  # rank 0 may host the store and close it once all have read
             startup.gather("ending for want of one kind of device", "")
         raise ConfigError(
             f"{source}: rank 0 computes on {_names(kinds[0])}, ranks {other} on {_names(kinds[other[0]])}: not every "

@@ -1,7 +1,7 @@
-"""The error of a run that cannot go on, in a module of its own: whatever starts fast imports nothing else for it."""
+"""Error of a run that cannot continue; a separate module, so that fast-starting code can import it alone."""
 
 from __future__ import annotations
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and what to try."""
+    """Training cannot continue. The message gives the reason and a remedy."""

@@ -1,17 +1,16 @@
-"""AdamW whose state is in host memory and whose update is computed there (``train.offload_optimizer``).
+"""AdamW with state and update on the host CPU (``train.offload_optimizer``).
 
-A GPU then holds weights and gradients, 8 bytes per parameter instead of 16. Each step moves 8 bytes per parameter to
-the host and 4 back, through two pinned buffers; while the processor updates one bucket of parameters, the next one
-travels. The weights themselves stay where they are, and are the only copy: whatever changes them in between (a
-checkpoint that is loaded) needs to tell nobody. As weights are fp32 under both precisions, there are no master weights
-beside them.
+A GPU then holds weights and gradients: 8 bytes per parameter instead of 16. Each step moves 8 bytes per parameter to
+the host and 4 back, through two pinned buffers. Copies overlap with the update: while the CPU updates one bucket of
+parameters, the next bucket is copied. The weights stay on the device and are the only copy, so loading a checkpoint
+needs no extra synchronization. Weights are fp32 under both precisions, so there are no separate master weights.
 
-The update is torch's own fused AdamW for CPUs, so its bits are those of a run on the CPU with the same gradients, and
-differ from a GPU's in the last place. **No GPU has run this yet**: its copies were tested from host memory to host
-memory, and how much of them hides under the update is not measured.
+The update is torch's own fused AdamW for CPUs. It is bitwise equal to a run on the CPU with the same gradients, and
+differs from a GPU's update in the last bits. **Not yet run on a GPU**: copies were tested from host memory to host
+memory, and their overlap with the update is not measured.
 
 torchao's CPUOffloadOptimizer is not used: it copies gradients in hooks of the backward pass, before ranks have summed
-and clipped them, and so would update with other ones.
+and clipped them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from interlace import _device
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 1 << 26
@@ -42,7 +41,7 @@ def check_device(kind: str, *, source: str = "config") -> None:
 
 
 class _Staged(NamedTuple):
-    """A bucket of one parameter group on its way to the host. arrived: None where a copy has ended when it returns."""
+    """A bucket of one parameter group on its way to the host. arrived: None if the copy is synchronous."""
 
     group: dict[str, Any]
     parameters: list[nn.Parameter]
@@ -56,16 +55,17 @@ class _Staged(NamedTuple):
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW over parameters on one device, any, with its state on the CPU; a step gives what torch's AdamW (fused) with
-    the same options gives on the CPU, bit for bit.
+    """AdamW over parameters on one device of any kind, with its state on the CPU.
+
+    A step is bitwise equal to a step of torch's fused AdamW on the CPU with the same options.
 
     Args:
         parameters: as for torch's optimizers; groups have their own ``lr`` and ``weight_decay``. Parameters without a
             gradient in a step keep weight and state.
         betas, eps: of AdamW.
-        bucket_bytes: of weights that travel at once; a larger parameter travels alone. They and their gradients have
-            room in each of two buffers, so that four times as much, or four times the largest parameter where that is
-            larger, is taken of host memory; pinned where the device is a GPU.
+        bucket_bytes: size of weights that are copied at once; a larger parameter is copied alone. Each of two buffers
+            holds the weights of a bucket and their gradients. Host memory is therefore four times this size, or four
+            times the largest parameter if that is larger. It is pinned if the device is a GPU.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update. The last new weights may still be on their way to a GPU, in the order of its current stream."""
+        """One update. The last new weights may still be in flight to a GPU, ordered by its current stream."""
         buckets = list(self._buckets())
         staged = self._fetch(*buckets[0], 0) if buckets else None
         for place in range(len(buckets)):
@@ -95,12 +95,12 @@ class OffloadedAdamW(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for key in MOMENTS:  # not pinned: these do not travel
+            for key in MOMENTS:  # not pinned: these are never copied to the device
                 state[key] = torch.zeros(parameter.shape, dtype=parameter.dtype)
         return state
 
     def _buckets(self) -> Iterable[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """What has a gradient, in the order of the groups, cut where a bucket is full."""
+        """Parameters with a gradient, in the order of the groups, split into buckets."""
         for group in self.param_groups:
             bucket: list[nn.Parameter] = []
             size = 0
@@ -116,9 +116,9 @@ class OffloadedAdamW(torch.optim.AdamW):
                 yield group, bucket
 
     def _fetch(self, group: dict[str, Any], parameters: list[nn.Parameter], place: int) -> _Staged:
-        """Start to copy a bucket's weights and gradients into the buffer of its place, the even or the odd one.
+        """Starts to copy a bucket's weights and gradients into the buffer of its place (0 or 1, alternating).
 
-        The weights that went to the device from there went before, in the same stream.
+        Earlier copies of weights from that buffer to the device were queued before, in the same stream.
         """
         buffer = self._buffer(place % 2, parameters)
         weights: list[Tensor] = []
@@ -164,7 +164,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def _moment(device: torch.device) -> torch.Event | None:
-    """After all that a GPU has been told so far."""
+    """Event after all work queued on a GPU so far."""
     return torch.accelerator.current_stream(device).record_event() if _device.on_gpu(device) else None
 
 

@@ -2,15 +2,15 @@
 
     adamw       torch's AdamW, fused; with ``train.offload_optimizer`` its state in host memory
     sgd         torch's SGD with momentum; weight decay is added to gradients there
-    adafactor   torch's Adafactor (arXiv 1804.04235): of the second moment of a matrix, a row and a column; steps are
-                relative to the size of a weight, and lr is the most that a step may be
-    muon        torch's Muon for the matrices of linear layers but the head (Newton-Schulz in bf16; updates scaled to
-                the size of AdamW's, so that its learning rates fit: arXiv 2502.16982), AdamW for all else
+    adafactor   torch's Adafactor (arXiv 1804.04235): stores a row and a column of a matrix's second moment; steps are
+                relative to the size of a weight, and lr is the maximum step size
+    muon        torch's Muon for the matrices of linear layers except the head (Newton-Schulz in bf16; updates scaled to
+                the size of AdamW's, so that its learning rates fit: arXiv 2502.16982), AdamW for all other parameters
 
 State is keyed by global parameter name, not by position, so it can be saved by one layout and loaded by another.
-Parameters without a gradient in a step (their modality was absent) keep weight and state untouched, as in one process.
-The first two compute element by element, so ranks may have pieces of weights; the others need whole ones (`tuning`
-refuses them elsewhere).
+Parameters without a gradient in a step (their modality was absent) keep weight and state unchanged, as in one process.
+adamw and sgd are element-wise, so ranks may hold shards of weights. The others need whole weights (`tuning` rejects
+them with shards).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from interlace.plan.memory import StateSize
+from interlace.train.config.sections import Config
+from interlace.train.config.train import Train
 from interlace.train.offload import MOMENTS, OffloadedAdamW
-from interlace.train.schema import Config
-from interlace.train.schema_train import Train
 
 if TYPE_CHECKING:
     from interlace.parallel.region import Region
-    from interlace.train.tuning import Rates
+    from interlace.train.models.tuning import Rates
 
 
 def schedule_length(train: Train) -> int:
-    """Steps over which the learning rate is planned."""
+    """Number of steps of the learning-rate schedule."""
     return train.schedule_steps or train.last_step
 
 
 def lr_factor(step: int, train: Train) -> float:
-    """What the peak learning rates are multiplied by in `step` (1-based): warm-up 0 -> 1, then as ``train.schedule``.
+    """Factor of the peak learning rates in `step` (1-based): warm-up 0 -> 1, then as ``train.schedule``.
 
-    The last warm-up step and the first after it both use about the peak; the last of the schedule's steps, and those
-    beyond it, use the minimum, but with "constant".
+    The last warm-up step and the first step after it both use about the peak. The last step of the schedule and all
+    later steps use the minimum, except with "constant".
     """
     length = schedule_length(train)
     warmup = train.warmup_of(length)
@@ -57,7 +57,7 @@ def lr_factor(step: int, train: Train) -> float:
 
 
 class Optimizer:
-    """The optimizer of this rank's `parameters` (global name, parameter), each as `rates` says; others are frozen."""
+    """Optimizer of this rank's `parameters` (global name, parameter), with `rates` for each; all others are frozen."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: Config, rates: Mapping[str, Rates]
@@ -73,13 +73,14 @@ class Optimizer:
             groups.setdefault(each.optimizer, {}).setdefault(key, []).append(parameter)
         self.made: dict[str, torch.optim.Optimizer] = {}
         self.peaks: dict[str, list[float]] = {}
-        for kind, members in groups.items():  # none on a rank that holds only frozen stages
+        for kind, members in groups.items():  # empty on a rank with only frozen stages
             given = [{"params": each, "lr": lr, "weight_decay": decay} for (lr, decay), each in members.items()]
             self.made[kind] = _make(kind, given, config.train)
             self.peaks[kind] = [lr for lr, _ in members]
 
     def step(self, step: int) -> float:
-        """One update with the learning rates of `step` (1-based); drops the gradients; returns ``train.lr``'s rate."""
+        """One update with the learning rates of `step` (1-based). Drops the gradients; returns the rate of
+        ``train.lr``."""
         factor = lr_factor(step, self.config.train)
         for kind, optimizer in self.made.items():
             for group, peak in zip(optimizer.param_groups, self.peaks[kind], strict=True):
@@ -89,24 +90,24 @@ class Optimizer:
         return self.config.train.lr * factor
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Drops the gradients."""
         for optimizer in self.made.values():
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save, such as ``exp_avg.<FQN>`` and ``step.<FQN>`` of every trainable parameter.
 
-        Parameters that have had no gradient yet appear with zeros, which is what their first update starts from. These
-        are the optimizer's own tensors: a checkpoint that is loaded fills them in place.
+        Parameters that have had no gradient yet have zeros, the initial state of their first update. These are the
+        optimizer's own tensors: loading a checkpoint fills them in place.
         """
         return {f"{key}.{name}": tensor for name in self.parameters for key, tensor in self._state_of(name).items()}
 
     def adopt(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Goes on with the state of parameter `name` that another optimizer kept, the tensors themselves."""
+        """Adopts the state of parameter `name` from another optimizer, without copying the tensors."""
         self.made[self.kinds[name]].state[self.parameters[name]] = dict(state)
 
     def regions(self, regions: Mapping[str, Region]) -> dict[str, Region]:
-        """Of those of `state` that are pieces, as their parameters are by `regions`: where they lie in the whole."""
+        """Regions of the tensors of `state` that are shards: the regions of their parameters in `regions`."""
         return {
             f"{key}.{name}": regions[name]
             for name, parameter in self.parameters.items()
@@ -120,13 +121,13 @@ class Optimizer:
         if isinstance(optimizer, OffloadedAdamW):
             return optimizer.state_of(parameter)
         state: dict[str, Tensor] = optimizer.state[parameter]
-        if not state:  # exactly what the optimizer makes at the first update
+        if not state:  # exactly the state that the optimizer creates at the first update
             state.update(_first_state(self.kinds[name], parameter, self.config.train))
         return state
 
 
 def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) -> dict[str, StateSize]:
-    """Of each trained parameter what its optimizer keeps, and what ``train.ema`` does, by its first name."""
+    """Parameter name (canonical) -> sizes of the state that the optimizer and ``train.ema`` keep for it."""
     found, known = {}, dict[Any, StateSize]()
     for name, parameter in model.named_parameters():
         if name in rates:
@@ -159,7 +160,7 @@ def _first_state(kind: str, parameter: nn.Parameter, train: Train) -> dict[str, 
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step} | {key: torch.zeros_like(like) for key in MOMENTS}
     if kind == "adafactor":
-        step = torch.zeros((), dtype=torch.float32)  # on the host, as torch has it
+        step = torch.zeros((), dtype=torch.float32)  # on the host, as in torch
         if parameter.dim() < 2:
             return {"step": step, "variance": like}
         return {"step": step, "row_var": like[..., :1].clone(), "col_var": like[..., :1, :].clone()}

@@ -1,4 +1,4 @@
-"""What a run must know to go on, beside tensors, and what asks it to end."""
+"""Progress of a run, kept beside tensors in a checkpoint, and signals that end a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.config.train import Train
 from interlace.train.launch.launcher import StopSignals
-from interlace.train.metrics import LogWindow
 from interlace.train.optim import lr_factor, schedule_length
-from interlace.train.schema_train import Train
+from interlace.train.report.metrics import LogWindow
 from interlace.train.watching import LossScale, Verdict
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave.
+    """Records SIGTERM and SIGINT, so that the loop can finish its step, save and exit.
 
-    What ends it at once is decided as in the launcher, by `StopSignals`.
+    `StopSignals` decides which signals exit at once, as in the launcher.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class StopRequest:
 
     @property
     def number(self) -> int:
-        """The first signal that came; 0: none yet."""
+        """First signal received; 0: none yet."""
         return self.signals.number
 
     def restore(self) -> None:
-        """Puts back the handlers from before."""
+        """Restores the previous handlers."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
@@ -43,34 +43,37 @@ class StopRequest:
 
 
 class Progress(BaseModel):
-    """What a checkpoint says of a run beside tensors. It may come from anybody, so its types are checked."""
+    """Progress of a run in a checkpoint, beside tensors. Checkpoints may come from untrusted sources, so types are
+    checked."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     step: int
     optimizer: str
     momentum: float
-    """Of sgd and muon; 0: sgd's is not kept."""
+    """Momentum of sgd and muon; 0: sgd keeps none."""
     verdict: Verdict
     loss_scale: LossScale | None
     schedule_steps: int
-    """Steps over which the learning rate was planned."""
+    """Steps of the learning-rate schedule."""
     feed: dict[str, Any]
     window: LogWindow
     totals: dict[str, int | float]
     last: dict[str, int | float]
     owed: dict[str, int | float] | None = None
-    """What the last step measured, where it counts and nothing else was done after it (see `Trainer.owed`)."""
+    """Measurements of the last step, if the step counts and nothing else was done after it (see `Trainer.owed`)."""
     line: dict[str, int | float] | None = None
-    """The last line of the metrics, where it may not have been written (see `Trainer.line`)."""
+    """Last line of the metrics, if it may be unwritten (see `Trainer.line`)."""
     due: bool = False
-    """Whether a checkpoint of it is due, or was begun and does not stand yet."""
+    """True if a checkpoint of this step is due, or was begun and is not finished."""
 
 
 def check_goes_on(progress: Progress, train: Train, path: Path) -> None:
-    """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump.
+    """Raises ConfigError if a run cannot resume from this progress.
 
-    What the config says of the rate itself (lr, schedule, warm-up, decay, minimum) is taken as it says now.
+    Reasons: it is past train.steps, its optimizer state does not fit, or its learning rate would jump.
+
+    The rate's own settings (lr, schedule, warm-up, decay, minimum) are taken from the present config.
     """
     reached = progress.step
     if reached > train.last_step:

@@ -14,31 +14,32 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from interlace.train import device as devices
-from interlace.train import forecast as forecasts
-from interlace.train import offload, report, runfolder
+from interlace.train import offload, runfolder
 from interlace.train.auto import planlock
-from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
-from interlace.train.chosen import choose, fill
-from interlace.train.config import ConfigError
-from interlace.train.costs import ranks_per_node, stated_links
-from interlace.train.feed import Feed, batch_notes, datasets, indexed, report_left_out
-from interlace.train.feed_stream import StreamFeed
+from interlace.train.config.load import ConfigError
+from interlace.train.config.parallel import Parallel
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed, batch_notes, datasets, indexed, report_left_out
+from interlace.train.data.feed_stream import StreamFeed
+from interlace.train.data.producers import producers_of
+from interlace.train.data.texts import tokenizer_of
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
-from interlace.train.media_specs import kinds, pixels
-from interlace.train.metrics import BLANK, HELD_OUT, LOSS, free_memory
-from interlace.train.page import Page
-from interlace.train.page_facts import facts_of
-from interlace.train.preparing import producers_of
-from interlace.train.scheduling import schedule_options
-from interlace.train.schema import Config
-from interlace.train.schema_parallel import Parallel
-from interlace.train.texts import tokenizer_of
-from interlace.train.trackers import Trackers, made
+from interlace.train.models.build import build, build_layout, initialize, materialize, stored_weights
+from interlace.train.models.costs import ranks_per_node, stated_links
+from interlace.train.models.media_specs import kinds, pixels
+from interlace.train.report import closing as report
+from interlace.train.report import forecast as forecasts
+from interlace.train.report.facts import facts_of
+from interlace.train.report.metrics import BLANK, HELD_OUT, LOSS, free_memory
+from interlace.train.report.page import Page
+from interlace.train.report.trackers import Trackers, made
+from interlace.train.scheduling import schedule_options, step_options
+from interlace.train.selection import choose, fill
 from interlace.train.trainer import StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
-"""The part of the host's free memory that the whole model may take for the closing report."""
+"""Share of the host's free memory that the whole model may use for the closing report."""
 
 
 def run(
@@ -52,23 +53,24 @@ def run(
     take_over: bool = False,
     plan: Path | None = None,
 ) -> int:
-    """Trains as rank RANK of WORLD_SIZE (one process when they are not set); returns the exit code.
+    """Trains as rank RANK of WORLD_SIZE (one process if they are not set); returns the exit code.
 
-    `resume` is None for a new run, else what ``--resume`` named. `folder` is the run folder of all ranks and `held` its
-    lock (of rank 0); without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
-    `lock.take`). `at` is the checkpoint to go on from, by default the newest. `source` names the config in messages.
-    `plan` is a plan.lock to repeat, where the config leaves its layout open; else the run folder's, or rank 0 chooses.
+    `resume` is None for a new run, else the argument of ``--resume``. `folder` is the run folder of all ranks. `held`
+    is its lock, on rank 0. Without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
+    `lock.take`). `at` is the checkpoint to resume from, by default the newest. `source` names the config in messages.
+    `plan` is a plan.lock to repeat if the config leaves its layout open; the default is the run folder's, else rank 0
+    chooses.
 
-    The code is 0 when all steps are trained, and 128 + the signal when one has ended the run, which then is saved.
-    Raises ConfigError for what the user can mend; anything else is a failure of the run.
+    The code is 0 when all steps are trained, and 128 + the signal when a signal ended the run, which is then saved.
+    Raises ConfigError for errors that the user can correct; anything else is a failure of the run.
     """
     stop = StopRequest()
-    # What has to be ended in order, however this ends: a thread of ours in C++ when Python ends would be SIGABRT.
+    # Ends these in order on every exit path: a C++ thread that is still running when Python exits would be SIGABRT.
     with contextlib.ExitStack() as cleanup:
         try:
             trained = _train(config, stop, source, folder, at, resume, held, take_over, plan, cleanup)
         finally:
-            stop.restore()  # what comes now can be begun again; nothing has to be saved
+            stop.restore()  # a later signal may end the process at once: nothing is left to save
         if isinstance(trained, int):
             return trained
         close(config, *trained, source)
@@ -87,7 +89,7 @@ def _train(
     plan: Path | None,
     cleanup: contextlib.ExitStack,
 ) -> int | tuple[Page, Trackers, dict[str, Any], Any, Any, Feed]:
-    """This rank's training: its exit code, or on rank 0 of a finished run what `close` needs."""
+    """Training of this rank. Returns its exit code, or on rank 0 of a finished run the arguments of `close`."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     asked, config = config.parallel, with_replicas(config, world, source)
     if not config.parallel.auto:
@@ -119,7 +121,7 @@ def _train(
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     stored = cache(partial(stored_weights, config, model, source=source))
-    if resume is None:  # else a checkpoint has all of them, or all but the frozen ones
+    if resume is None:  # else a checkpoint has all of them, or all except the frozen ones
         stored()
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
@@ -134,24 +136,15 @@ def _train(
     try:
         own = "try out how the model can be cut and make memory for its part of it"
         with startup.bounded("making the process groups of the pipeline", own):
-            parallel = parallelize(
-                model,
-                layout,
-                schedule=config.parallel.schedule,
+            options = step_options(
+                config,
                 schedule_options=schedule_options(config, model, layout, config.train.microbatches),
-                transport="distributed" if world > 1 else "local",
-                device=device,
-                checkpointing=config.train.activation_checkpointing,
-                sequence_parallel=config.parallel.sequence_parallel,
-                context_order=config.parallel.context_order,
-                assign=config.train.assign,
-                balance=config.train.balance,
                 ranks_per_node=ranks_per_node(config, nodes),
-                autocast=devices.AUTOCAST[config.train.precision],
-                timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
             )
-    except ValueError as error:  # of the layout: every rank has it, before any has met another
+            transport = "distributed" if world > 1 else "local"
+            parallel = parallelize(model, layout, transport=transport, device=device, options=options)
+    except ValueError as error:  # of the layout: raised on every rank, before any collective
         raise ConfigError(f"{source}: [parallel]: {error}") from None
     initialize(parallel, seed=config.run.seed, stored=stored() if resume is None else None, weights=resume is None)
     if config.train.compile:
@@ -181,7 +174,7 @@ def _train(
         foresee(config, model, parallel, indexed(train, held_out), device, folder) if config.log.predict else None
     )
     trackers = Trackers(config, folder, tracked)
-    cleanup.callback(trackers.close, "failed")  # unless it is told another end before
+    cleanup.callback(trackers.close, "failed")  # no effect if it was closed before
     with startup.bounded("making the process group of the trainer"):
         trainer = Trainer(
             config,
@@ -219,7 +212,7 @@ def _train(
         dist.destroy_process_group()
     if not outcome["finished"]:
         if rank == 0:
-            with optional("the page"):  # without answers: whoever stops a run does not wait for long
+            with optional("the page"):  # without answers, so that a stopped run exits quickly
                 rows = summary_rows(config, outcome, model, feed, folder)
                 page.write(page.status(outcome), rows)
                 trackers.show(rows, page.files())
@@ -251,9 +244,9 @@ def feed_of(
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
-    """The config with as many steps as its epochs have batches; `batches` says how many an epoch has.
+    """The config with the number of steps of its epochs. batches: number of batches of an epoch.
 
-    Raises ConfigError where they are fewer than the warm-up or log.profile.start, or none.
+    Raises ConfigError if the number is 0, or less than the warm-up or log.profile.start.
     """
     train = config.train
     if train.epochs is None:
@@ -263,7 +256,7 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
     if train.epochs > whole:
         steps += round((train.epochs - whole) * batches(whole))
     table = train.model_dump() | {"steps": steps, "epochs": None}
-    try:  # the whole config, as other sections name steps, too
+    try:  # validates the whole config, because other sections refer to steps, too
         return Config.model_validate(config.model_dump() | {"train": table})
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -275,16 +268,16 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
 def foresee(
     config: Config, model: Any, parallel: Any, data: Any, device: torch.device, folder: Path
 ) -> forecasts.Forecast | None:
-    """Times what a step is made of; rank 0 writes costs.json and predicts. Collective.
+    """Times the parts of a step; rank 0 writes costs.json and predicts. Collective.
 
-    None where a model cannot be timed layer by layer: rank 0 says why, and the run goes on.
+    Returns None if a model cannot be timed layer by layer: rank 0 reports the reason, and the run continues.
     """
-    from interlace.run.measured_links import measure_links
+    from interlace.estimate.measured_links import measure_links
 
     costs, why = None, ""
     try:
         costs = forecasts.measure(config, model, data, device)
-    except Exception as error:  # whatever a model may raise that is run in parts: a figure less ends no run
+    except Exception as error:  # a model run in parts may raise anything; forecasting is optional
         why = " ".join(str(error).split()) or type(error).__name__
     links = stated_links(config) or measure_links(parallel.channel, model.modules_order())
     if parallel.channel is not None and parallel.channel.rank:
@@ -297,14 +290,14 @@ def foresee(
 
 
 def _discard_after(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
-    """At the end of a run, by an error of this kind: a start that the user's config has failed leaves no folder."""
+    """Removes the run folder if the run ended with an error of this kind at its start (caused by the user's config)."""
     if kind is not None and issubclass(kind, ConfigError):
         runfolder.discard(folder)
 
 
 def say_trained(config: Config, model: Any) -> None:
-    """Says what is trained, and how."""
-    from interlace.train.tuning import rates, summary
+    """Logs the trained parameters and their rates."""
+    from interlace.train.models.tuning import rates, summary
 
     for line in summary(model, rates(config, model)):
         launcher.note(line)
@@ -313,7 +306,7 @@ def say_trained(config: Config, model: Any) -> None:
 def agree_on_folder(
     config: Config, resume: str | None, startup: Startup, take_over: bool = False
 ) -> tuple[Path, Path | None, lock.RunLock | None]:
-    """Rank 0 makes the run folder (or finds the one to resume), locks it and tells the others; only it has the lock."""
+    """Rank 0 makes the run folder (or finds the one to resume), locks it and sends its path. Only it has the lock."""
     found: list[str] = []
     held = None
     if startup.rank == 0:
@@ -335,12 +328,12 @@ def agree_on_folder(
 
 
 def with_replicas(config: Config, world: int, source: str) -> Config:
-    """The config with as many replicas as `world` ranks make, where it leaves ``parallel.dp`` open.
+    """The config with the number of replicas that `world` ranks make, if it leaves ``parallel.dp`` open.
 
-    Raises ConfigError for what does not fit them, which nobody could check before.
+    Raises ConfigError for settings that do not fit this number, which could not be checked earlier.
     """
     if not config.open_replicas() or world % config.world_size():
-        return config  # what does not fit is said by `check_world`
+        return config  # `check_world` reports a number that does not fit
     replicas = world // config.world_size()
     try:
         table = config.model_dump() | {"parallel": config.parallel.model_dump() | {"dp": replicas}}
@@ -352,12 +345,12 @@ def with_replicas(config: Config, world: int, source: str) -> Config:
 
 
 def record(folder: Path, config: Config, asked: Parallel) -> None:
-    """Writes the run's config, with replicas left open where the user has: the run may go on with another number."""
+    """Writes the run's config, with dp left open if the user left it open: the run may resume with another number."""
     runfolder.write_config(folder, config.model_copy(update={"parallel": asked}))
 
 
 def check_world(config: Config, world: int, source: str) -> None:
-    """Raises ConfigError when the number of started ranks is not the config's."""
+    """Raises ConfigError if the number of started ranks is not the config's."""
     wanted = config.world_size()
     if world != wanted:
         processes = f"a multiple of {wanted}" if config.open_replicas() else str(wanted)
@@ -369,7 +362,7 @@ def check_world(config: Config, world: int, source: str) -> None:
 
 
 def check_data(mine: str, startup: Startup) -> None:
-    """Raises ConfigError when the ranks do not see the same data."""
+    """Raises ConfigError if the ranks do not see the same data."""
     all_prints = startup.gather("reading and decoding the data", mine)
     other = [r for r, theirs in enumerate(all_prints) if theirs != all_prints[0]]
     if other:
@@ -386,7 +379,7 @@ def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
 
 
 def summary_rows(config: Config, outcome: dict[str, Any], model: Any, feed: Feed, folder: Path) -> dict[str, Any]:
-    """What a run has come to: the closing table."""
+    """Results of a run: the closing table."""
     metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
     rows: dict[str, Any] = {
         "data": feed.held_out_data.name,
@@ -402,7 +395,7 @@ def summary_rows(config: Config, outcome: dict[str, Any], model: Any, feed: Feed
         "seconds_of_saving": outcome["saving"],
         "run_folder": str(folder),
     }
-    # Of the steps since the line before the last one, and not of the whole run as the speeds above.
+    # These cover the steps since the second-last line; the speeds above cover the whole run.
     rows |= {f"last_{name}": value for name, value in metrics.items() if name.startswith(("tflops", "mfu", "hfu"))}
     rows |= outcome["forecast"]
     if BLANK in metrics:
@@ -410,7 +403,7 @@ def summary_rows(config: Config, outcome: dict[str, Any], model: Any, feed: Feed
     best = -1 if config.checkpoint.best is None else outcome["verdict"].step
     if best >= 0:
         rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
-    # No loss where fp16 has left out every step, or nothing was logged yet; no held-out one before a validation.
+    # No loss if fp16 skipped every step or nothing was logged yet. No held-out loss before a validation.
     return {name: value for name, value in rows.items() if value is not None}
 
 
@@ -424,9 +417,9 @@ def close(
     feed: Feed,
     source: str,
 ) -> None:
-    """Rank 0 after the last step: summary, answers, page, accuracy, table; and the trackers' end.
+    """Closing report of rank 0 after the last step: summary, answers, page, accuracy, table; then closes the trackers.
 
-    The summary of what was trained is written first, and nothing that fails afterwards makes the run a failed one.
+    The training summary is written first. Later failures do not make the run a failed one.
     """
     held_out, folder = feed.held_out_data, page.folder
     rows = summary_rows(config, outcome, model, feed, folder)
@@ -456,13 +449,15 @@ def close(
         page.write(page.status(outcome), rows, **shown)
     trackers.show(rows, page.files())
     trackers.close("finished")
-    with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
+    with contextlib.suppress(OSError, SystemExit):  # stdout was closed
         report.print_summary(rows, f"{config.run.name}: trained")
 
 
 def check_room(model: Any) -> None:
-    """Raises MemoryError where the whole model would not fit into what is free on this machine, of which ranks had
-    pieces: Linux would end the process then."""
+    """Raises MemoryError if the whole model does not fit into the free memory of this machine.
+
+    Ranks held only pieces of it. Without this check Linux would kill the process.
+    """
     size, free = sum(parameter.nbytes for parameter in model.parameters()), free_memory()
     if free is not None and size > MOST_OF_FREE * free:
         raise MemoryError(
@@ -472,8 +467,10 @@ def check_room(model: Any) -> None:
 
 
 def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:
-    """The whole model in this process, as `choose` says: from the run's best checkpoint or its newest, with averaged
-    weights where the held-out loss was measured with them."""
+    """The whole model in this process, with the weights that `choose` selects: the run's best checkpoint or its newest.
+
+    Uses averaged weights if the held-out loss was measured with them.
+    """
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
     fill(config, model, choose(config, folder), source=source)
@@ -482,7 +479,7 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
 
 @contextlib.contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Lets the closing report do without `what` when it fails, and says so in one line."""
+    """Lets the closing report continue without `what` if it fails, and logs this in one line."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What each rank of a config's layout would hold: `plan.memory` for a schedule and the loads of its chunks."""
+"""Memory of each rank of a config's layout: `plan.memory` for a schedule and the loads of its chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.train.schema import Config
+from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
+    from interlace.costs.step import Size
     from interlace.layout import Layout
     from interlace.plan.memory import Activations, Load, RankMemory, StateSize, WeightSize
-    from interlace.plan.step_costs import Size
     from interlace.schedule import Schedule, StepTable
     from interlace.schedule.costs import ActivationBytes
     from interlace.schedule.memory import Peak
@@ -30,13 +30,16 @@ class Held:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank, in the step that is planned."""
+        """Bytes of the rank with the highest peak, in the planned step."""
         return max(memory.peak_run for memory in self.memory)
 
 
 def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[str, Activations]:
-    """What forwards keep under the config's precision and checkpointing. Raises ValueError as `activations_of` does."""
-    from interlace.run.traced import activations_of
+    """Activation memory of forwards under the config's precision and checkpointing.
+
+    Raises ValueError as `activations_of` does.
+    """
+    from interlace.estimate.traced import activations_of
     from interlace.schedule.generate import KINDS
     from interlace.train.device import AUTOCAST
 
@@ -60,15 +63,15 @@ def held_by_ranks(
     loads: Mapping[Any, Load],
     state: Mapping[str, StateSize] | None = None,
 ) -> Held:
-    """What every rank of the schedule's layout holds.
+    """Memory of every rank of the schedule's layout.
 
-    loads: of a chunk by its place in the table, else by its module; by module that of the largest. state: what
-    `optim.state_sizes` says, which is the same for all layouts of a model.
+    loads: load of a chunk by its place in the table, else by its module; by module the largest.
+    state: the result of `optim.state_sizes`, which is the same for all layouts of a model.
     """
     from interlace.plan.memory import activation_bytes, rank_memory
-    from interlace.run.gradients import BUCKET_BYTES
+    from interlace.run.execute.gradients import BUCKET_BYTES
+    from interlace.train.models.tuning import rates
     from interlace.train.optim import state_sizes
-    from interlace.train.tuning import rates
 
     layout = schedule.graph.layout
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
@@ -90,7 +93,7 @@ def held_by_ranks(
 
 
 def loads_of(table: StepTable, sizes: Sequence[Size]) -> dict[Any, Load]:
-    """What passes through each chunk of a table, by its place, and through the largest of each module, by its name."""
+    """Load of each chunk of a table, by its place, and the largest load of each module, by its name."""
     from interlace.plan.memory import Load
 
     features = [0.0] * len(table.chunks)
@@ -110,7 +113,8 @@ def loads_of(table: StepTable, sizes: Sequence[Size]) -> dict[Any, Load]:
 
 
 def _peaks(schedule: Schedule, sizes: ActivationBytes, later: ActivationBytes) -> list[Peak]:
-    """What forwards keep on each rank at most; of ranks that compute the same, as those of a lane do, found once."""
+    """Peak activation memory of each rank. Ranks with identical compute actions, such as those of a lane, are computed
+    once."""
     from interlace.schedule.actions import CODES, COMPUTE, OP, action_of
     from interlace.schedule.memory import peak
 
@@ -142,8 +146,8 @@ def _by_layer(schedule: Schedule) -> frozenset[tuple[int, str]]:
 
 
 def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
-    """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
-    from interlace.model.audio import AudioInputs
+    """Audio encoder -> shape of a clip that fills its budget. Shorter clips are padded to the encoder's length."""
+    from interlace.model.inputs.spectrograms import AudioInputs
 
     longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
     clips = {name: each.default_shape for name, each in model.encoders.items() if isinstance(each.feed, AudioInputs)}

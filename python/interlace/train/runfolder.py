@@ -1,4 +1,4 @@
-"""The folder of a run, ``<run.folder>/<run.name>/<time>``, and which one ``--resume`` means.
+"""Run folder, ``<run.folder>/<run.name>/<time>``, and resolution of ``--resume``.
 
 ``latest`` beside the run folders is a link to the last run that had its data.
 
@@ -7,14 +7,14 @@ config.toml      the resolved config                               metrics.jsonl
 checkpoints/     see `checkpoint`                                  tensorboard/     event files
 trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
 mask.png         the attention mask of a batch                     report.html      the run on one page
-samples.png      held-out answers as a picture                     trackers/        what trackers remember of the run
-profile/         steps recorded by torch.profiler                  crash/           last events of ranks that failed
-logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
+samples.png      held-out answers as a picture                     trackers/        state of the run's trackers
+profile/         steps recorded by torch.profiler                  crash/           last events of failed ranks
+logs/rank-N.log  stderr of each rank                               summary.json     the closing table
 left_out.txt     files of the data that no sample uses, and why
-recovery.jsonl   what changes of generation cost an elastic run   recovery.html    the same, drawn
-plan.lock        what parallel.plan = "auto" chose (`auto`)        plan.png         what it chose it among
+recovery.jsonl   cost of generation changes in an elastic run      recovery.html    the same, drawn
+plan.lock        layout chosen by parallel.plan = "auto" (`auto`)  plan.png         the candidates it was chosen from
 
-The newest run is the one with the highest number: names are times (UTC), and clocks are set back.
+The newest run is the one with the highest number. Names are times (UTC), which are unreliable if clocks are set back.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from interlace.train.config import ConfigError, dumps
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, dumps
+from interlace.train.config.sections import Config
 
 
 def create(config: Config) -> Path:
-    """Makes a new run folder, named by the time and numbered after the runs that are there."""
+    """Makes a new run folder, named by the time and numbered after the existing runs."""
     parent = Path(config.run.folder) / config.run.name
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     for attempt in range(1000):
@@ -54,9 +54,9 @@ def create(config: Config) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes a run folder whose start has failed: one without a checkpoint or a logged step.
+    """Removes a run folder after a failed start, if it has neither a checkpoint nor a logged step.
 
-    ``latest`` is then the newest run that is left.
+    ``latest`` is then the newest remaining run.
     """
     metrics = folder / "metrics.jsonl"
     if has_checkpoint(folder) or (metrics.exists() and metrics.stat().st_size):
@@ -69,19 +69,19 @@ def discard(folder: Path) -> None:
             if left:
                 point_latest(_newest(left))
         if not left:
-            folder.parent.rmdir()  # unless other files are there
+            folder.parent.rmdir()  # fails if other files are there
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Where a run folder keeps its checkpoints."""
+    """Checkpoint folder of a run folder."""
     return folder / "checkpoints"
 
 
 def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
-    """The run folder to go on in and, when the user named one, the checkpoint in it.
+    """The run folder to resume and, if the user named one, the checkpoint in it.
 
-    `resume` is "" for "the newest run of this name that has a checkpoint", or a run folder, its ``checkpoints``
-    folder, or one checkpoint. Raises ConfigError when there is nothing there, saying what was looked for.
+    `resume` is "" for "the newest run of this name that has a checkpoint", or a run folder, its ``checkpoints`` folder,
+    or one checkpoint. Raises ConfigError, with the place searched, if nothing is found.
     """
     if not resume:
         parent = Path(config.run.folder) / config.run.name
@@ -111,7 +111,7 @@ def _newest(runs: Iterable[Path]) -> Path:
 
 
 def _number(folder: Path) -> int:
-    """The number of a run; 0 for those of versions that did not count, which come before all others."""
+    """Number of a run; 0 for runs of older versions without a number, which sort before all others."""
     try:
         return int(json.loads((folder / "run.json").read_text())["number"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,7 +119,7 @@ def _number(folder: Path) -> int:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run folder has a finished checkpoint."""
+    """True if a run folder has a finished checkpoint."""
     place = checkpoints_of(folder)
     names = [path.name for path in place.glob("step-*")]
     names += [path.name[1:-4] for path in place.glob(".step-*.old")]  # `checkpointfolder.restore` will bring it back
@@ -127,7 +127,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file of a run folder: who reads finds the old one or the new one, never a part, also after a kill."""
+    """Writes a file of a run folder atomically: readers see the old or new file, never a part, even after a kill."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
@@ -147,14 +147,14 @@ def point_latest(folder: Path) -> None:
         draft.replace(link)
 
 
-PROBE_SECONDS = 15.0  # until a new file must be seen on all nodes
+PROBE_SECONDS = 15.0  # time until a new file must be visible on all nodes
 
 
 def check_shared(folder: Path, startup: Any) -> None:
-    """Raises ConfigError on all ranks unless they see one and the same run folder. Collective (`startup.Startup`).
+    """Raises ConfigError on all ranks unless they share one run folder. Collective (`startup.Startup`).
 
-    Without that each node would keep its part of a checkpoint to itself. Every rank has to find what rank 0 writes, and
-    rank 0 what they write.
+    With separate folders, each node would keep its own part of a checkpoint. Every rank must see the file of rank 0,
+    and rank 0 must see the file of every rank.
     """
     if startup.world == 1:
         return
@@ -199,7 +199,7 @@ def _trouble_of(work: Callable[[], None]) -> str:
 
 
 def _find(probe: Path, ranks: Iterable[int]) -> None:
-    """Raises FileNotFoundError for the file of a rank that does not come to be seen here."""
+    """Raises FileNotFoundError if a rank's file does not become visible here."""
     from interlace.train.checkpoint.folder import settled
 
     deadline = time.monotonic() + PROBE_SECONDS

@@ -1,9 +1,8 @@
-"""What the chunks of a config's step cost and keep, and what the generator of its schedule is told of it: the limit of
-memory and, for "auto", the counted costs of its stages.
+"""Schedule of a config: costs and memory of its chunks for the generator, with the memory limit.
 
-``interlace plan``, ``interlace simulate`` and the run ask here, so that all three have the same lists for the same
-table. A run's table follows from the lengths of its samples, spread as `train.assign` says; a plan without lengths has
-one of samples alike.
+``interlace plan``, ``interlace simulate`` and the run share this code, so that all three generate the same schedule for
+the same table. A run's table follows from the lengths of its samples, assigned as `train.assign` says. A plan without
+lengths uses a table of samples of equal length.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.config.sections import Config
+from interlace.train.models.costs import budget_loads, flop_costs
 from interlace.train.rank_memory import activations_of_config
-from interlace.train.schema import Config
 
 if TYPE_CHECKING:
+    from interlace.run.options import StepOptions
     from interlace.schedule import Options
 
 
 def schedule_options(config: Config, model: Any, layout: Any, microbatches: int) -> Options:
-    """For steps of `microbatches` of each replica of the language model, whose samples fill their budgets."""
+    """Options for steps of `microbatches` of each replica of the language model, whose samples fill their budgets."""
     from interlace.run import stage_durations
 
     parallel = config.parallel
@@ -36,16 +36,34 @@ def schedule_options(config: Config, model: Any, layout: Any, microbatches: int)
     return options
 
 
+def step_options(config: Config, **more: Any) -> StepOptions:
+    """Options of a config's steps. more: further ones, by name."""
+    from interlace.run.options import StepOptions
+    from interlace.train.device import AUTOCAST
+
+    return StepOptions(
+        schedule=config.parallel.schedule,
+        checkpointing=config.train.activation_checkpointing,
+        sequence_parallel=config.parallel.sequence_parallel,
+        context_order=config.parallel.context_order,
+        assign=config.train.assign,
+        balance=config.train.balance,
+        autocast=AUTOCAST[config.train.precision],
+        timeout=config.parallel.timeout,
+        **more,
+    )
+
+
 def step_schedule(
     config: Config, model: Any, layout: Any, microbatches: int, table: Any = None, timed: Any = None
 ) -> Any:
-    """The schedule of the step of `table`; by default of one of alike samples, which `train.assign` does not change.
+    """Schedule of the step of `table`; by default of samples of equal length, which `train.assign` does not change.
 
-    timed: what the generator is told of the table besides, in place of what it is told of any.
+    timed: generator options that depend on this table; they override the general ones.
     """
     from interlace.run import stage_graph
     from interlace.run.lanes import with_lanes
-    from interlace.run.table import nominal_table
+    from interlace.run.tables.table import nominal_table
     from interlace.schedule import GENERATORS, StepTable
 
     graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
@@ -63,14 +81,14 @@ def step_schedule(
 
 
 def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:
-    """Samples of a chunk of each module, in microbatches of the language model."""
+    """Samples per chunk of each module, in microbatches of the language model."""
     chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
     samples = chunks["language_model"] * replicas["language_model"]
     return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
 
 
 def chunk_costs(config: Config, layout: Any, costs: Mapping[str, Any], microbatches: int) -> dict[str, Any]:
-    """The costs of a chunk of each module, which the ranks of a lane share."""
+    """Costs of a chunk of each module, which the ranks of a lane share."""
     sizes = chunk_sizes(config, layout, microbatches)
     return {name: scaled(cost, sizes[name] / layout.spec(name).lane_size) for name, cost in costs.items()}
 
@@ -78,7 +96,8 @@ def chunk_costs(config: Config, layout: Any, costs: Mapping[str, Any], microbatc
 def chunk_counts(config: Config, layout: Any, microbatches: int) -> dict[str, int]:
     """Chunks per replica and step of each module of `layout`.
 
-    A layout with other replicas than the config's (a chain for modules of unequal dp) cuts a step into as many in all.
+    A layout with a different number of replicas than the config's (a chain for modules of unequal dp) cuts a step into
+    the same total number of chunks.
     """
 
     def spread(name: str, count: int) -> int:
@@ -91,7 +110,7 @@ def chunk_counts(config: Config, layout: Any, microbatches: int) -> dict[str, in
 
 
 def scaled(cost: Any, factor: float) -> Any:
-    """The costs of a chunk of `factor` times as many samples."""
+    """Costs of a chunk with `factor` times as many samples."""
     from interlace.plan import LayerTimes, ModuleCosts
 
     given = (cost.times.forward, cost.times.input_grad, cost.times.weight_grad, cost.times.weight_only)
@@ -100,9 +119,10 @@ def scaled(cost: Any, factor: float) -> Any:
 
 
 def kept_bytes(config: Config, model: Any, layout: Any, microbatches: int) -> dict[tuple[str, int], float]:
-    """(module, stage) -> bytes that a chunk that fills its budgets keeps on each rank of the stage's lane.
+    """(module, stage) -> activation bytes of a chunk that fills its budgets, on each rank of the stage's lane.
 
-    Where a backward may be split, the larger of what is kept before and after its first half: generators know one.
+    If a backward may be split, this is the larger of the bytes before and after its first half: generators take one
+    value.
     """
     from interlace.plan.memory import activation_bytes
     from interlace.schedule import Chunk
@@ -118,7 +138,7 @@ def kept_bytes(config: Config, model: Any, layout: Any, microbatches: int) -> di
 def chunk_loads(
     config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What passes through a chunk of each module; all text counts as targets."""
+    """Load of a chunk of each module; all text counts as targets."""
     from interlace.plan.memory import Load
 
     tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}

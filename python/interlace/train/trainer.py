@@ -1,13 +1,13 @@
-"""The training loop of one rank.
+"""Training loop of one rank.
 
-Every rank runs the same loop over the same batches, each decoding and computing only its share:
+Every rank runs the same loop over the same batches. Each decodes and computes only its share:
 
     batch -> pipeline forward + backward -> global clip -> optimizer -> metrics, validation, checkpoint -> next step
 
-What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed between the ranks each step
-(`launch.peers`). A checkpoint holds all that the loop's future depends on: weights, their averages, moments, step,
-place in the data, generators, what validations have said, the scale of losses, the sums of an unfinished logging
-window; so an interrupted and resumed run repeats the uninterrupted one bit for bit.
+Decisions that must be equal on all ranks (stop on SIGTERM, the checkpoint to resume from) are agreed in each step
+(`launch.peers`). A checkpoint holds the full state of the loop: weights, their averages, moments, step, position in the
+data, generators, validation results, loss scale and the sums of an unfinished logging window. An interrupted and
+resumed run therefore repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from torch import Tensor, nn
 
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.rows import ROWS
-from interlace.resilience.progress import allowing
+from interlace.resilience.supervisor.progress import allowing
 from interlace.train import device as devices
 from interlace.train import runfolder
-from interlace.train.build import architecture
 from interlace.train.checkpoint.base import Stored
 from interlace.train.checkpoint.checkpoints import AVERAGE, Checkpoints, seconds_to_write
 from interlace.train.checkpoint.folder import name_of
 from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.checkpoint.pieces import Piece, pieces_of
 from interlace.train.checkpoint.storage import CheckpointError, read_manifest
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import Feed
 from interlace.train.errors import TrainingError
-from interlace.train.feed import Feed
-from interlace.train.flops import Meter, peak_here
-from interlace.train.forecast import Forecast
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
-from interlace.train.metrics import (
+from interlace.train.models.build import architecture
+from interlace.train.optim import Optimizer, lr_factor, schedule_length
+from interlace.train.progress import Progress, StopRequest, check_goes_on
+from interlace.train.report.flops import Meter, peak_here
+from interlace.train.report.forecast import Forecast
+from interlace.train.report.metrics import (
     BLANK,
     EPOCHS,
     HELD_OUT,
@@ -58,30 +61,29 @@ from interlace.train.metrics import (
     pipeline_metrics,
     read_metrics,
 )
-from interlace.train.optim import Optimizer, lr_factor, schedule_length
-from interlace.train.profiling import Profiler
-from interlace.train.progress import Progress, StopRequest, check_goes_on
-from interlace.train.schema import Config
-from interlace.train.screen import Screen, TimeLeft
-from interlace.train.trackers import Trackers
+from interlace.train.report.profiler import Profiler
+from interlace.train.report.terminal import Screen, TimeLeft
+from interlace.train.report.trackers import Trackers
 from interlace.train.watching import Averages, LossScale, Verdict
 
-READY = 1 << 10  # more than any signal's number
+READY = 1 << 10  # larger than any signal number
 
 
 class Trainer:
-    """One rank of a run.
+    """Trainer of one rank.
 
-    `parallel` is this rank's share of `model` (`interlace.run.parallelize`, or anything with its methods); `feed` its
-    samples; `folder` the run folder, shared by all ranks, and `lock` its lock, on the rank that has it (0). `stop` is
-    asked after each step: the signal that wants the run to end, 0 for none. `trackers` are told on rank 0, and of the
-    run's end by who made them. `forecast` predicts steps, on rank 0 (``log.predict``). `stored` says where weights lie
-    that the run began with (`build.stored_weights`): checkpoints leave out those of them that are frozen.
+    `parallel` is this rank's share of `model` (`interlace.run.parallelize`, or an object with the same methods). `feed`
+    supplies its samples. `folder` is the run folder, shared by all ranks, and `lock` its lock, on rank 0 only. `stop`
+    is called after each step: it returns the signal that asks the run to end, or 0. `trackers` receive the metrics on
+    rank 0; the caller reports the end of the run to them. `forecast` predicts steps, on rank 0 (``log.predict``).
+    `stored` returns the storage locations of the initial weights (`build.stored_weights`): checkpoints leave out those
+    of them that are frozen.
 
-    Of an elastic run: `commit` is asked when a step's gradients and their norm are known on all ranks, and raises where
-    the step is not to be applied; no collective follows before its update. `leaves` says whether training is to stop
-    after it, for another generation to go on. `shares` says how many of so many microbatches each replica takes.
-    `peers`: by default made here. `meter` counts FLOPs; by default it is made when training begins, in seconds.
+    For an elastic run: `commit` is called when a step's gradients and their norm are known on all ranks, and raises if
+    the step must not be applied. No collective follows before the update of the step. `leaves` returns True if training
+    stops after this step, so that another generation continues. `shares` returns the number of microbatches of each
+    replica, given the total. `peers`: by default made here. `meter` counts FLOPs; by default it is made when training
+    begins, in seconds.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Trainer:
         meter: Meter | None = None,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
-        from interlace.train.tuning import rates  # with the library of models, which the model has loaded by now
+        from interlace.train.models.tuning import rates  # imports transformers, which the model has loaded by now
 
         self.stop_requested, self.lock = stop, lock
         self.commit, self.leaves, self.shares = commit, leaves, shares
@@ -132,33 +134,33 @@ class Trainer:
         whole: Any = model
         self._encoders, self._padded = whole.encoders, whole.packing.get(LANGUAGE_MODEL) == ROWS
         self._samples: list[Any] = []  # of the last step
-        self._exchange: Any = None  # what of them had travelled, of streams
+        self._exchange: Any = None  # movement of these samples, for streams
         self.forecast, self._took = forecast, 0.0
         self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
-        self.applied = 0  # the last step whose update was made: `step`, or the one before while that runs
-        self.place = (0, 0)  # of the batch of the step that runs
+        self.applied = 0  # the last step that was applied: `step`, or the one before while that runs
+        self.place = (0, 0)  # epoch and position of the batch of the running step
         self.owed: dict[str, float] | None = None
-        """What the last step measured, as long as nothing else is done after it: its line is not written, the held-out
-        loss not measured. An elastic run does that in its next generation where one ends here."""
-        self.beside: dict[str, float] = {}  # what whoever runs this has for the next line
+        """Measurements of the last step until they are processed: its line is not written, the held-out loss not
+        measured. If an elastic generation ends here, the next one processes them."""
+        self.beside: dict[str, float] = {}  # further values for the next line, set by the caller
         self.line: dict[str, float] | None = None
-        """The last line of the metrics, with its step, on every rank: rank 0 may be lost before it has written it."""
-        self.due = False  # whether a checkpoint of the last step is
+        """Last line of the metrics, with its step, on every rank: rank 0 may be lost before it has written the line."""
+        self.due = False  # True if a checkpoint of the last step is due
         self.window = LogWindow()
-        self._decoded = 0  # items, at the last line
+        self._decoded = 0  # count at the last line
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0, "waited": 0.0, "validating": 0.0, "saving": 0.0}
         self.trackers = trackers or Trackers(config, folder, {})
         self.profiler = Profiler(config.log.profile, folder, self.rank)
-        self.meter = meter  # of rank 0
+        self.meter = meter  # on rank 0
         self.last: dict[str, float] = {}
         self.saved_step = -1
         self.stopped = 0  # the signal that ends the run
 
     def resume(self, at: Path | None = None) -> Path:
-        """Goes on from checkpoint `at`, or from the newest one in the run folder that is whole.
+        """Resumes from checkpoint `at`, or from the newest complete one in the run folder.
 
-        Raises ConfigError when the config does not let the run go on from there, CheckpointError when the checkpoint
+        Raises ConfigError if the config does not allow the run to resume from there, CheckpointError if the checkpoint
         cannot be used.
         """
         path = self.checkpoints.newest(at)
@@ -174,16 +176,16 @@ class Trainer:
         check_goes_on(progress, self.config.train, path)
         self.go_on(progress)
         self.saved_step = progress.step
-        if self.averages is not None:  # those of weights that were frozen, or not averaged, until now
+        if self.averages is not None:  # averages of weights that were frozen, or not averaged, until now
             kept = read_manifest(path).tensors
             self.averages.begin_here([name for name in self.averages.held if f"optimizer.{AVERAGE}.{name}" not in kept])
-        self.last.pop(BLANK, None)  # of the job before; each counts its own
+        self.last.pop(BLANK, None)  # of the previous job; each job counts its own
         self.checkpoints.set_aside_after(self.step)
         self._forget_best_if_gone()
         return path
 
     def go_on(self, progress: Progress) -> None:
-        """Goes on from there. Weights, averages and the optimizer's state are filled in by the caller."""
+        """Restores the progress of the loop. The caller fills in weights, averages and the optimizer's state."""
         self.step = self.applied = progress.step
         self.verdict = progress.verdict
         if self.loss_scale is not None and progress.loss_scale is not None:
@@ -193,22 +195,25 @@ class Trainer:
         self.owed, self.due, self.line = progress.owed, progress.due, progress.line
 
     def _forget_best_if_gone(self) -> None:
-        """The best validation counts only with its checkpoint, which is not there when ``checkpoint.best`` is new, or
-        when a better one had taken its place before the run went back to an earlier step. Collective."""
+        """Drops the best validation if its checkpoint does not exist. Collective.
+
+        This happens if ``checkpoint.best`` is new, or if a better checkpoint replaced it before the run went back to an
+        earlier step.
+        """
         best = self.checkpoints.folder / name_of(self.verdict.step)
         if not self.peers.on_first(f"looking for {best.name}", best.is_dir):
             self.verdict.best, self.verdict.step = None, -1
 
     def run(self) -> dict[str, Any]:
-        """Trains to the last step (or until asked to stop); returns what the summary needs."""
+        """Trains to the last step (or until a stop is requested); returns the values for the summary."""
         train, every = self.config.train, self.config.checkpoint.every
-        start = self.step if self.owed is None else self.step - 1  # whose line may have been written, or not
+        start = self.step if self.owed is None else self.step - 1  # the line of that step may be unwritten
         self.metrics = Metrics(self.folder, start=start, trackers=self.trackers) if self.rank == 0 else None
         if self.metrics is not None and self.line is not None and self.line["step"] <= start:
             self.metrics.complete(self.line)
         last = train.last_step
         self.left = TimeLeft(last, {"validation": train.validate_every, "checkpoint": every})
-        epoch_steps = self.feed.loader.batches_per_epoch or 0  # of a stream nobody knows
+        epoch_steps = self.feed.loader.batches_per_epoch or 0  # unknown for a stream
         self.screen = Screen(
             last, self.step, name=self.config.run.name, epoch_steps=epoch_steps, enabled=not self.quiet
         )
@@ -221,7 +226,7 @@ class Trainer:
                     self.screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
             self.meter.measure(peaks)
         try:
-            self._after_step()  # of a step that the generation before has made
+            self._after_step()  # finishes a step of the previous generation
             while not self._is_over() and not self.stopped and not self.leaves():
                 if self.lock is not None and self.lock.trouble:
                     raise TrainingError(self.lock.trouble)
@@ -254,7 +259,7 @@ class Trainer:
         return self.step == self.config.train.last_step or self.verdict.ends(self.config.train.early_stop)
 
     def _after_step(self) -> None:
-        """What is due after a step that counts: its line, a validation, a checkpoint."""
+        """Pending work after an applied step: its metrics line, a validation, a checkpoint."""
         every = self.config.checkpoint.every
         if self.owed is not None:
             best = self._measure(self.owed)
@@ -270,16 +275,16 @@ class Trainer:
             self.left.beside("checkpoint", saving.seconds)
 
     def _measure(self, values: dict[str, float]) -> bool:
-        """Writes what a step has measured, with what is measured besides; returns whether it has the best held-out loss
-        so far."""
+        """Writes the measurements of a step and the further metrics. Returns True if it has the best held-out loss so
+        far."""
         train = self.config.train
         every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
         measures = self.step == train.last_step or every_so_often
-        # Where validations may end the run, its last line has all there is to say.
+        # If validations may end the run, its last line must have all metrics.
         logs = self._logs(self.step) or (measures and train.early_stop is not None)
         values = values | self._measurements() if logs else {}
         if self.step == self.config.log.trace_step and self._samples:
-            self._trace()  # before a validation, whose pass over the model would be the last
+            self._trace()  # before a validation, whose forward would replace the last timeline
         best = False
         if measures:
             with Clock() as validating:
@@ -288,7 +293,7 @@ class Trainer:
             self.totals["validating"] += validating.seconds
             self.left.beside("validation", validating.seconds)
             best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
-        if logs:  # now, as a validation in which a node is lost is done again, with the whole line
+        if logs:  # only now: a validation that lost a node is repeated, with the whole line
             self.window = LogWindow()
         if values:
             values |= self.beside
@@ -303,19 +308,21 @@ class Trainer:
         return best
 
     def _logs(self, step: int) -> bool:
-        """Whether a line is due after `step`, whatever is measured there."""
+        """True if a line is due after `step`, independent of validations."""
         return step % self.config.log.every == 0 or step == self.config.train.last_step
 
     def _train_step(self) -> None:
-        """One optimizer step; what it measures is owed then. Raises TrainingError when the loss or the gradient is not
-        a number, and what `commit` raises."""
+        """One optimizer step; its measurements become `owed`.
+
+        Raises TrainingError if the loss or the gradient is not finite, and the errors of `commit`.
+        """
         began = time.perf_counter()
         data = Clock()
         with data, allowing("waiting for data", self.config.parallel.timeout):
             batch = self.feed.next()
         self.place = batch.epoch, batch.position
-        # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
-        # Likewise whether all have come to the end of what they write of a checkpoint.
+        # Stop signals travel with the loss, so all ranks stop after the same step. So does the state of each rank's
+        # checkpoint writes.
         cut = self._cut | {"microbatches": self.microbatches(batch.given)}
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         result = self.parallel.step(
@@ -359,17 +366,20 @@ class Trainer:
         self.applied, self.owed = self.step, values
 
     def microbatches(self, given: Any) -> Any:
-        """How many microbatches a step over `given` has: of each replica, or by `shares` for each; packed rows are
-        microbatches themselves."""
+        """Number of microbatches of a step over `given`: per replica, or with `shares` one number for each replica.
+
+        Packed rows are microbatches themselves.
+        """
         rows = isinstance(given, list) and bool(given) and isinstance(given[0], list)
         if self.shares is None:
             return None if rows else self.config.train.microbatches
         return tuple(self.shares(len(given) if rows else 0))
 
     def _update(self, loss: float, norm: float, finite: bool) -> float:
-        """Train the weights with the gradients of this step; returns ``train.lr``'s rate of it.
+        """Updates the weights with the gradients of this step; returns the rate of ``train.lr``.
 
-        Under fp16 a step whose gradients overflow is left out. Raises TrainingError for one that no scale helps.
+        Under fp16 a step whose gradients overflow is skipped. Raises TrainingError if no loss scale avoids the
+        overflow.
         """
         scaling = self.loss_scale
         scale = 1.0 if scaling is None else scaling.scale
@@ -384,7 +394,7 @@ class Trainer:
             self.optimizer.zero_grad()
             return self.config.train.lr * lr_factor(self.step, self.config.train)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if scale != 1.0 and gradients:  # a rank of frozen stages has none, of which torch makes an error
+        if scale != 1.0 and gradients:  # torch raises an error for an empty list, as on a rank with only frozen stages
             torch._foreach_mul_(gradients, 1.0 / scale)
         lr = self.optimizer.step(self.step)
         if self.averages is not None:
@@ -392,18 +402,19 @@ class Trainer:
         return lr
 
     def _note(self) -> float:
-        """What the others learn with the loss: the signal that this rank got, and READY if a checkpoint may advance."""
+        """Value sent to all ranks with the loss: the signal that this rank received, plus READY if a checkpoint may
+        advance."""
         return float(self.stop_requested() + (READY if self.checkpoints.ready else 0))
 
     def _measurements(self) -> dict[str, float]:
-        """The window's averages, the last step's pipeline, what every rank told. Collective."""
+        """Averages of the window, pipeline metrics of the last step, and metrics of all ranks. Collective."""
         feed, before = self.feed, self._decoded
         self._decoded = feed.decoded_items
         told = of_this_rank(self.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
         everyone = self.peers.exchange_all(f"measuring step {self.step}", told)
         values = self.window.metrics() | of_ranks(self.window, everyone)
         self.totals["waited"] += values.get("time_metrics/data_loading(s)", 0.0)  # of the slowest rank each time
-        if self._samples:  # else the step was of a generation before, whose pipelines are gone
+        if self._samples:  # else the step is from a previous generation, whose pipelines are gone
             timeline = self._timeline()
             values |= pipeline_metrics(timeline) | dispatch_metrics(self.parallel, timeline.table, self._samples)
             values |= {} if self.meter is None else self.meter.metrics()
@@ -416,10 +427,10 @@ class Trainer:
         return values
 
     def validate(self) -> dict[str, float]:
-        """Mean loss over the held-out samples, in nats per target token; of several sources that over each one's, too.
+        """Mean loss over the held-out samples, in nats per target token; with several sources also per source.
         Collective.
 
-        With averaged weights, where they are kept and ``train.ema_evaluate`` says so.
+        Uses averaged weights if they are kept and ``train.ema_evaluate`` is set.
         """
         size = self.config.train.batch_size
         found: dict[str, tuple[float, int]] = {}
@@ -445,7 +456,7 @@ class Trainer:
         return {HELD_OUT: sum(loss for loss, _ in found.values()) / max(targets, 1)} | values
 
     def save(self) -> None:
-        """Begins a checkpoint of this step, unless there is one; `run` does not end before it stands. Collective."""
+        """Begins a checkpoint of this step, unless it exists. `run` waits until it is finished. Collective."""
         if self.saved_step == self.step:
             return
         progress = self.progress(self.peers.together).model_copy(update={"owed": None, "line": None, "due": False})
@@ -455,9 +466,9 @@ class Trainer:
         self.saved_step = self.step
 
     def progress(self, gather: Callable[..., list[Any]] | None = None) -> Progress:
-        """Where the run is after the last step whose update was made. gather: as in `Feed.state_dict`."""
+        """Progress of the run after the last applied step. gather: as in `Feed.state_dict`."""
         feed = self.feed.state_dict(gather)
-        if self.applied < self.step:  # the batch of a step that was given up comes again
+        if self.applied < self.step:  # the batch of an aborted step is repeated
             feed |= {"epoch": self.place[0], "position": self.place[1]}
         return Progress(
             step=self.applied,
@@ -476,7 +487,7 @@ class Trainer:
         )
 
     def state(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
-        """What this rank holds of the weights, and of the optimizer's state and averages, in place."""
+        """This rank's weights, and its optimizer state and averages, in place."""
         state, regions = self.optimizer.state(), self.optimizer.regions(self.regions)
         if self.averages is not None:
             state |= {f"{AVERAGE}.{name}": average for name, average in self.averages.held.items()}

@@ -1,6 +1,6 @@
-"""What a run keeps beside weights and optimizer: averaged weights, which validation was best, the scale of fp16 losses.
+"""Averaged weights, the best validation, and the loss scale of fp16.
 
-All of it is part of a checkpoint, so that a run that goes on repeats the unbroken one.
+All of them are part of a checkpoint, so that a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from interlace.train.schema_train import EarlyStop
+from interlace.train.config.train import EarlyStop
 
 FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**16, 2.0**-10, 2.0**24
 GROWS_AFTER = 2000  # steps without overflow, as in torch.amp.GradScaler
@@ -22,7 +22,7 @@ GROWS_AFTER = 2000  # steps without overflow, as in torch.amp.GradScaler
 class Averages:
     """Exponential moving averages of this rank's trained weights, in fp32 (``train.ema``).
 
-    Pieces of weights have pieces of averages, wherever the weights are.
+    A shard of a weight has a shard of its average, on the same device.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -41,13 +41,13 @@ class Averages:
 
     @torch.no_grad()
     def begin_here(self, names: Collection[str]) -> None:
-        """Begin those of `names` anew with the weights as they are."""
+        """Restarts the averages of `names` from the current weights."""
         for name in names:
             self.held[name].copy_(self.parameters[name])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the averages are in place of the weights; none of them may change meanwhile."""
+        """Context in which the averages replace the weights. Weights must not change inside."""
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
             self._put(self.held)
@@ -62,16 +62,17 @@ class Averages:
 
 
 class _State(BaseModel):
-    """Part of a checkpoint's progress, which may come from anybody."""
+    """Part of a checkpoint's progress; checkpoints may come from untrusted sources, so types are checked."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Verdict(_State):
-    """What validations have said so far. All ranks measure the same loss, so all have the same.
+    """Validation results so far. All ranks measure the same loss, so this state is equal on all ranks.
 
-    best, step: the least loss [nats] and the step of it; -1 without any. mark, waited: the loss that counted as better
-    last, by ``early_stop.min_delta``, and the validations since.
+    best, step: the lowest loss [nats] and its step; step is -1 before any validation.
+    mark, waited: the last loss that counted as an improvement, by ``early_stop.min_delta``, and the number of
+    validations since.
     """
 
     best: float | None = None
@@ -80,7 +81,7 @@ class Verdict(_State):
     waited: int = 0
 
     def add(self, step: int, loss: float, early_stop: EarlyStop | None) -> bool:
-        """A validation after `step`: whether it is the best so far. A loss that is no number never is."""
+        """Records a validation after `step`. Returns True if it is the best so far, never for a non-finite loss."""
         least = early_stop.min_delta if early_stop is not None else 0.0
         if math.isfinite(loss) and (self.mark is None or loss < self.mark - least):
             self.mark, self.waited = loss, 0
@@ -92,17 +93,17 @@ class Verdict(_State):
         return True
 
     def ends(self, early_stop: EarlyStop | None) -> bool:
-        """Whether the run is to stop here."""
+        """True if early stopping ends the run here."""
         return early_stop is not None and self.waited >= early_stop.patience
 
 
 class LossScale(_State):
-    """The factor of losses under fp16, whose small gradients would be zero without: as torch.amp.GradScaler's.
+    """Loss scale of fp16: keeps small gradients from becoming zero, as torch.amp.GradScaler does.
 
-    A step whose gradients overflow is left out, and halves the scale; many without one double it. The norm of all
-    gradients, which every rank is told, decides: so all ranks leave out the same steps.
+    A step whose gradients overflow is skipped and halves the scale. Many steps without overflow double it. The norm of
+    all gradients decides, which is equal on every rank: so all ranks skip the same steps.
 
-    scale: now. good: steps since it changed. skipped: steps that were left out in all.
+    scale: present factor. good: steps since it changed. skipped: total number of skipped steps.
     """
 
     scale: float = FIRST_SCALE
@@ -110,7 +111,7 @@ class LossScale(_State):
     skipped: int = 0
 
     def took(self, finite: bool) -> None:
-        """A step had gradients that were all finite, or not."""
+        """Records if all gradients of a step were finite."""
         if not finite:
             self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
             return
@@ -120,5 +121,5 @@ class LossScale(_State):
 
     @property
     def lost(self) -> bool:
-        """Whether even losses that are scaled down overflow."""
+        """True if losses overflow even when they are scaled down."""
         return self.scale < LEAST_SCALE

@@ -1,9 +1,10 @@
-"""Every layout that can be listed at 4 ranks, simulated, beside what `decide` takes; with other schedules a sample.
+"""Oracle of plan = "auto": simulates every layout that can be listed at 4 ranks, and compares with `decide`. Other
+schedules are sampled.
 
-    python -m tests.train.auto.oracle
+python -m tests.train.auto.oracle
 
-writes oracle.json: of each case the seconds of the best of all, of the one that was taken, and how many there were.
-A test decides again and simulates a sample of all again.
+writes oracle.json. For each case: the seconds of the best layout and of the chosen one, and the number of layouts.
+A test decides again and simulates a sample of the layouts again.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 
 import torch
 
+from interlace.costs.links import Link, Links
 from interlace.data import ByteTokenizer
 from interlace.model import Media, Sample
-from interlace.model.placeholders import token_ids
+from interlace.model.inputs.placeholders import token_ids
 from interlace.plan import LinkModel
-from interlace.plan.links import Link, Links
 from interlace.train.auto.candidates import Candidate, listed, with_schedules
-from interlace.train.auto.decide import Decision, decide, openings_of
+from interlace.train.auto.choose import Decision, decide, openings_of
 from interlace.train.auto.evaluate import Evaluator, Refused
 from interlace.train.auto.machine import Machine, counted
 from interlace.train.auto.work import Work
-from interlace.train.build import build
-from interlace.train.config import from_table
-from interlace.train.schema import Config
+from interlace.train.config.load import from_table
+from interlace.train.config.sections import Config
+from interlace.train.models.build import build
 
 FILE = Path(__file__).with_name("oracle.json")
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -67,13 +68,13 @@ def model_of(config: Config) -> Any:
 
 
 def work_of(model: Any, batch: int = 8) -> Work:
-    """Two batches of pictures and texts of different lengths, alike in every process."""
+    """Two batches of images and texts of different lengths, identical in every process."""
     generator = torch.Generator().manual_seed(0)
     return Work(tuple([_sample(model, generator, i) for i in range(batch)] for _ in range(2)), "random samples")
 
 
 def _sample(model: Any, generator: torch.Generator, index: int) -> Sample:
-    """A text, of three in four with a picture."""
+    """A text; three of four have an image."""
     shape = (3, 8, 8)
     count = model.encoders["vision"].tokens(shape)
     place = next(iter(token_ids(model.placeholders["vision"])))
@@ -104,7 +105,7 @@ def everything(config: Config, world: int) -> Iterator[Candidate]:
 
 
 def simulated(evaluator: Evaluator, candidates: Iterator[Candidate]) -> list[tuple[float, str]]:
-    """Seconds and name of those that can be."""
+    """Seconds and name of each candidate that can be simulated."""
     found = []
     for candidate in candidates:
         try:
@@ -115,7 +116,7 @@ def simulated(evaluator: Evaluator, candidates: Iterator[Candidate]) -> list[tup
 
 
 def case(name: str) -> tuple[Config, Any, Work, Machine]:
-    """What a case is decided for."""
+    """Inputs of the decision."""
     given = CASES[name]
     config = config_of(given["layers"], given.get("freeze", False))
     model = model_of(config)
@@ -125,12 +126,12 @@ def case(name: str) -> tuple[Config, Any, Work, Machine]:
 
 
 def decision_of(name: str) -> Decision:
-    """What is taken of exactly 4 ranks."""
+    """The decision for exactly 4 ranks."""
     return decide(*case(name), [WORLD])
 
 
 def main() -> None:
-    """Simulates all of all cases."""
+    """Simulates all candidates of all cases."""
     rows = {}
     for name in CASES:
         config, model, work, machine = case(name)

@@ -1,4 +1,4 @@
-"""The list of candidates: complete, and each what a config says."""
+"""The list of candidates: complete, and each equals the layout of its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from interlace.layout import ParallelSpec
 from interlace.train.auto.candidates import Candidate, Fixed, Openings, applied, layouts, listed, with_schedules
 from tests.train.auto.oracle import config_of
-from tests.train.test_build import _config
+from tests.train.build import _config
 
 OPEN = Openings(8, 2, ("none",))
 TWO, THREE = ("vision", "language_model"), ("vision", "audio", "language_model")
@@ -46,7 +46,7 @@ specs = st.builds(ParallelSpec, degree, degree, degree, degree)
 def test_every_layout_that_a_config_could_say_is_listed(
     placement: str, pair: tuple[ParallelSpec, ParallelSpec]
 ) -> None:
-    """Drawn without the list, and counted by the config itself."""
+    """Drawn independently of the list, and validated by the config itself."""
     config = config_of((4, 4))
     asked = Candidate(placement, tuple(zip(TWO, pair, strict=True)), 8, 2)
     try:
@@ -55,9 +55,9 @@ def test_every_layout_that_a_config_could_say_is_listed(
         return
     if world > 4:
         return
-    if placement == "replicated" and pair[1].pp == 1:  # then each rank has all of its replica
+    if placement == "replicated" and pair[1].pp == 1:  # then each rank has its whole replica
         asked = Candidate("colocated", asked.specs, 8, 2, ranks=1)
-    if placement == "parallel":  # one encoder alone is colocated with nobody
+    if placement == "parallel":  # one encoder alone has no other module to be colocated with
         asked = Candidate("colocated", asked.specs, 8, 2)
     if placement == "shared" and world == 1:
         asked = Candidate("colocated", asked.specs, 8, 2, ranks=1)
@@ -96,4 +96,4 @@ def test_microbatches_that_are_open() -> None:
     assert Openings(16, None, ("none",)).counts(2, 1) == [1, 2, 4]
     assert 3 in Openings(16, None, ("none",)).counts(2, 3)
     assert Openings(16, 5, ("none",)).counts(2, 3) == [5]
-    assert Openings(16, 5, ("none",), rows=True).counts(2, 3) == [8]  # a batch of packed rows has as many
+    assert Openings(16, 5, ("none",), rows=True).counts(2, 3) == [8]  # a batch of packed rows allows equally many

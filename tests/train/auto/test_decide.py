@@ -1,4 +1,4 @@
-"""The choice: near the best of all that can be listed, within memory, with errors that say what to do."""
+"""The choice: near the best of all listed layouts, within memory, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from interlace.estimate.predict import predict
 from interlace.layout import ParallelSpec
 from interlace.run import parallelize
-from interlace.run.batch import GlobalBatch
-from interlace.run.predict import predict
+from interlace.run.tables.batch import GlobalBatch
 from interlace.schedule import GENERATORS, Schedule
-from interlace.train.auto import decide as decide_module
+from interlace.train.auto import choose as decide_module
 from interlace.train.auto import evaluate
 from interlace.train.auto.candidates import Candidate, Fixed, applied, unsharded
-from interlace.train.auto.decide import batch_size_of, decide
+from interlace.train.auto.choose import batch_size_of, decide
 from interlace.train.auto.estimate import Estimator
 from interlace.train.auto.evaluate import Evaluator, Outcome
-from interlace.train.build import build_layout, materialize
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
+from interlace.train.models.build import build_layout, materialize
 from interlace.train.scheduling import kept_bytes
 from tests.train.auto import oracle
 
@@ -81,7 +81,7 @@ def _candidate(dp: int, shard: str = "none", microbatches: int = 1, **given: Any
     return Candidate("colocated", specs, 8, microbatches, ranks=1, **given)
 
 
-def test_the_plainer_of_two_alike_is_taken_and_more_ranks_must_win_by_what_is_certain() -> None:
+def test_near_ties_go_to_simpler_layouts_and_fewer_ranks() -> None:
     one, two, sharded = _candidate(1), _candidate(2), _candidate(2, "full")
     found = [_outcome(sharded, 0.9), _outcome(two, 0.905), _outcome(one, 1.0)]
     assert decide_module._chosen(found).candidate == two
@@ -99,7 +99,7 @@ def test_of_numbers_of_threads_the_faster_is_taken() -> None:
     assert applied(config, best.candidate).parallel.threads == 1
 
 
-def test_simulated_are_different_layouts_with_their_unsharded_twins() -> None:
+def test_simulated_layouts_are_distinct_and_include_unsharded() -> None:
     shards = [_candidate(4, shard, count) for shard in ("full", "optimizer", "none") for count in (1, 2, 4)]
     mixed = Candidate("shared", (("vision", ParallelSpec(tp=4)), ("language_model", ParallelSpec(dp=4))), 8, 1)
     threads = [_candidate(1, threads=count) for count in (1, 2)]
@@ -127,7 +127,7 @@ def test_a_schedule_for_virtual_stages_can_be_fixed() -> None:
 
 
 @pytest.mark.slow
-def test_slow_links_leave_one_process_and_the_run_takes_the_lists_that_were_simulated() -> None:
+def test_slow_links_give_one_rank_and_runs_follow_simulation() -> None:
     config = oracle.config_of((2, 2))
     model = oracle.model_of(config)
     work = oracle.work_of(model)
@@ -155,9 +155,7 @@ def test_slow_links_leave_one_process_and_the_run_takes_the_lists_that_were_simu
 
 
 @pytest.mark.parametrize("method", ["tokens", "stratified", "as_printed"])
-def test_candidates_are_simulated_with_the_tables_and_lists_of_the_run(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulated_tables_and_schedules_match_the_run(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = oracle.config_of((2, 2), batch=16)
     config = config.model_copy(update={"train": config.train.model_copy(update={"assign": method})})
     model = oracle.model_of(config)
@@ -224,8 +222,8 @@ def test_an_open_batch_is_the_stable_one() -> None:
     assert size >= 2 and size & (size - 1) == 0 and f"batch_size {size}: the smallest whose work" in why
 
 
-def test_memory_counts_what_waits_between_the_halves_of_a_backward() -> None:
-    """Under checkpointing more than forwards keep: for the limit of memory, and where a search weighs a schedule."""
+def test_memory_estimate_counts_deferred_weight_gradients() -> None:
+    """Under checkpointing, more than forwards keep: for the memory limit, and where a search compares schedules."""
     config = oracle.config_of((1, 4))
     model = oracle.model_of(config)
     specs = (("vision", ParallelSpec()), ("language_model", ParallelSpec(pp=2)))

@@ -1,17 +1,17 @@
-"""What estimates take chunks to be."""
+"""Chunks of estimates."""
 
 from __future__ import annotations
 
 import pytest
 
-from interlace.plan.step_costs import Size
-from interlace.run.sizes import size_of
+from interlace.costs.step import Size
+from interlace.run.tables.sizes import size_of
 from interlace.train.auto.estimate import Estimator
 from tests.train.auto import oracle
 
 
 def test_samples_of_a_chunk_share_blocks_of_attention() -> None:
-    """Blocks that several short samples share are visited whole, so together they cost more than one by one."""
+    """Blocks that several short samples share are computed whole, so together they cost more than one by one."""
     config, model, work, machine = oracle.case("equal modules")
     estimator = Estimator(config, model, work, machine)
     whole = [size_of(model, "language_model", batch).pairs for batch in work.batches]

@@ -1,19 +1,19 @@
-"""Costs of GPUs that are not here: counted, for every degree that candidates may have."""
+"""Counted costs of GPUs that are not present, for every degree of the candidates."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from interlace.plan.counted import counted_costs
-from interlace.plan.links import Link
-from interlace.plan.step_costs import PARTS, Size
+from interlace.costs.counted import counted_costs
+from interlace.costs.links import Link
+from interlace.costs.step import PARTS, Size
 from interlace.train.auto.machine import ASSUMED, counted
 from tests.train.auto import oracle
 
 
 def test_absent_gpus_cost_what_is_counted() -> None:
-    """A layer's traffic is told once, however many parts it has, and attention goes by pairs."""
+    """A layer's traffic is counted once for any number of parts, and attention cost uses pairs."""
     config = oracle.config_of((2, 2))
     model = oracle.model_of(config)
     costs = counted(config, model, tflops=1.0, memory=1e9, how="as given").costs_of(6)

@@ -1,4 +1,4 @@
-"""Timing for a choice: rounds take turns, the fastest counts, and what cannot win is left out."""
+"""Timing of candidates: rounds alternate, the fastest counts, and candidates that cannot win are skipped."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.plan.around import NOTHING_AROUND
-from interlace.plan.cost_model import FREE
-from interlace.train import feed
-from interlace.train.auto import machine, settle
-from interlace.train.auto.measured import Company, Setting, measure, settings_of, unsure_of, worth_timing
-from interlace.train.config import ConfigError
+from interlace.costs.fitted import FREE
+from interlace.costs.outside_lists import NOTHING_AROUND
+from interlace.estimate.timed_layers import Company, Setting, measure, settings_of, unsure_of, worth_timing
+from interlace.train.auto import machine
+from interlace.train.auto import resolve as settle
+from interlace.train.config.load import ConfigError
+from interlace.train.data import feed
 from tests.train.auto import oracle
 
 ONE, TWO, BOTH = Setting(1, 1), Setting(1, 2), Setting(2, 1)
 
 
 class Rounds:
-    """Stands for a `Profile` whose rounds take what `seconds` says; notes their order and threads."""
+    """Replaces a `Profile`: its rounds take the times in `seconds`; records their order and threads."""
 
     def __init__(self, seconds: dict[Setting, float]) -> None:
         self.seconds, self.order, self.rounds = seconds, list[Setting](), dict[Setting, list[float]]()
@@ -57,7 +58,7 @@ def test_rounds_of_all_settings_take_turns_at_least_three_times() -> None:
 
 
 def test_what_cannot_win_is_not_timed() -> None:
-    _, found = _measured({ONE: 1.0, TWO: 0.5, BOTH: 1.0}, [])  # two threads lose nothing: two ranks cannot win
+    _, found = _measured({ONE: 1.0, TWO: 0.5, BOTH: 1.0}, [])  # two threads are no slower: two ranks cannot win
     assert set(found.costs) == {ONE, TWO} and "2 ranks with 1 thread each cannot be faster" in found.skipped[0]
     _, found = _measured({ONE: 1.0, TWO: 9.0, BOTH: 1.0}, [])
     assert set(found.costs) == {ONE, BOTH} and "1 rank with 2 threads took 9 times" in found.skipped[0]
@@ -78,7 +79,7 @@ def test_what_cannot_win_is_not_timed() -> None:
 
 def test_rounds_that_differ_say_so() -> None:
     assert unsure_of({ONE: [1.0, 1.2, 9.0], BOTH: [1.0, 1.05, 1.1]}) == pytest.approx(0.2)
-    assert unsure_of({ONE: [1.0, 1.0, 1.0], TWO: [2.0, 9.0, 9.0]}) == 0.0  # two threads decide nothing
+    assert unsure_of({ONE: [1.0, 1.0, 1.0], TWO: [2.0, 9.0, 9.0]}) == 0.0  # two threads do not affect the decision
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads what a process computed from /proc")
@@ -96,12 +97,12 @@ def test_company_computes_while_it_is_told_to_and_ends() -> None:
 
 
 def _ticks(pid: int) -> int:
-    """Of compute so far, in hundredths of a second."""
+    """Compute so far, in hundredths of a second."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rsplit(")", 1)[1].split()[11])
 
 
-def test_one_process_may_have_one_thread_and_ranks_of_other_hosts_take_no_cores(
+def test_thread_settings_count_only_ranks_of_this_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = oracle.config_of((2, 2))

@@ -1,4 +1,4 @@
-"""plan.lock: one lock, one config; and the forms in which a config leaves its layout open."""
+"""plan.lock: one lock, one config; and the ways in which a config leaves its layout open."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from interlace.cli import main
 from interlace.train.auto import agree, planlock, report
-from interlace.train.auto.decide import Decision, decide
-from interlace.train.auto.settle import settle, worlds_up_to
-from interlace.train.config import Config, ConfigError, dumps, loads
-from tests.test_cli import TINY
+from interlace.train.auto.choose import Decision, decide
+from interlace.train.auto.resolve import settle, worlds_up_to
+from interlace.train.config.load import Config, ConfigError, dumps, loads
+from tests.cli import TINY
 from tests.train.auto import oracle
-from tests.train.test_config import _load
+from tests.train.config import _load
 
 
 def asked(layers: tuple[int, int] = (2, 2), batch: int = 8, **parallel: Any) -> Config:
@@ -33,7 +33,7 @@ def decided() -> tuple[Config, Decision, str]:
 
 
 def test_a_lock_says_again_what_was_chosen() -> None:
-    from interlace.train.build import build_layout
+    from interlace.train.models.build import build_layout
 
     config, decision, text = decided()
     one, two = planlock.locked(config, text, "plan.lock"), planlock.locked(config, text, "plan.lock")
@@ -91,7 +91,7 @@ def test_a_rank_of_torchrun_takes_the_lock_that_is_named(tmp_path: Path, monkeyp
 
 
 class _Alone:
-    """Stands for a start-up of which this is a rank; notes what is told to the others."""
+    """Replaces a start-up with this rank; records its messages to the other ranks."""
 
     world = 2
 
@@ -103,9 +103,7 @@ class _Alone:
         return [value if self.heard is None else self.heard]
 
 
-def test_all_ranks_hear_of_a_lock_that_cannot_be_read_and_of_a_choice_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_lock_reads_and_plans_reach_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _, text = decided()
     first = _Alone(0)
     with pytest.raises(ConfigError, match="gone: cannot read the plan"):

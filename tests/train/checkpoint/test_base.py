@@ -1,4 +1,5 @@
-"""Checkpoints of runs that began with weights of a folder hold what trains; the rest is the folder's, or is refused."""
+"""Checkpoints of runs with weights from a folder contain trained weights only. The folder has the others, or is
+refused."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.model.patterns import is_adapter
 from interlace.parallel.region import Box, Region
-from interlace.train.build import build, materialize
 from interlace.train.checkpoint.base import prints_of
 from interlace.train.checkpoint.checkpoints import Checkpoints, load_parameters, read_manifest
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.pieces import Piece
 from interlace.train.checkpoint.storage import CheckpointError
-from interlace.train.chosen import Chosen, fill
-from interlace.train.config import dumps
+from interlace.train.config.load import dumps
+from interlace.train.config.sections import Config
 from interlace.train.launch.peers import Peers
-from interlace.train.pretrained import Stored
-from interlace.train.schema import Config
-from tests.train.test_lanes import assert_same_bits, config_of, contents, curve, newest, train, trainer_of
+from interlace.train.models.build import build, materialize
+from interlace.train.models.pretrained import Stored
+from interlace.train.selection import Chosen, fill
+from tests.train.lanes import assert_same_bits, config_of, contents, curve, newest, train, trainer_of
 
 pytest.importorskip("peft")
 SETTINGS = ["train.lr=0.02", "train.warmup_steps=0", "train.steps=4", "train.ema=0.9"]
@@ -60,9 +61,7 @@ def bytes_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("projector", marks=pytest.mark.slow)])
-def test_what_is_frozen_stays_in_its_folder_and_runs_go_on_bit_for_bit(
-    folders: Path, tmp_path: Path, kind: str
-) -> None:
+def test_frozen_weights_stay_in_base_and_resume_is_bit_exact(folders: Path, tmp_path: Path, kind: str) -> None:
     config = config_with(folders, *([LORA] if kind == "lora" else PROJECTOR))
     whole = train(config, tmp_path / "whole")
     train(config, tmp_path / "parts", stop=2)
@@ -79,7 +78,7 @@ def test_what_is_frozen_stays_in_its_folder_and_runs_go_on_bit_for_bit(
     assert fill(config, model, Chosen(path, False, "")) == 4
     assert all(torch.equal(p, whole.model.get_parameter(name)) for name, p in model.named_parameters())
     without = bytes_of(path)
-    whole.checkpoints.base, whole.saved_step = {}, -1  # as if nothing were left out
+    whole.checkpoints.base, whole.saved_step = {}, -1  # as if all were saved
     whole.save()
     whole.checkpoints.finish()
     left_out = sum(p.nbytes for p in whole.model.parameters() if not p.requires_grad)
@@ -89,7 +88,7 @@ def test_what_is_frozen_stays_in_its_folder_and_runs_go_on_bit_for_bit(
 def trainer_of_newest(config: Config, folder: Path) -> nn.Module:
     trainer = trainer_of(config, folder)
     for parameter in trainer.parameters.values():
-        parameter.data.fill_(float("nan"))  # as a run that goes on has them: all is read
+        parameter.data.fill_(float("nan"))  # as in a resumed run: all weights are read
     trainer.resume()
     trainer.feed.close()
     return trainer.model
@@ -118,7 +117,7 @@ def test_another_base_is_refused_and_a_moved_one_is_not(folders: Path, tmp_path:
 
 @pytest.mark.slow
 def test_what_was_trained_once_is_never_the_folders_again(folders: Path, tmp_path: Path) -> None:
-    """Frozen later, it stays in the checkpoints that come; what is opened later is read from the folder before."""
+    """Frozen later, it stays in later checkpoints. A weight unfrozen later is read from the folder before."""
     adapters = config_with(folders, LORA, "train.train=['language_model.model.norm']")
     train(adapters, tmp_path / "run", stop=2)
     norm = contents(newest(tmp_path / "run"))["model.language_model.model.norm.weight"]
@@ -180,7 +179,7 @@ def test_ranks_that_read_different_bases_are_told(tmp_path: Path, monkeypatch: p
 )
 @settings(max_examples=30)
 def test_prints_are_of_values_and_not_of_files(shape: list[int], dtype: torch.dtype, seed: int) -> None:
-    """The same in a file of its own and among others, under another name; of other values another one."""
+    """Equal for a separate file or a shared one, and for another name; different for other values."""
     import tempfile
 
     generator = torch.Generator().manual_seed(seed)
@@ -218,7 +217,7 @@ def test_rows_of_a_few_words_make_another_print(name: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_the_commands_read_base_and_checkpoint(folders: Path, tmp_path: Path, capsys: Any) -> None:
-    """Train, go on after the folder has moved, answer and export: bits of an unbroken run."""
+    """Train, resume after the folder has moved, answer and export: bits equal those of an uninterrupted run."""
     shutil.copytree(folders / "llm", tmp_path / "llm")
     quiet = ["log.samples=0", "log.accuracy_samples=0", "train.validation_samples=8"]
     config = config_with(folders, LORA, "train.steps=2", *quiet, f"model.language_model.path={str(tmp_path / 'llm')!r}")
@@ -236,6 +235,6 @@ def test_the_commands_read_base_and_checkpoint(folders: Path, tmp_path: Path, ca
     assert (
         main(["train", "--resume", str(run), *there, "--set", "train.steps=4", "--set", "train.schedule_steps=2"]) == 0
     )
-    assert main(["generate", str(run), "--prompt", "a", "--max-new-tokens", "2"]) == 0  # the run says now where it is
+    assert main(["generate", str(run), "--prompt", "a", "--max-new-tokens", "2"]) == 0  # new path saved
     train(config_with(folders, LORA, "train.schedule_steps=2"), tmp_path / "unbroken")
     assert_same_bits(run, tmp_path / "unbroken")

@@ -48,7 +48,7 @@ def _save(store: ck.Checkpoints, step: int, model: nn.Module) -> Path:
 
 
 class Gate:
-    """Holds writers up until it opens."""
+    """Blocks writers until it opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -71,7 +71,7 @@ def test_weights_may_change_while_they_are_written(tmp_path: Path, monkeypatch: 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     store, gate = _checkpoints(tmp_path, model), Gate(monkeypatch)
     _begin(store, 3, model)
-    torch.rand(5)  # nor is it the generators' state of later
+    torch.rand(5)  # nor the later state of the generators
     drawn_later = torch.rand(3)
     for parameter in model.parameters():
         parameter.data.fill_(9.0)
@@ -98,9 +98,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path, monkeypatc
     assert len(checkpointfolder.complete(tmp_path)) == 2
 
 
-def test_what_goes_wrong_while_writing_is_raised_where_it_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_write_errors_are_raised_in_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     store = _checkpoints(tmp_path, model)
     _save(store, 1, model)
@@ -146,7 +144,7 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> No
     path = store.newest()
     assert path is not None and path.name == "step-00000001"
     _save(store, 2, model)
-    assert not list(tmp_path.glob(".step-*"))  # what the dead one left
+    assert not list(tmp_path.glob(".step-*"))  # left by the dead writer
 
 
 def test_round_trip_is_exact_and_restores_generators(tmp_path: Path) -> None:
@@ -225,14 +223,14 @@ def test_torn_checkpoint_is_named_and_the_previous_used(
     assert store.newest() == first
     said = capfd.readouterr().err
     assert said.startswith("interlace: checkpoint ") and file.name in said and said.count("\n") == 1
-    assert store.newest() == first and not capfd.readouterr().err  # set aside: said once
+    assert store.newest() == first and not capfd.readouterr().err  # set aside: reported once
     with pytest.raises(ck.CheckpointError, match=r"no checkpoint at .*found: step-00000001"):
         store.newest(second)
     _save(store, 2, model)
     assert store.newest() == second
 
 
-def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused_with_a_diff(tmp_path: Path) -> None:
     path = _save(_checkpoints(tmp_path, _model()), 1, _model())
     wide = _model(8)
     store = ck.Checkpoints(

@@ -1,4 +1,4 @@
-"""Pieces in checkpoints: any cut is read from any other, only what is held, and what does not fit is refused."""
+"""Pieces in checkpoints: any cut is read from any other, only the held part, and mismatches are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cuts() -> list[tuple[int, int, int]]:
 
 
 def pieces(cut: tuple[int, int, int], rank: int, rows: int | None = None) -> Iterator[tuple[str, Region]]:
-    """What a rank of a cut holds; rows: of which another rank has the other rows, so many of them here."""
+    """Pieces of a rank of a cut. rows: this rank's number of rows; another rank has the others."""
     dim, parts, world = cut
     for name, shape in (("weight", SIZES), ("bias", SIZES[:1])):
         if dim < len(shape):
@@ -60,7 +60,7 @@ def store(folder: Path) -> ck.Checkpoints:
 
 
 def load_pieces(folder: Path, path: Path) -> None:
-    """Any piece, of any cut, is the same part of the whole."""
+    """Any piece, of any cut, equals the same part of the whole."""
     whole = dict(model().named_parameters())
     for cut in cuts():
         for rank in range(cut[2]):
@@ -75,7 +75,7 @@ def load_pieces(folder: Path, path: Path) -> None:
 
 
 def save_cuts(rank: int, folder: str) -> int:
-    """Save under every cut of 2 ranks, and load it all under every other cut."""
+    """Saves under every cut of 2 ranks, and loads everything under every other cut."""
     with torch.no_grad():
         whole = dict(model().named_parameters())
         number = 0
@@ -125,7 +125,7 @@ def test_pieces_are_read_from_whole_tensors_and_only_their_rows(
 
 
 def overlap(rank: int, folder: str) -> str:
-    """Two ranks that both think that they hold the first half, cut another way."""
+    """Two ranks that both claim the first half, with different cuts."""
     held = Region(SIZES, (Box((0, 0), (6, 6) if rank else (12, 3)),))
     whole = dict(model().named_parameters())
     state = {"weight": Piece(held.piece(whole["weight"]).detach(), held), "bias": whole["bias"]}
@@ -154,7 +154,9 @@ BOXES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 
 def test_chunks_are_taken_if_they_cover_every_place_once(
     boxes: list[tuple[int, int, int, int]], guillotine: list[tuple[int, bool, int]]
 ) -> None:
-    """Against counting. Most random boxes cover nothing well: others come from cutting the whole again and again."""
+    """Compared with counting. Most random boxes do not cover the whole; others are made by cutting the whole
+    repeatedly.
+    """
     shape = (4, 3)
     found = [(0, 0, 4, 3)]
     for which, across, at in guillotine:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what other tools read from them, and that nothing in them ever runs."""
+"""The files of a checkpoint: other tools can read them, and nothing in them is ever executed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _saved(folder: Path) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Everything that Interlace does with somebody's checkpoint."""
+    """All operations of Interlace on a foreign checkpoint."""
     model = _model()
     store = _store(path.parent, model)
     parameters = dict(model.named_parameters())
@@ -77,7 +77,7 @@ DTYPES = sorted(storage.DTYPES)
 def test_files_are_safetensors(
     tensors: dict[str, tuple[str, list[int]]], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The reader of the safetensors library finds the same tensors, and so does ours."""
+    """The reader of the safetensors library finds the same tensors, and so does Interlace's."""
     generator = torch.Generator().manual_seed(seed)
     wanted = {
         name: (200 * torch.rand(shape, generator=generator) - 50).to(storage.DTYPES[code])
@@ -101,7 +101,7 @@ def test_files_are_safetensors(
 
 
 def test_a_tensor_in_chunks_is_put_together(tmp_path: Path) -> None:
-    """As ranks that hold shards write it: cut along both dimensions, in files of two ranks."""
+    """As written by ranks with shards: cut along both dimensions, in files of two ranks."""
     path = _saved(tmp_path)
     whole = torch.randn(3, 4)
     pieces = {(0, 0): whole[:2, :3], (2, 0): whole[2:, :3], (0, 3): whole[:, 3:]}
@@ -121,7 +121,7 @@ def test_a_tensor_in_chunks_is_put_together(tmp_path: Path) -> None:
 
 
 def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """As somebody does who wants it to be believed: with the right checksum."""
+    """Writes a manifest with a valid checksum, as an attacker would."""
     table = {key: value for key, value in manifest.items() if key != "sha256"}
     (path / storage.MANIFEST).write_text(json.dumps({**table, "sha256": storage._digest_of(table)}))
 
@@ -182,7 +182,7 @@ def test_a_sound_checkpoint_is_read_without_unpickling(tmp_path: Path, nothing_u
 
 
 def test_hostile_files_never_run(tmp_path: Path) -> None:
-    """Pickles in the place of each file and beside them, also under DCP's names; the manifest vouches for them."""
+    """Pickles in the place of each file and beside them, also under DCP's names; the manifest lists them."""
     canary = tmp_path / "canary"
     path = _saved(tmp_path / "run")
     sound = storage.read_manifest(path).model_dump(mode="json")
@@ -197,7 +197,7 @@ def test_hostile_files_never_run(tmp_path: Path) -> None:
                 (path / file).write_bytes(contents)
             (path / victim).write_bytes(data)
             if victim in sound["files"]:
-                # As long as it was, so that the manifest is believed and the reader goes on to what is inside.
+                # The original length, so that the manifest is valid and the reader parses the contents.
                 longer = data.ljust(len(kept[victim]), b"\0")
                 (path / victim).write_bytes(longer)
                 manifest = copy.deepcopy(sound)
@@ -208,7 +208,7 @@ def test_hostile_files_never_run(tmp_path: Path) -> None:
             except CheckpointError:
                 pass
             assert not canary.exists(), (name, victim)
-    with pytest.raises(AssertionError, match="ran"):  # the canary sings when they are unpickled
+    with pytest.raises(AssertionError, match="ran"):  # the canary runs when they are unpickled
         for _, data in corpus[:1]:
             pickle.loads(data)
             assert not canary.exists(), "ran"
@@ -216,7 +216,7 @@ def test_hostile_files_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_checkpoints_of_older_formats_are_refused(tmp_path: Path, number: int) -> None:
-    """The first one had pickles, the second one all weights, the third one other prints of a base."""
+    """The first format had pickles, the second all weights, the third other fingerprints of a base."""
     path = _saved(tmp_path)
     manifest = storage.read_manifest(path).model_dump(mode="json")
     _write_manifest(path, {**manifest, "format": number})
@@ -263,7 +263,7 @@ def _places(table: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 def test_a_manifest_that_lies_is_refused_or_harmless(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One to three places changed, the checksum right: an error of ours or the same numbers, nothing else."""
+    """One to three places changed, with a valid checksum: an error of Interlace or the same numbers."""
     folder = tmp_path_factory.getbasetemp() / "lying"
     path = folder / "step-00000003"
     if not path.exists():
@@ -293,7 +293,7 @@ def test_a_manifest_that_lies_is_refused_or_harmless(
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("numpy", ["MT19937", [1] * 624, 10**6, 0, 0.0]),  # numpy would read beyond its 624 words
+        ("numpy", ["MT19937", [1] * 624, 10**6, 0, 0.0]),  # numpy would read past its 624 words
         ("numpy", ["MT19937", [1] * 624, -5, 0, 0.0]),
         ("numpy", ["MT19937", [1], 0, 0, 0.0]),
         ("numpy", "x"),

@@ -1,4 +1,4 @@
-"""`interlace doctor --distributed`: what differs, who is lost and which pairs are slow, also with ranks that break."""
+"""`interlace doctor --distributed`: differences, lost ranks and slow pairs, also with ranks that fail."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.cli import parser
-from interlace.train.commands import cluster
-from interlace.train.commands import cluster_facts as facts
-from interlace.train.commands import cluster_links as links
+from interlace.train.commands.cluster import check as cluster
+from interlace.train.commands.cluster import facts as facts
+from interlace.train.commands.cluster import links as links
 from interlace.train.launch import launcher
 from tests import forkserver
-from tests.test_cli import TINY
+from tests.cli import TINY
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "clusters.md"
@@ -30,7 +30,7 @@ GIB = facts.GIB
 PAIR = tuple[float, float]
 
 
-# ---------------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------------- comparison of facts
 
 
 def of(host: str = "a", **changed: Any) -> facts.Facts:
@@ -42,7 +42,7 @@ def of(host: str = "a", **changed: Any) -> facts.Facts:
 
 def test_equal_facts_are_no_trouble() -> None:
     assert facts.compare([of(), of(), of("b")]) == []
-    assert facts.compare([of(disk=-1, shared=-1)]) == []  # not known
+    assert facts.compare([of(disk=-1, shared=-1)]) == []  # unknown
 
 
 @pytest.mark.parametrize("name", facts.EQUAL)
@@ -104,16 +104,16 @@ def test_rounds_have_every_pair_once_and_no_rank_twice(world: int) -> None:
     assert len(rounds) == (world - 1 if world % 2 == 0 else world) or world == 1
 
 
-def test_slow_pairs_are_those_far_below_the_median_of_their_kind() -> None:
+def test_slow_links_are_far_below_the_median_of_their_kind() -> None:
     hosts = {0: "a", 1: "a", 2: "a", 3: "b"}
     inside = [links.Link(0, 1, 0.0, 100.0), links.Link(0, 2, 0.0, 110.0), links.Link(1, 2, 0.0, 24.0)]
     between = [links.Link(rank, 3, 0.0, 10.0) for rank in range(3)]
     assert links.slow(inside + between, hosts, 0.25) == [(inside[2], 100.0)]
     assert links.slow(inside + between, hosts, 0.0) == []
-    assert links.slow(inside[1:], hosts, 0.25) == []  # of two nothing is known
+    assert links.slow(inside[1:], hosts, 0.25) == []  # two pairs do not show an outlier
 
 
-# ---------------------------------------------------------------------- what peers say
+# ---------------------------------------------------------------------- reports of peers
 
 
 def test_what_a_peer_says_of_another_form_is_refused() -> None:
@@ -152,7 +152,7 @@ cluster.doctor_distributed(None, None, {timeout}, 5.0, 0.0, Path({out!r}) if ran
 """
 FAULTS = {
     "nothing": "",
-    # A version, a clock, and a kind of memory that it has little of.
+    # A version, a clock, and a small memory of one kind.
     "lies": """
 gather = cluster_facts.gather
 def lie(*arguments):
@@ -193,7 +193,7 @@ if rank == 1:
 
 
 def examined(fault: str, timeout: float, folder: Path) -> tuple[list[int | None], dict[str, Any], list[str]]:
-    """Exit codes of three ranks, the report and what each printed."""
+    """Exit codes of three ranks, the report, and the output of each."""
     out, met = folder / "report.json", launcher.rendezvous(3)
     fault = FAULTS[fault]
     script = SCRIPT.format(path=[str(ROOT / "python"), str(ROOT)], fault=fault, timeout=timeout, out=str(out))
@@ -276,7 +276,7 @@ def _free_port() -> int:
 
 
 def two_agents(*words: str) -> list[tuple[int, str]]:
-    """Exit code and output of two agents of torchrun, with a rank each, that meet on this machine."""
+    """Exit code and output of two agents of torchrun, with one rank each, that rendezvous on this machine."""
     endpoint = f"127.0.0.1:{_free_port()}"
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     command = [
@@ -309,7 +309,7 @@ def two_agents(*words: str) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_two_agents_of_torchrun_examine_and_train(tmp_path: Path) -> None:
-    """As on two hosts that share their files: `docs/clusters.md`."""
+    """As on two hosts with shared files: `docs/clusters.md`."""
     config = tmp_path / "tiny.toml"
     config.write_text(TINY.format(folder=tmp_path))
     out = tmp_path / "report.json"
@@ -323,7 +323,7 @@ def test_two_agents_of_torchrun_examine_and_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_starts_its_ranks_and_passes_on_what_they_found(tmp_path: Path) -> None:
+def test_distributed_doctor_starts_ranks_and_reports_results(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "interlace", "doctor", "--distributed"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *sys.path])}
 

@@ -1,4 +1,4 @@
-"""`interlace doctor --crash`: who is to blame, from files written by hand and by real channels; damaged ones."""
+"""`interlace doctor --crash`: the faulty ranks, from hand-written files and from real channels; damaged files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import cli
-from interlace.comm.channel import CommError, Tag
-from interlace.comm.channel_local import LocalChannel, LocalNetwork
+from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.train.commands.crash import read, report
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 
 NOW = 1.7e9
 
@@ -38,10 +38,10 @@ def write(folder: Path, rank: int, *events: dict[str, Any], error: str = "lost",
 
 
 def test_a_dead_rank_at_the_end_of_a_chain(tmp_path: Path) -> None:
-    """0 waits for 1, 1 for 2, 2 and 3 in a sum with 1; rank 3 died. Rank 2 was in the sum, so nobody blames it."""
+    """0 waits for 1, 1 for 2, 2 and 3 are in a sum with 1; rank 3 died. Rank 2 was in the sum, so it is not blamed."""
     write(tmp_path, 0, event(1, "receive", "a[0] chunk 1", [1]))
     write(tmp_path, 1, event(1, "all_reduce", "a", [1, 2, 3]), event(2, "wait", "a", [1, 2, 3]))
-    done = event(0, "all_reduce", "a", [1, 2, 3], NOW + 0.5)  # of the step before: not the one that rank 1 waits in
+    done = event(0, "all_reduce", "a", [1, 2, 3], NOW + 0.5)  # of the previous step: not the one that rank 1 waits in
     write(tmp_path, 2, done, event(1, "all_reduce", "a", [1, 2, 3]), event(3, "compute", "B:a/0@3", []))
     crash = read(tmp_path)
     assert (crash.world, crash.missing, crash.cycle) == (4, [3], [])
@@ -56,7 +56,7 @@ def test_a_dead_rank_at_the_end_of_a_chain(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_lane_wait_for_each_other_where_they_compute(tmp_path: Path) -> None:
-    """Rank 2 computes with 1, which has not come to that; 0 with 3, which has: both are busy."""
+    """Rank 2 computes with 1, which has not reached that operation; 0 with 3, which has: both are busy."""
     write(tmp_path, 0, event(1, "compute", "F:a/0@3", [0, 3]))
     write(tmp_path, 1, event(1, "compute", "F:b/0@1", []))
     write(tmp_path, 2, event(1, "compute", "F:b/0@2", [1, 2]))
@@ -67,7 +67,7 @@ def test_ranks_of_a_lane_wait_for_each_other_where_they_compute(tmp_path: Path) 
 
 
 def test_a_rank_that_failed_by_itself(tmp_path: Path) -> None:
-    """It has messages under way that nobody took: they are not what kept it."""
+    """Its messages in flight were not received, but they did not block it."""
     write(tmp_path, 0, event(1, "exchange", "the loss", [0, 1]), world=2)
     busy = event(2, "compute", "F:a/0@3", [])
     write(tmp_path, 1, event(1, "send", "a[0] chunk 1", [0]), busy, error="out of memory", world=2)
@@ -139,7 +139,7 @@ def test_any_files_give_a_verdict(tmp_path_factory: pytest.TempPathFactory, rank
 
 
 def test_what_real_channels_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 2 fails by itself; 1 waits for it in a receive, 0 for 1 in a sum that it began long before."""
+    """Rank 2 fails by itself; 1 waits for it in a receive, 0 waits for 1 in a sum that began long before."""
     network = LocalNetwork(3, 0.5)
 
     def main(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""`interlace plan --data`: the loads of the first step's replicas, as drawn and balanced."""
+"""`interlace plan --data`: loads of the replicas in the first step, as drawn and balanced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 
 from interlace.cli import main
-from tests.test_cli import TINY
+from tests.cli import TINY
 
 TWO = ["--tflops", "1", "--set", "parallel.dp=2"]
 

@@ -1,4 +1,4 @@
-"""`interlace doctor` on a machine with a GPU, as far as it can be told without one."""
+"""`interlace doctor` on a machine with a GPU, as far as testable without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = "bf16, head dimension 128"
 
 @pytest.fixture(autouse=True)
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One Hopper GPU, whose cache of verdicts is empty."""
+    """One Hopper GPU with an empty cache of verdicts."""
     monkeypatch.setenv("INTERLACE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,4 +1,4 @@
-"""What an export of a model of modules has beside its weights."""
+"""Files beside the weights in an export of a model of modules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from transformers import AutoTokenizer
 
 from interlace.cli import main
 from interlace.model import MultimodalModel
-from interlace.train.architectures import pixel_statistics
-from interlace.train.build import architecture, build, materialize
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.commands import export
 from interlace.train.commands.export import _companions, _for_transformers_5
 from interlace.train.commands.reloaded import Checked
-from interlace.train.config import dumps, loads
-from interlace.train.texts import tokenizer_of
+from interlace.train.config.load import dumps, loads
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.architectures import pixel_statistics
+from interlace.train.models.build import architecture, build, materialize
 from tests.data.chat_families import trained
-from tests.data.test_chats_faults import TEMPLATE
+from tests.data.chat_faults import TEMPLATE
 from tests.model import zoo
 from tests.model.older import folder_of
-from tests.train.test_own_data import CONFIG
+from tests.train.own_data import CONFIG
 
 
 def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
@@ -45,7 +45,7 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     [said] = [line for line in capsys.readouterr().out.splitlines() if "transformers 4" in line]
     assert said.startswith(f"{tmp_path}/out/language_model/config.json: load it with transformers 5;")
-    calls: list[str] = []  # asked as trained, with adapters beside the layers, and before anything is written
+    calls: list[str] = []  # as trained, with adapters beside the layers, before any file is written
     for where, name, result in (
         ("train.commands.reloaded", "ask", "asked"), ("model.lora", "merge_adapters", None),
         ("train.commands.reloaded", "check", Checked(1, 1, 0)),
@@ -65,7 +65,7 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
     assert (tmp_path / "twice" / "language_model" / "tokenizer.json").exists()
 
 
-def test_a_check_without_chats_is_refused_before_a_whole_checkpoint_is_read(
+def test_export_check_of_whole_checkpoint_needs_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=SimpleNamespace(dataset="digits"))
@@ -79,7 +79,7 @@ def test_a_check_without_chats_is_refused_before_a_whole_checkpoint_is_read(
 
 
 def test_weights_in_another_layout_than_the_source_are_named(tmp_path: Path) -> None:
-    """HuggingFace turns the experts of an older Qwen3-VL-MoE when it reads them, and does not turn them back."""
+    """HuggingFace transposes the experts of an older Qwen3-VL-MoE on loading, but not on saving."""
     source, target = folder_of("qwen3_vl_moe", tmp_path / "source"), tmp_path / "out"
     MultimodalModel.from_pretrained(source).save_pretrained(target)
     [line] = _for_transformers_5(target, source)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from interlace.cli import main, parser
+from interlace.costs.links import Link, Links
 from interlace.plan import LinkModel
-from interlace.plan.links import Link, Links
-from interlace.train.build import build
-from interlace.train.commands import failures
-from interlace.train.config import load
-from interlace.train.costs import flop_costs
-from interlace.train.schema_resilience import Resilience
-from interlace.train.texts import vocabulary_of
-from tests.test_cli import TINY
+from interlace.train.commands.planning import failures
+from interlace.train.config.load import load
+from interlace.train.config.resilience import Resilience
+from interlace.train.data.texts import vocabulary_of
+from interlace.train.models.build import build
+from interlace.train.models.costs import flop_costs
+from tests.cli import TINY
 
 TRACE = "time,node,event,warning\n60,3,fail,30\n600,3,join,\n900,0,fail,0\n1800,a,join,\n"
 
@@ -59,7 +59,7 @@ def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fast = ("--nodes", "4", "--network", "1e6", "--disk", "1e6", "--start", "0", "--regroup", "0")
     lanes = [f"parallel.{name}.tp=2" for name in ("vision", "language_model")]
-    heads = "model.language_model.config.num_key_value_heads=2"  # one for each rank
+    heads = "model.language_model.config.num_key_value_heads=2"  # one per rank
     fast, lanes = (*fast, "--set", heads), [part for each in lanes for part in ("--set", each)]
     alone = simulated(tiny, capfd, *fast)
     cut = simulated(tiny, capfd, *fast, *lanes, "--ranks-per-node", "2")
@@ -84,7 +84,7 @@ def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
     alone = copied()
     assert copied(cp=2) == pytest.approx(2 * alone)
     assert copied(cp=2, shard="full", shard_ranks=2) == pytest.approx(alone)
-    between = copied(tp=2)  # norms and embeddings are whole on both
+    between = copied(tp=2)  # norms and embeddings are replicated on both
     assert (alone < between).all() and (between < 2 * alone).any() and (between <= 2 * alone).all()
 
 
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[s
         model = build(config, vocabulary_of(config))
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
         assert found["model"] == sum(size * (3 if trainable else 1) for size, trainable in sizes)
-        assert found["checkpoint"] == found["model"]  # what is frozen lies in no folder here
+        assert found["checkpoint"] == found["model"]  # frozen weights have no folder here
 
 
 def test_the_smallest_pipeline_is_what_holds_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_the_smallest_pipeline_is_what_holds_the_model(tiny: Path, capfd: pytest
     [((), True), (("--memory", "1"), False), (("--min-nodes", "1"), False)],
     ids=["nothing", "memory", "min-nodes"],
 )
-def test_that_one_node_holds_the_model_is_said_where_it_is_assumed(
+def test_assumed_min_nodes_is_reported(
     tiny: Path, capfd: pytest.CaptureFixture[str], more: tuple[str, ...], assumed: bool
 ) -> None:
     assert simulated(tiny, capfd, "--nodes", "4", *more)["min_nodes_assumed"] is assumed

@@ -1,4 +1,4 @@
-"""`interlace simulate` where it plays all replicas: drawn lengths, what it prints and writes, what it refuses."""
+"""`interlace simulate` with all replicas: drawn lengths, printed and written output, refused cases."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from interlace.cli import main
-from interlace.plan.links import Links
-from interlace.plan.step_costs import ScaledCosts
+from interlace.costs.links import Links
+from interlace.costs.step import ScaledCosts
 from interlace.run import step_table
-from interlace.run.assign import Method, assigner_of
-from interlace.run.dispatch import dispatcher_of
+from interlace.run.tables.assign import Method, assigner_of
+from interlace.run.tables.dispatch import dispatcher_of
 from interlace.schedule import GENERATORS
 from interlace.schedule.memory import peak
-from interlace.train.build import build, build_layout
-from interlace.train.commands import large
-from interlace.train.config import load
-from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.commands.planning import large
+from interlace.train.config.load import load
+from interlace.train.data.texts import vocabulary_of
+from interlace.train.models.build import build, build_layout
+from interlace.train.models.costs import budget_loads, flop_costs
 from interlace.train.rank_memory import _peaks
-from interlace.train.texts import vocabulary_of
 
 CONFIG = Path(__file__).parents[3] / "configs" / "vlm_10240_example.toml"
 SMALL = [
@@ -75,7 +75,7 @@ def test_drawn_samples_are_assigned_as_the_run_does(method: Method) -> None:
 
 
 def test_a_plan_knows_the_nodes_of_the_run() -> None:
-    """Which replica of an encoder takes which batch depends on them: as in the run, or another step is simulated."""
+    """Nodes decide which replica of an encoder gets which batch: the simulation must use the run's nodes."""
     settings = ["train.balance=per_module", *(f"parallel.{name}.dp=2" for name in ENCODERS)]
     config = load(CONFIG, [*SMALL, *settings, "parallel.ranks_per_node=2"])
     model = build(config, vocabulary_of(config, source="x"), source="x")
@@ -110,7 +110,7 @@ def test_a_small_cluster_is_drawn_in_groups(tmp_path: Path, capfd: pytest.Captur
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_ranks_alike_hold_what_each_does(schedule: str) -> None:
-    """Peaks are found once for ranks that compute the same: against each rank's own list."""
+    """Peaks are computed once for ranks with equal work; they are compared with each rank's own list."""
     config = load(CONFIG, [*SMALL, f"parallel.schedule={schedule}"])
     model = build(config, vocabulary_of(config, source="x"), source="x")
     layout, samples = build_layout(config, model, source="x"), large.drawn_samples(config, model, 0.8)

@@ -1,4 +1,4 @@
-"""What `interlace plan` shows of a config's layout: the table, the blocks, the picture and the JSON."""
+"""`interlace plan` of a config's layout: the table, the blocks, the figure and the JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from interlace.cli import main
 from interlace.data import ByteTokenizer
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan.memory import RankMemory
-from interlace.train.build import build
-from interlace.train.commands.layout import LayoutFacts, StageFacts, blocks, size
-from interlace.train.config import load
-from tests.test_cli import TINY
+from interlace.train.commands.planning.layout import LayoutFacts, StageFacts, blocks, size
+from interlace.train.config.load import load
+from interlace.train.models.build import build
+from tests.cli import TINY
 
 LLM = "language_model"
 TWO = ["--set", "parallel={placement='parallel', vision={dp=2}, language_model={pp=2}}"]
@@ -98,7 +98,7 @@ def test_nothing_is_gathered_where_nobody_shares(tiny: Path, capfd: pytest.Captu
 
 
 def test_all_weights_of_the_model_are_on_some_rank(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The tied embeddings once per rank that has them: both stages of the language model do."""
+    """Tied embeddings count once per rank that has them: both stages of the language model do."""
     model = build(load(tiny, []), ByteTokenizer())
     tied = model.language_model.get_input_embeddings().weight.numel()
     sizes = [rank["parameters"] for rank in said_as_json(capfd, str(tiny), *TWO)["ranks"]]

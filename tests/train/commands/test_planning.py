@@ -1,4 +1,4 @@
-"""What the trainer's cuts and predictions go by: lengths of the config's data, and how modules cut a step."""
+"""Lengths of a config's data for cuts and predictions, and cuts of a step by modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 from interlace.cli import main
 from interlace.layout import Layout
 from interlace.schedule import GENERATORS
-from interlace.train.build import build, build_layout
-from interlace.train.commands import large, planning
-from interlace.train.config import ConfigError, dumps_table
-from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.commands.planning import large
+from interlace.train.commands.planning import plan as planning
+from interlace.train.config.load import ConfigError, dumps_table
+from interlace.train.data.texts import vocabulary_of
+from interlace.train.models.build import build, build_layout
+from interlace.train.models.costs import budget_loads, flop_costs
 from interlace.train.scheduling import chunk_counts
-from interlace.train.texts import vocabulary_of
-from tests.train.test_build import TABLE, _build, _config
+from tests.train.build import TABLE, _build, _config
 
 
 def dense(lengths: list[int], causal: bool) -> tuple[int, float]:
@@ -43,7 +44,7 @@ def test_chats_fill_their_rows_and_need_no_files_for_that() -> None:
     tokens, keys = dense([100] * 8, causal=True)
     assert (found["language_model"].tokens, found["language_model"].keys) == pytest.approx((tokens, keys))
     with pytest.raises(ConfigError, match="gone: no such folder"):
-        vocabulary_of(_config(*CHATS[:3]))  # who knows how large it is
+        vocabulary_of(_config(*CHATS[:3]))  # its vocabulary size is unknown
 
 
 def test_digits_have_one_picture_and_nothing_to_hear() -> None:
@@ -58,22 +59,22 @@ def flops(costs: Any, name: str) -> float:
 
 
 def test_long_samples_cost_more_attention_than_short_ones() -> None:
-    """Attention over samples of 4,000 tokens was charged 512 keys, like that over any others."""
+    """Regression: attention over samples of 4,000 tokens was charged 512 keys."""
     per_token = {}
     for size in (100, 2000):
         config = _config(*CHATS, f"data.max_tokens={size}")
         model = build(config, vocabulary_of(config))
         lengths = budget_loads(config, model)["language_model"]
-        assert lengths.keys == (size + 1) / 2  # a query sees the half
+        assert lengths.keys == (size + 1) / 2  # a query sees half of the keys
         per_token[size] = flops(flop_costs(config, model), "language_model") / lengths.tokens
     # Two layers, 4 * keys * width for scores and values.
     assert per_token[2000] - per_token[100] == pytest.approx(2 * 4 * 950 * 16)
 
 
 def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
-    """With equal layers and one token each, three ranks would take two stages each, whatever the data."""
+    """With equal layers and one token each, three ranks would take two stages each, for any data."""
     modules = [f"parallel.{name}.pp=2" for name in ("vision", "audio", "language_model")]
-    config = _config("parallel.placement=parallel", "parallel.ranks=3", *modules)  # digits: nothing to hear
+    config = _config("parallel.placement=parallel", "parallel.ranks=3", *modules)  # digits: no audio
     model = _build()
     layout = build_layout(config, model)
     costs = flop_costs(config, model)
@@ -84,7 +85,7 @@ def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
 
 
 def play(*overrides: str) -> Any:
-    """What `interlace simulate` plays at a TFLOP/s per rank."""
+    """Simulation of `interlace simulate` at one TFLOP/s per rank."""
     overrides = ("train.batch_size=16", "train.microbatches=4", *overrides)
     config, model = _config(*overrides), _build(*overrides)
     costs = planning._counted(config, model, 1.0)
@@ -108,12 +109,12 @@ def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
     ],
 )
 def test_replicas_and_chunks_move_work_and_make_none(layout: str) -> None:
-    """A step computes the same samples, however its modules cut them: all ranks together are busy for equally long."""
+    """A step computes the same samples for any cut of its modules: the total busy time of all ranks is equal."""
     found = play(f"parallel={layout}")
     assert sum(found.busy_per_rank) == pytest.approx(sum(play("parallel.placement=parallel").busy_per_rank))
 
 
-def test_chunks_of_a_chain_in_place_of_unequal_replicas_are_as_many_in_all() -> None:
+def test_chunk_count_is_kept_when_a_chain_replaces_replicas() -> None:
     config = _config("parallel={placement='parallel', vision={dp=4, chunks=2}, language_model={dp=2}}")
     model = _build()
     own = planning._own(config, model, "tiny.toml")
@@ -150,7 +151,7 @@ LINKS = "links={host={microseconds=1e6, gb_per_second=1}}"
 
 @pytest.mark.parametrize("degrees", ["tp=2", "cp=2", "tp=1"])
 def test_few_ranks_and_many_are_simulated_alike(degrees: str) -> None:
-    """Where a message takes a second: a lane's messages were free unless all replicas were played."""
+    """If a message takes a second. Regression: a lane's messages were free unless all replicas were simulated."""
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{{degrees}}}}}"]
     config, model = _config(*overrides), _build(*overrides)
@@ -161,7 +162,7 @@ def test_few_ranks_and_many_are_simulated_alike(degrees: str) -> None:
 
 
 def test_chains_are_shown_beside_lanes() -> None:
-    """`plan` compares with cuts that have no tensor parallelism, which have costs too."""
+    """`plan` compares with cuts without tensor parallelism, which also have costs."""
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{tp=2}}}}"]
     config, model = _config(*overrides), _build(*overrides)
@@ -174,7 +175,7 @@ def test_chains_are_shown_beside_lanes() -> None:
 
 
 def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch that the file's 8 replicas could not share; the file's links are used."""
+    """The file's 8 replicas could not share the batch; the file's links are used."""
     path = tmp_path / "mine.toml"
     links = {"host": {"microseconds": 5.0, "gb_per_second": 400.0}}
     parallel = {"dp": 8, "language_model": {"shard": "optimizer"}, "links": links}
@@ -188,5 +189,5 @@ def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.Cap
     chosen = found["chosen"]
     assert (chosen["train"]["batch_size"], chosen["train"]["microbatches"]) == (4, 2)
     assert chosen["parallel"]["dp"] <= 2 and "links as parallel.links says" in json.dumps(found)
-    assert main(["plan", str(path), *asked, "--set", "parallel.placment=chain"]) == 2  # keys are checked all the same
+    assert main(["plan", str(path), *asked, "--set", "parallel.placment=chain"]) == 2  # keys are still checked
     assert "[parallel] has no key 'placment'; did you mean 'placement'?" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Exported folders of modules answer outside of Interlace as inside: encoders, projectors, generation, one by one."""
+"""Exported folders of modules give the same results outside of Interlace: encoders, projectors and generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from interlace.data.chats_shapes import parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.opened import Member
 from interlace.model import IGNORE, Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.collate import JOINED
@@ -35,7 +35,7 @@ VISION, AUDIO, END = 60, 61, 1
 
 
 def model_of(bidirectional: bool | str) -> MultimodalModel:
-    """Two encoders that see, one with class tokens, and one that hears; sharp weights, so that answers differ."""
+    """Two vision encoders, one with class tokens, and an audio encoder; sharp weights, so that answers differ."""
     torch.manual_seed(0)
     whisper = WhisperConfig(
         d_model=16, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, num_mel_bins=8,
@@ -72,7 +72,7 @@ def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Multim
 
 
 def prompt(model: MultimodalModel, shapes: list[tuple[str, tuple[int, ...]]], seed: int) -> Sample:
-    """Words between media of these shapes."""
+    """Text between media of these shapes."""
     made = torch.Generator().manual_seed(seed)
     ids, media = [5], dict[str, list[Media]]()
     for name, shape in shapes:

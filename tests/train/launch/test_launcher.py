@@ -1,4 +1,4 @@
-"""The launcher: names the rank that died first, stops the others in time, passes signals on."""
+"""The launcher: names the rank that died first, stops the others in time, forwards signals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pytest
 
 from interlace.comm.transports.shm import born
 from interlace.train import runfolder
-from interlace.train.config import ConfigError, from_table
+from interlace.train.config.load import ConfigError, from_table
 from interlace.train.launch import launcher
 
 
 def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 60.0, **more: object) -> tuple[int, str, float]:
-    """Runs `count` ranks of a small script (no torch: they start in 50 ms); returns code, what was said, seconds.
+    """Runs `count` ranks of a small script (no torch: they start in 50 ms); returns code, output, seconds.
 
-    Limits on the seconds are for what hangs: they are far more than a busy machine takes."""
+    Limits on the seconds only detect hangs: they are far more than a busy machine takes.
+    """
     said: list[str] = []
     command = [sys.executable, "-c", "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + body]
     start = time.monotonic()
@@ -69,7 +70,7 @@ def test_hung_ranks_are_killed_within_the_timeout(tmp_path: Path) -> None:
     assert "rank 0 exited with code 3" in said and "(1, 2)" in said and "no checkpoint was saved yet" in said
 
 
-def test_the_first_exception_is_the_cause_not_the_peers_complaints(tmp_path: Path) -> None:
+def test_first_exception_is_reported_as_the_cause(tmp_path: Path) -> None:
     body = f"""
     os.environ[{launcher.RUN_FOLDER!r}] = {str(tmp_path)!r}
     from interlace.train.launch import launcher
@@ -138,9 +139,11 @@ time.sleep(600)
 
 
 def _signalled(tmp_path: Path, *numbers: int, stuck: bool = False) -> tuple[int, str, list[bool]]:
-    """A run of two ranks whose launcher gets these signals one after another; which ranks finished their save.
+    """A run of two ranks whose launcher gets these signals one after another. Returns the ranks that finished their
+    save.
 
-    stuck: the saves never finish; else they do when all signals have been sent."""
+    stuck: the saves never finish; otherwise they finish after all signals have been sent.
+    """
 
     def send() -> None:
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
@@ -246,10 +249,8 @@ def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
         runfolder.resolve(config, str(tmp_path / "nothing"))
 
 
-def test_the_newest_run_is_the_last_begun_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour back in autumn, in local time; a clock that is set back, in any; and names of the version before."""
+def test_newest_run_is_the_last_started_despite_clock_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour back in autumn, in local time; a clock that is set back, in any; and names of the previous version."""
     config = from_table(
         {
             "run": {"name": "tiny", "folder": str(tmp_path)},
@@ -274,11 +275,11 @@ def test_the_newest_run_is_the_last_begun_whatever_the_clock_says(
         folder = begin(seconds)
         assert runfolder.resolve(config, "")[0] == folder
     assert folder.name == "1985-11-05T00-53-20Z"
-    (folder / "run.json").write_text("{")  # damaged: no number, so it comes before those that have one
+    (folder / "run.json").write_text("{")  # damaged: without a number, so it comes before numbered ones
     assert runfolder.resolve(config, "")[0].name == "2001-09-09T00-46-40Z.1"
 
 
-def test_ranks_that_saved_on_request_give_the_code_of_the_signal(tmp_path: Path) -> None:
+def test_ranks_that_saved_on_signal_return_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "may-finish").touch()
     body = f"os.chdir({str(tmp_path)!r})\n" + SAVING.replace("sys.exit(0)", "sys.exit(128 + _[0])")
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -289,10 +290,10 @@ def test_ranks_that_saved_on_request_give_the_code_of_the_signal(tmp_path: Path)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=send, daemon=True).start()
-        assert _run(body, tmp_path)[:2] == (code, "")  # ranks are asked by SIGTERM, whichever it was
+        assert _run(body, tmp_path)[:2] == (code, "")  # ranks get SIGTERM in either case
         for path in tmp_path.glob("ready-*"):
             path.unlink()
-    # Somebody may also ask a rank alone; the others, which agree with it, save and end as it does.
+    # A signal may also reach one rank alone; the other ranks agree with it, save and end like it.
     assert _run("sys.exit(143)", tmp_path)[:2] == (143, "")
     assert _run("sys.exit(143 if rank else 0)", tmp_path)[:2] == (143, "")
     code, said, _ = _run("os.kill(os.getpid(), signal.SIGTERM) if rank else sys.exit(143)", tmp_path)

@@ -1,4 +1,6 @@
-"""The lock of a run folder: one job at a time, named; the dead are replaced at once here, after a silence elsewhere."""
+"""The lock of a run folder: one job at a time, named. Dead jobs are replaced: on this host at once, on others after a
+timeout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch import lock as locks
 
@@ -41,7 +43,7 @@ def _from_another_machine(folder: Path) -> locks.RunLock:
 
 
 def _dies(held: locks.RunLock) -> None:
-    """A job ends without giving its lock back."""
+    """A job that ends without releasing its lock."""
     held.over.set()
     held.thread.join()
     os.close(held.handle)
@@ -83,11 +85,11 @@ def test_a_reused_process_id_is_another_process(tmp_path: Path) -> None:
     locks.take(tmp_path).release()
 
 
-def test_a_job_elsewhere_is_refused_while_it_gives_signs_and_replaced_when_it_stops(tmp_path: Path) -> None:
+def test_remote_run_lock_is_refused_if_live_and_taken_if_stale(tmp_path: Path) -> None:
     far = _from_another_machine(tmp_path)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locks, "STALE_SECONDS", 60.0)  # its next sign of life ends the wait, however late
+        patch.setattr(locks, "STALE_SECONDS", 60.0)  # its next heartbeat ends the wait, however late
         with pytest.raises(ConfigError, match=r"in use by process \d+ on far"):
             locks.take(tmp_path, say=said.append)
     assert len(said) == 1 and "held by process" in said[0]
@@ -102,7 +104,7 @@ def test_a_job_elsewhere_is_refused_while_it_gives_signs_and_replaced_when_it_st
     os.close(far.handle)
 
 
-def test_a_living_job_can_be_relieved_on_demand_and_learns_of_it(tmp_path: Path) -> None:
+def test_take_over_replaces_a_live_lock_and_informs_its_holder(tmp_path: Path) -> None:
     first = locks.take(tmp_path)
     second = locks.take(tmp_path, take_over=True)
     deadline = time.monotonic() + 60
@@ -110,7 +112,7 @@ def test_a_living_job_can_be_relieved_on_demand_and_learns_of_it(tmp_path: Path)
         time.sleep(0.02)
     assert "was taken over by" in first.trouble
     first.release()
-    second.check()  # the first one's end has not removed the second one's lock
+    second.check()  # the end of the first job has not removed the lock of the second
     second.release()
     third = locks.take(tmp_path)
     (tmp_path / locks.NAME).unlink()
@@ -120,7 +122,7 @@ def test_a_living_job_can_be_relieved_on_demand_and_learns_of_it(tmp_path: Path)
 
 
 def test_the_lock_lasts_as_long_as_any_process_of_the_job(tmp_path: Path) -> None:
-    """A launcher that is killed leaves its ranks, which save and end: until then the folder is theirs."""
+    """A killed launcher leaves its ranks, which save and end: until then they hold the folder."""
     held = locks.take(tmp_path)
     rank = locks.join(tmp_path, held.nonce)
     held.release()
@@ -208,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         locks.take(tmp_path / "missing")
 
 
-def test_a_lock_that_is_being_taken_over_is_left_to_who_takes_it(tmp_path: Path) -> None:
+def test_release_keeps_a_lock_that_is_being_taken_over(tmp_path: Path) -> None:
     held = locks.take(tmp_path)
     (tmp_path / f"{locks.NAME}.{held.nonce}.claim").touch()
     held.release()

@@ -1,4 +1,4 @@
-"""What ranks tell each other: values by rank, and the name of the one that does not answer."""
+"""Gathers and broadcasts of ranks: values by rank, and the name of a rank that does not answer."""
 
 from __future__ import annotations
 

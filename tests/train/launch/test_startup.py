@@ -1,4 +1,4 @@
-"""Before the first step: a slow rank is waited for, one that gives no sign of life is named, nothing waits for long."""
+"""Before the first step: a slow rank is waited for, a silent rank is named, and all waits are short."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int, tmp_path: 
     processes = _start(SCRIPT, 3, tmp_path, str(lost), ranks=range(3))
     try:
         said = {rank: _said(processes[rank], tmp_path / str(rank)) for rank in range(3) if rank != lost}
-        # Rank 0 holds the store: when it stops, torch itself may wait for ever, and the timer ends the others.
+        # Rank 0 holds the store: when it stops, torch itself may wait forever, and the timer ends the others.
         words = "no answer within 2 s" if lost == 0 else "lost rank 2 (no sign of life for 2 s)"
         for rank, text in said.items():
             assert "fetching the data" in text and words in text, (rank, text)
@@ -85,7 +85,7 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
 
 @pytest.mark.parametrize("alone", ["", "make memory"])
 def test_what_a_rank_does_alone_is_named_among_the_reasons(alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timeout, or an error of torch, inside a block where ranks meet and also work by themselves."""
+    """A timeout, or an error of torch, inside a block with both collectives and local work."""
     one = Startup(0, 1, 0.05)
     one.rank, one.world = 1, 2
     ended, said = threading.Event(), []
@@ -104,7 +104,7 @@ def test_what_a_rank_does_alone_is_named_among_the_reasons(alone: str, monkeypat
 
 
 def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> None:
-    """The store and what gloo opens for its connections."""
+    """The store, and the ports that gloo opens for its connections."""
     body = """
 import os, time
 from interlace import comm

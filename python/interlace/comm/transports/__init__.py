@@ -1,6 +1,7 @@
-"""How bytes move between ranks: one interface (`base`), one file per implementation."""
+"""Transports: move bytes between ranks, with one interface (`base`) and one file per implementation."""
 
-from interlace.comm.transports.base import Capabilities, CommError, Copy, Ticket, Transport
+from interlace.comm.process.errors import CommError
+from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
 from interlace.comm.transports.choose import capabilities, connect
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.comm.transports.local import LocalHub, LocalTransport, run_local

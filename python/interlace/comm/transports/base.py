@@ -1,12 +1,12 @@
-"""What every transport can do: batches of copies between ranks, in order, with a timeout on every wait.
+"""Transport: batches of copies between ranks, in order, with a timeout on every wait.
 
-A transport moves bytes and nothing else; reductions, chunking and autograd are built on top of it. Copies are
-collective: all ranks call `copy_batch` the same number of times in the same order, and what rank a sends to b in its
-n-th batch is what b expects from a in its n-th. Each batch carries a label, arguments and sizes, which the receiver
-checks, so a rank that is elsewhere in the program, or asks for something else, is an error and not a hang or garbage.
-For the same reason one thread uses a transport at a time: the calls of two have no order that all ranks share.
+A transport only moves bytes; reductions, chunking and autograd are built on top of it. Copies are collective: all ranks
+call `copy_batch` the same number of times in the same order. The tensors that rank a sends to b in its n-th batch are
+those that b expects from a in its n-th. Each batch carries a label, arguments and sizes, which the receiver checks. So
+a rank in another part of its program, or with other arguments, causes an error instead of a hang or garbage. For the
+same reason one thread uses a transport at a time: calls of two threads have no order that all ranks share.
 
-Most are a `QueueTransport` (`queued`), which runs batches on a thread of its own.
+Most transports are a `QueueTransport` (`queued`), which runs batches on its own thread.
 """
 
 from __future__ import annotations
@@ -17,54 +17,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from interlace.comm.paths import Paths
-from interlace.comm.trace import Trace
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.paths import Paths
+from interlace.comm.process.trace import Trace
 
 DEFAULT_TIMEOUT = 60.0  # seconds
-BETWEEN_ARGUMENTS = "; "  # in their text; no value contains it
-
-
-class CommError(RuntimeError):
-    """A transfer cannot be completed: says which rank, in which operation, waited for whom and why it gave up.
-
-    waited: those ranks, by their numbers in the whole job, where it is they who are missing. why: the reason alone.
-    """
-
-    def __init__(self, text: str, waited: Sequence[int] = (), why: str = "") -> None:
-        super().__init__(text)
-        self.waited, self.why = tuple(waited), why or text
-
-    def again(self) -> CommError:
-        """The same without what hangs on it (its traceback, its cause)."""
-        return CommError(str(self), self.waited, self.why)
-
-
-class Arguments:
-    """What every rank must pass alike to an operation, by name; `interlace.comm.agreement` says what that is.
-
-    A value may be anything whose text says it all. It becomes text when the first header is written, which is on the
-    thread of the transport: one that a GPU still computes is waited for there.
-    """
-
-    def __init__(self, **values: object) -> None:
-        self._values = values
-
-    @cached_property
-    def text(self) -> str:
-        return BETWEEN_ARGUMENTS.join(f"{name}={value}" for name, value in self._values.items())
-
-
-NO_ARGUMENTS = Arguments()
 
 
 class Copy(NamedTuple):
-    """One end of a transfer. `tensor` is contiguous and lies on the transport's device; it may be empty."""
+    """One end of a transfer. `tensor` is contiguous and on the transport's device; it may be empty."""
 
     peer: int
     tensor: Tensor
@@ -72,11 +40,11 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do on this machine.
+    """Capabilities of a transport on this machine.
 
-    missing: why it cannot run here ("" if it can).
-    device: "cpu" or "cuda", where its tensors lie.
-    one_host: all ranks have to be processes of one host.
+    missing: the reason why it cannot run here ("" if it can).
+    device: "cpu" or "cuda", the device of its tensors.
+    one_host: all ranks must be processes of one host.
     copy_engine: transfers occupy no SM.
     """
 
@@ -88,26 +56,27 @@ class Capabilities:
 
 
 class Ticket(Protocol):
-    """A batch under way. Tensors of the batch must be left alone until `wait` has returned.
+    """A batch in flight. Do not modify its tensors until `wait` has returned.
 
-    error: what `wait` raises, once it is `done`. event: what `wait` makes the current stream wait for; None on CPUs.
+    error: raised by `wait`, once the batch is `done`.
+    event: `wait` makes the current stream wait for it; None on CPUs.
     """
 
     error: CommError | None
     event: torch.Event | None
 
     def wait(self) -> None:
-        """CPU: returns when the batch is complete, both ways. CUDA: makes the current stream wait for it.
+        """CPU: returns when all copies of the batch are complete, in and out. CUDA: the current stream waits for them.
 
-        Raises CommError if a peer is lost, late or elsewhere.
+        Raises CommError if a peer is lost, late or in another part of its program.
         """
 
     def done(self) -> bool:
-        """Whether `wait` would return at once (on the host)."""
+        """True if `wait` would return at once (on the host)."""
 
 
 class Transport(ABC):
-    """A group of ranks and the way bytes move between them. Also the `group` argument of every operation."""
+    """A group of ranks that exchange bytes. Also the `group` argument of every operation."""
 
     name: str
     rank: int
@@ -118,7 +87,7 @@ class Transport(ABC):
 
     @property
     def paths(self) -> Paths:
-        """Kind of operation (what its labels begin with) -> the paths that its bytes took so far."""
+        """Kind of operation (prefix of its labels) -> the paths that its bytes took so far."""
         found: Paths | None = self.__dict__.get("_paths")
         if found is None:
             found = self.__dict__["_paths"] = Paths(self.rank)
@@ -126,17 +95,19 @@ class Transport(ABC):
 
     @paths.setter
     def paths(self, found: Paths) -> None:
-        """Lets several transports note their paths in one place."""
+        """Several transports may share one `Paths`."""
         self.__dict__["_paths"] = found
 
     @classmethod
     @abstractmethod
     def capabilities(cls) -> Capabilities:
-        """What this transport could do in this process; tries what it needs, and never raises."""
+        """Capabilities in this process. Probes all requirements and never raises."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of unspecified content from which peers can read without a copy in between, where there is such
-        memory; any tensor can be sent."""
+        """An uninitialized tensor that peers can read without an intermediate copy, if the transport supports that.
+
+        Any other tensor can be sent too.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     @abstractmethod
@@ -153,14 +124,15 @@ class Transport(ABC):
         label: names the operation, equal on all ranks.
         arguments: of the operation, equal on all ranks.
         then: called when the batch has arrived, before its ticket is done and before the next batch reads its tensors:
-            a reduction, say. On the transport's thread; on CUDA under its stream.
+            for example a reduction. Runs on the transport's thread; on CUDA under its stream.
         """
 
     def used_for(self, what: str, at_once: bool = False) -> AbstractContextManager[None]:
-        """A block in which this thread uses the transport. One after the other, any threads may; within it, the thread
-        may again. Where another is inside, raises CommError, and the peers are told.
+        """A block with exclusive use of the transport. Reentrant; threads may use it one after another.
 
-        at_once: the thread waits for each batch before it does anything else, so the batch may run on it.
+        Raises CommError, and notifies the peers, if another thread is inside.
+
+        at_once: the thread waits for each batch before it does anything else, so the batch may run on this thread.
         """
         inside = self.__dict__.get("_use")
         if self.world == 1 or (inside is not None and inside[0] == threading.get_ident()):
@@ -168,12 +140,12 @@ class Transport(ABC):
         return _Use(self, what, at_once)
 
     def _give_up(self, error: CommError) -> None:
-        """Lets the peers know that this rank will not go on."""
+        """Notifies the peers that this rank aborts."""
         self.close()
 
     @abstractmethod
     def signal(self, peer: int) -> None:
-        """Raises this rank's flag at `peer` by one."""
+        """Increments this rank's flag at `peer`."""
 
     @abstractmethod
     def wait(self, peer: int) -> None:
@@ -190,11 +162,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the transport and frees its memory; a second call does nothing. Peers that wait for it get an error."""
+        """Ends the transport and frees its memory; a second call is a no-op. Waiting peers get an error."""
 
     @property
     def ends_with_it(self) -> contextlib.ExitStack:
-        """What `close` ends too: what operations keep beside a transport, as a thread."""
+        """Resources of operations that `close` also closes, such as threads."""
         return self.__dict__.setdefault("_ends_with_it", contextlib.ExitStack())
 
     def __enter__(self) -> Any:
@@ -205,7 +177,7 @@ class Transport(ABC):
 
 
 class Forwarding(Transport):
-    """A transport over another, which does what a subclass does not do itself; closing it closes the other."""
+    """A transport that delegates to another one, except for overridden methods. Closing it closes the other."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner, self.name = inner, inner.name
@@ -252,7 +224,7 @@ class _Use:
         self.state["_user"].release()
 
     def _refused(self, other: int, operation: str) -> CommError:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}  # not of threads of autograd
+        names = {thread.ident: thread.name for thread in threading.enumerate()}  # without autograd threads
         here, there = (names.get(thread, f"number {thread}") for thread in (threading.get_ident(), other))
         error = CommError(
             f"rank {self.transport.rank}, {self.what}: thread {here} uses the {self.transport.name} transport while "
@@ -263,10 +235,10 @@ class _Use:
         return error
 
 
-_ANYBODY = contextlib.nullcontext()  # nobody waits for a rank that is alone, nor a thread for itself
+_ANYBODY = contextlib.nullcontext()  # a single rank has no peers, and a thread may reenter its own block
 
 
 @lru_cache
 def peers_of(rank: int, world: int) -> tuple[int, ...]:
-    """The other ranks, the next one first: no rank is everybody's first."""
+    """The other ranks, starting with the next one: each rank starts with a different peer."""
     return tuple((rank + step) % world for step in range(1, world))

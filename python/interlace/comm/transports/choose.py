@@ -1,7 +1,7 @@
-"""Which transport the ranks of a process group use: decided once, by all together, and never changed afterwards.
+"""Choice of the transport of a process group: made once, by all its ranks together, and cached.
 
-Every rank says what it could run. The first transport of PREFERENCE that all of them can is taken, so that the decision
-is the same everywhere and can be read off a log line: what was chosen, and why nothing better was.
+Every rank lists the transports that it can run. The first transport of PREFERENCE that all ranks can run is taken, so
+all ranks decide identically. The log line contains the choice, and the reasons why no better transport was taken.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib
 import logging
 import os
 import socket
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ import torch
 import torch.distributed as dist
 
 from interlace import _device
-from interlace.comm.lost import named
-from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport
+from interlace.comm.process import groups
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.lost import named
+from interlace.comm.process.rendezvous import Rendezvous
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.comm.transports.queued import forget_locals
 
 _log = logging.getLogger(__name__)
-_OTHER_DEVICE = "for"  # begins the reason not to take what moves tensors of another device
+_OTHER_DEVICE = "for"  # prefix of the reason to skip a transport for tensors of another device
 
-# (name, module, class), best first. A module that is not there is no candidate.
+# (name, module, class), best first. A missing module is skipped.
 PREFERENCE = [
     ("cuda_ipc", "interlace.comm.transports.cuda_ipc", "CudaIpcTransport"),
     ("symm_mem", "interlace.comm.transports.symm_mem", "SymmMemTransport"),
@@ -36,6 +40,12 @@ PREFERENCE = [
     ("shm", "interlace.comm.transports.shm", "ShmTransport"),
     ("gloo", "interlace.comm.transports.process_group", "GlooTransport"),
 ]
+
+
+_connected: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_alone: dict[torch.device, Transport] = {}
+_connecting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_finding = threading.Lock()  # guards these tables; never held while ranks wait for each other
 
 
 def connect(
@@ -49,25 +59,23 @@ def connect(
 
     Args:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default one, else this process alone.
-        device: where the tensors lie. "cuda" means the current device.
-        transport: a name of PREFERENCE, or "auto": what the environment's INTERLACE_TRANSPORT names, else the first
-            that every rank can run. One rank alone gets a LocalTransport whatever is named.
-        timeout: seconds that this and every later wait may last without anything moving; default: the process group's
-            own, which init_process_group and new_group take.
+        device: of the tensors. "cuda" means the current device.
+        transport: a name of PREFERENCE, or "auto": the transport named by the environment variable INTERLACE_TRANSPORT,
+            else the first that every rank can run. A single rank always gets a LocalTransport.
+        timeout: seconds without progress after which this and every later wait fails; default: the process group's own
+            timeout, from init_process_group or new_group.
 
     Raises:
-        ValueError: the named transport cannot run (says on which rank, and why), the ranks ask for different ones, or
-            none can run. CommError: a rank does not come, or none of what could run comes up.
+        ValueError: the named transport cannot run (names the rank and the reason), the ranks request different ones, or
+            none can run. CommError: a rank is missing, or no candidate connects.
     """
-    from interlace.comm.group import process_group as resolved
-
     device = _device.indexed(torch.device(device))
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     introduction = introduction_of(device, transport)
     wanted = introduction["wanted"]
     alone = process_group is None and not (dist.is_available() and dist.is_initialized())
-    group = None if alone else resolved(process_group)
+    group = None if alone else groups.process_group(process_group)
     if timeout is None:
         timeout = _timeout_of(group, device)
     if group is None or group.size() == 1:
@@ -87,8 +95,8 @@ def connect(
         try:
             found = _class_of(name).connect(rendezvous)
         except CommError as error:
-            forget_locals(error)  # memory that came up on this rank would live as long as the error
-            if wanted != "auto" or rendezvous.over:  # who stayed away once will not come again
+            forget_locals(error)  # otherwise memory of this rank would live as long as the error
+            if wanted != "auto" or rendezvous.over:  # a rank that was missing once will be missing again
                 raise
             reasons[name] = str(error)
             continue
@@ -105,7 +113,7 @@ def connect(
 
 
 def capabilities() -> dict[str, Capabilities]:
-    """What each transport could do in this process, best first for each kind of device."""
+    """Capabilities of each transport in this process, best first for each kind of device."""
     found = {"local": LocalTransport.capabilities()}
     for name, *_ in PREFERENCE:
         transport = _class_of(name)
@@ -116,7 +124,7 @@ def capabilities() -> dict[str, Capabilities]:
 
 
 def _class_of(name: str) -> Any:
-    """The class of a transport, None if its module is not there."""
+    """The class of a transport; None if its module is missing."""
     module, attribute = next((module, attribute) for other, module, attribute in PREFERENCE if other == name)
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -129,14 +137,14 @@ def _class_of(name: str) -> Any:
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
     if group is not None:
         for each in (device, torch.device("cpu")):
-            with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one without options
+            with contextlib.suppress(RuntimeError, AttributeError):  # no backend, or one without options
                 options: Any = group._get_backend(each).options
                 return float(options._timeout.total_seconds())
     return DEFAULT_TIMEOUT
 
 
 def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, Any]:
-    """Introduction of a rank to the others, as JSON can hold it: the choice of a transport follows from all of them."""
+    """Introduction of a rank, JSON-serializable. The choice of a transport follows from all introductions."""
     return {
         "wanted": os.environ.get("INTERLACE_TRANSPORT", "auto") if transport == "auto" else transport,
         "device": device.type,
@@ -151,11 +159,15 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
 
 
 def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], own: str) -> dict[Any, str]:
-    """Edge -> the transport that `connect` is to make for it; "" where the group of torch.distributed carries it.
+    """Edge -> the transport that `connect` must create for it; "" if the group of torch.distributed carries it.
 
-    That is where it can, unless another one is named, and between hosts if that one serves a single host. own: the name
-    of such a group's backend. said: every rank's introduction. Raises ValueError, on all ranks alike, for an edge that
-    the named transport, or none, can carry.
+    torch.distributed is used where it can carry the edge, unless another transport is named. A named transport for a
+    single host is not used between hosts.
+
+    own: the name of such a group's backend.
+    said: every rank's introduction.
+
+    Raises ValueError, identically on all ranks, for an edge that the named transport, or no transport, can carry.
     """
     wanted, found = _agreed(said, range(len(said))), {}
     for edge in edges:
@@ -175,7 +187,7 @@ def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, i
 
 
 def sharing(said: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Those of some ranks that are on one GPU, if there are any. said: every rank's introduction."""
+    """Those of some ranks that share one GPU; empty if none do. said: every rank's introduction."""
     cards: dict[str, list[int]] = {}
     for rank in ranks:
         cards.setdefault(said[rank]["card"], []).append(rank)
@@ -183,12 +195,12 @@ def sharing(said: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
 
 
 def _card(device: torch.device) -> str:
-    """Of a GPU: equal for ranks that share it."""
+    """Identity of a GPU: equal for ranks that share it."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and _device.count() else ""
 
 
 def _host() -> str:
-    """Equal for processes that see each other: of one host, and of one container on it."""
+    """Identity of the host and the container on it: equal for processes that see each other."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -198,7 +210,10 @@ def _host() -> str:
 
 
 def _agreed(said: Sequence[dict[str, Any]], called: Sequence[int]) -> str:
-    """The name that all ranks want. Raises ValueError that says who wants what. called: their numbers in the job."""
+    """The transport name that all ranks request. Raises ValueError with the requests if they differ.
+
+    called: global numbers of the ranks.
+    """
     for key, what in (("wanted", "transports"), ("device", "devices")):
         values: dict[str, list[int]] = {}
         for rank, introduction in zip(called, said, strict=True):
@@ -217,7 +232,10 @@ def _known(name: str) -> str:
 
 
 def _reasons(said: Sequence[dict[str, Any]], called: Sequence[int]) -> dict[str, str]:
-    """Name -> why the ranks cannot use it together ("" if they can), best first. called: their numbers in the job."""
+    """Transport -> why the ranks cannot use it together ("" if they can), best first.
+
+    called: global numbers of the ranks.
+    """
     device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
     reasons = {}
     for name, *_ in PREFERENCE:
@@ -237,3 +255,58 @@ def _reasons(said: Sequence[dict[str, Any]], called: Sequence[int]) -> dict[str,
 
 def _unique(missing: dict[int, str]) -> list[str]:
     return list(dict.fromkeys(missing.values()))
+
+
+def members(group: groups.Group) -> tuple[int, int]:
+    """(rank of this process, number of ranks) of `group`, without connecting anything. Errors as for `resolve`."""
+    group = groups.here() if group is None else group
+    if isinstance(group, Transport):
+        return group.rank, group.world
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    found = groups.process_group(group)
+    return dist.get_rank(found), dist.get_world_size(found)
+
+
+def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transport:
+    """The transport of `group` for tensors of `device`.
+
+    The first use of a process group connects its ranks (`connect`, collective). The transport is kept until the process
+    group is destroyed or `disconnect` is called. Its waits use the timeout of the process group.
+
+    Raises:
+        TypeError: not a group. ValueError: a mesh of several dimensions, or a process group without this rank.
+    """
+    group = groups.here() if group is None else group
+    if isinstance(group, Transport):
+        return group
+    device = torch.device(device)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        if device not in _alone:
+            _alone[device] = LocalTransport(0, LocalHub(1), device=device)
+        return _alone[device]
+    found = groups.process_group(group)
+    with _finding:
+        transports = _connected.setdefault(found, {})
+        connecting = _connecting.setdefault(found, threading.Lock())
+    if device.type not in transports:
+        with connecting:  # once, even if several threads arrive together
+            if device.type not in transports:
+                transports[device.type] = connect(found, device=device)
+    return transports[device.type]
+
+
+def disconnect(group: groups.Group = None) -> None:
+    """Closes the transports that `resolve` created for `group`; the next use connects again, on every rank.
+
+    Until then, a failed transport stays failed.
+    """
+    if isinstance(group, Transport):
+        group.close()
+        return
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        while _alone:
+            _alone.popitem()[1].close()
+        return
+    for transport in _connected.pop(groups.process_group(group), {}).values():
+        transport.close()

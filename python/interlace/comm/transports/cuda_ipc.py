@@ -1,11 +1,11 @@
-"""Processes of one host, CUDA tensors: copy engines move the bytes, so that the SMs are left to computation.
+"""CUDA IPC transport: processes of one host, CUDA tensors. Copy engines move the bytes, so the SMs stay free.
 
 The driver and its protocol are those of `shm` (`csrc/comm/exchange.h`): headers, counters and bells in shared host
-memory. Only slots and regions lie in device memory, and events between processes say when a copy is done. All of it is
-enqueued on the transport's stream, so a batch costs the host one call and the SMs nothing.
+memory. Only slots and regions are in device memory. Interprocess events signal when a copy is done. Everything is
+enqueued on the transport's stream, so a batch costs one host call and no SM time.
 
-CuPy allocates and exports (a handle refers to the base of an allocation, which torch's allocator does not let out). The
-driver calls functions of libcuda (a batched copy is what goes to the copy engines, between two tensors of one GPU too).
+CuPy allocates and exports the memory: a handle refers to the base of an allocation, which torch's allocator does not
+expose. The driver calls functions of libcuda: its batched copy uses copy engines even between two tensors of one GPU.
 `symm_mem` is the same with memory of torch's symmetric allocator.
 """
 
@@ -21,36 +21,37 @@ import torch
 from torch import Tensor
 
 from interlace._core import Exchange
-from interlace.comm.copiers import engine_missing
-from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import Capabilities, CommError
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.rendezvous import Rendezvous
+from interlace.comm.transports.base import Capabilities
+from interlace.comm.transports.copiers import engine_missing
 from interlace.comm.transports.registered import Memory
 from interlace.comm.transports.shm import Segment, ShmTransport, born
 
 SLOTS = Exchange.SLOTS
-SLOT_BYTES = 8 << 20  # copy engines reach their speed from about 1 MiB on
-FAREWELL = 5.0  # seconds in which peers may read what they have been told of before this rank frees it
-EVENTS = SLOTS + 1  # of a sender, or of a reader of one: of its slots, and of its regions
-HOST_SLOT_BYTES = 4096  # of the shared host memory, whose slots are not used here
+SLOT_BYTES = 8 << 20  # copy engines reach full speed from about 1 MiB on
+FAREWELL = 5.0  # seconds in which peers may read announced memory before this rank frees it
+EVENTS = SLOTS + 1  # of a sender or reader: one per slot, and one for all regions
+HOST_SLOT_BYTES = 4096  # slots of the shared host memory are not used here
 _READY = 0  # cudaSuccess
-_CUDA = 13000  # the version whose signatures `exchange.h` spells out
+_CUDA = 13000  # the CUDA version whose signatures `exchange.h` declares
 _FUNCTIONS = ("cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent")
 
 
 class Window(Protocol):
-    """Device memory of SLOTS slots on each rank. addresses[r]: where rank r's lies, in this process."""
+    """Device memory of SLOTS slots on each rank. addresses[r]: address of rank r's memory in this process."""
 
     addresses: list[int]
 
     def close(self) -> None:
-        """Unmaps what is the peers' and frees what is this rank's."""
+        """Unmaps the peers' memory and frees this rank's memory."""
 
 
 class IpcWindow:
     """A window of plain device memory, opened by handles."""
 
     def __init__(self, rendezvous: Rendezvous, slot_bytes: int) -> None:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         self.addresses: list[int] = []
         self._own = 0
         with contextlib.ExitStack() as undo:
@@ -79,7 +80,7 @@ class IpcWindow:
 
 
 class _DeviceMemory:
-    """Device memory of this process that peers can map; freed when nothing refers to it."""
+    """Device memory of this process that peers can map; freed when no longer referenced."""
 
     def __init__(self, size: int) -> None:
         self.size, self.address = size, _cupy().malloc(size)
@@ -91,7 +92,7 @@ class _DeviceMemory:
 
 
 class _Lease:
-    """What a tensor in such memory refers to."""
+    """Object that a tensor in such memory references."""
 
     def __init__(self, memory: _DeviceMemory) -> None:
         self.memory = memory
@@ -137,12 +138,14 @@ class IpcMemory:
 
 
 class Events:
-    """Events that one rank records and others wait for: one per slot of a sender and one for its regions; the same for
-    each reader of them."""
+    """Events recorded by one rank and waited for by others.
+
+    Each sender has one per slot and one for its regions; each reader of a sender has the same.
+    """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        self._of: list[list[int]] = []  # by rank
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
+        self._of: list[list[int]] = []  # rank -> events
         self._made: list[int] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -165,7 +168,7 @@ class Events:
 
     @property
     def ready(self) -> list[int]:
-        """[sender, slot]: recorded by the sender when a piece lies there."""
+        """[sender, slot]: recorded by the sender when the slot holds a piece."""
         return [event for of in self._of for event in of[:EVENTS]]
 
     @property
@@ -181,7 +184,7 @@ class Events:
 
 
 class CudaIpcTransport(ShmTransport):
-    """One rank of several processes on one host, each with a GPU of its own or all with one. Made by `connect`."""
+    """One rank of several processes on one host, which have a GPU each or share one. Made by `connect`."""
 
     name = "cuda_ipc"
     path = "cuda_ipc copy engines"
@@ -223,7 +226,7 @@ class CudaIpcTransport(ShmTransport):
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> CudaIpcTransport:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         segment, processes = cls.share(rendezvous, HOST_SLOT_BYTES)
         with torch.cuda.device(rendezvous.device), contextlib.ExitStack() as undo:
             _reach(rendezvous)
@@ -240,7 +243,7 @@ class CudaIpcTransport(ShmTransport):
         return transport
 
     def _let_peers_read(self, exchange: Exchange) -> None:
-        """Waits for the copies out of this rank's memory that peers have counted, which means: enqueued."""
+        """Waits until copies out of this rank's memory are done, as far as peers have counted (enqueued) them."""
         deadline = time.monotonic() + min(self.timeout, FAREWELL)
         for slot, peer in exchange.readers():
             process, start = self.processes[peer]
@@ -268,8 +271,10 @@ class CudaIpcTransport(ShmTransport):
 
 
 def _reach(rendezvous: Rendezvous) -> None:
-    """Collective. Raises CommError on every rank if a GPU cannot read another's. Ranks may see GPUs by other numbers:
-    they are named by PCI address."""
+    """Checks that each GPU can read the others' memory. Collective. Otherwise raises CommError on every rank.
+
+    GPUs are identified by PCI address, since ranks may number them differently.
+    """
     what, runtime = "reaching the other GPUs", _cupy()
     with rendezvous.together(what):
         name = runtime.deviceGetPCIBusId(rendezvous.device.index)
@@ -279,13 +284,13 @@ def _reach(rendezvous: Rendezvous) -> None:
             try:
                 index = runtime.deviceGetByPCIBusId(other)
             except Exception:
-                continue  # not visible to this process: opening its handle will tell
+                continue  # not visible to this process: opening its handle will show whether it works
             if other != name and not runtime.deviceCanAccessPeer(rendezvous.device.index, index):
                 raise CommError(f"no peer access from {name} to {other} of rank {rank}")
 
 
 def _exchanged(rendezvous: Rendezvous, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
-    """Every rank's handles. Raises CommError if one is not of this rank's length."""
+    """Every rank's handles. Raises CommError if a handle has another length than this rank's."""
     given = rendezvous.exchange([handle.hex() for handle in handles], what)
     with rendezvous.together(what):
         read = [[_handle(text, len(mine)) for text, mine in zip(texts, handles)] for texts in given]
@@ -308,11 +313,11 @@ def _trying(what: str) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Handles of device memory need no end."""
+    """No-op: handles of device memory need no cleanup."""
 
 
 def _driver_functions() -> list[int]:
-    """The addresses of what the driver of `exchange.h` calls. Raises CommError where libcuda lacks one."""
+    """Addresses of the functions that the driver of `exchange.h` calls. Raises CommError if libcuda lacks one."""
     with _trying("use libcuda"):
         find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
         found = []
@@ -335,7 +340,7 @@ def _missing() -> str:
         return str(error)
     try:
         _cupy()
-    except Exception as error:  # what a library that is half there raises
+    except Exception as error:  # a partially installed library may raise anything
         return f"CuPy cannot be imported ({error}): pip install 'interlace[cuda13]'"
     return ShmTransport.capabilities().missing
 

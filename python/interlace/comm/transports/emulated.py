@@ -1,4 +1,4 @@
-"""A link of a given speed over any transport: what overlaps with what, shown on a machine that has no such link."""
+"""Emulated link of a given speed over any transport: shows overlap on a machine without such a link."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, Copy, Forwarding, Ticket, Transport
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
+from interlace.comm.transports.base import Capabilities, Copy, Forwarding, Ticket, Transport
 
 
 class EmulatedTransport(Forwarding):
-    """`inner`, but a batch is not done before a link of its own would have brought this rank its bytes.
+    """`inner`, with batches delayed to the speed of an emulated link to this rank.
 
-    The link takes one batch after the other, in the order in which they are issued: the bytes of a batch occupy it for
-    bytes / bandwidth, and arrive `latency` later. It sleeps meanwhile, as a processor may whose copy engine works. What
-    comes to this rank counts, from the moment this rank asks for it; if a peer sends later, `inner` waits for it.
+    The link serves one batch after another, in issue order. The bytes of a batch occupy it for bytes / bandwidth and
+    arrive `latency` later. Delays are sleeps, so the processor stays free as with a copy engine. Only bytes received by
+    this rank count, from the time this rank requests them. If a peer sends later, `inner` waits for it.
 
     bandwidth: bytes per second. latency: seconds. For tensors on a CPU; closing it closes `inner`.
     """
@@ -30,7 +31,7 @@ class EmulatedTransport(Forwarding):
         self.bandwidth, self.latency = bandwidth, latency
         self.name = f"emulated {inner.name}"
         self._lock = threading.Lock()
-        self._free = 0.0  # when the last bytes that were asked for will have left the link
+        self._free = 0.0  # time at which the link has sent all requested bytes
 
     @classmethod
     def capabilities(cls) -> Capabilities:

@@ -1,8 +1,8 @@
-"""What precedes the bytes of a batch from one process to another: which batch it is, what was asked for, what comes.
+"""Header of a batch from one process to another: its number, its operation, its sizes.
 
-A rank that is elsewhere in its program, or passes other arguments or shapes, is reported by its peers in words instead
-of filling their tensors with bytes of something else. Fixed size, so that it can be received without knowing what will
-come; texts that are too long are cut for display and compared by their digest.
+Peers report a rank that is in another part of its program, or has other arguments or shapes. Without a header they
+would fill their tensors with wrong bytes. The header has a fixed size, so it can be received without knowing the batch.
+Texts that are too long are truncated for display and compared by their digest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interlace.comm.transports.base import BETWEEN_ARGUMENTS, Arguments, CommError
+from interlace.comm.process.agreement import BETWEEN_ARGUMENTS, Arguments
+from interlace.comm.process.errors import CommError
 
 _FORMAT = struct.Struct("<8sQ16s16s16sHHH")
 _MAGIC, _REFUSED = b"ilcopies", b"ilrefuse"
@@ -27,7 +28,7 @@ _SIZES_BYTES = HEADER_BYTES - _FORMAT.size - _LABEL_BYTES - _ARGUMENT_BYTES
 
 
 class Header(NamedTuple):
-    """What one rank sends to another within one batch: number of elements and dtype of each tensor, in order."""
+    """Batch contents from one rank to another: number of elements and dtype of each tensor, in order."""
 
     sequence: int
     label: str
@@ -48,21 +49,24 @@ def pack(found: Header) -> bytes:
     return (head + shown + asked + comes).ljust(HEADER_BYTES, b"\0")
 
 
-@lru_cache(4096)  # those of one step come again in the next
+@lru_cache(4096)  # the same headers repeat in every step
 def headers_of(world: int, label: str, arguments: str, copies: tuple[tuple[int, int, torch.dtype], ...]) -> list[bytes]:
-    """What `pack` makes for each rank, for batch 0. copies: (rank, number of elements, dtype) of all ranks' tensors."""
+    """Packed header for each rank, for batch 0. copies: (rank, number of elements, dtype) of all ranks' tensors."""
     sizes = [tuple((count, dtype) for to, count, dtype in copies if to == rank) for rank in range(world)]
     return [pack(Header(0, label, arguments, each)) for each in sizes]
 
 
 def pack_refusal(reason: str) -> bytes:
-    """HEADER_BYTES bytes that say: nothing will come, and why."""
+    """HEADER_BYTES bytes that announce an abort, with the reason."""
     shown = reason.encode()[: HEADER_BYTES - _FORMAT.size]
     return (_FORMAT.pack(_REFUSED, 0, b"", b"", b"", len(shown), 0, 0) + shown).ljust(HEADER_BYTES, b"\0")
 
 
 def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
-    """Raises CommError unless `raw`, from `peer`, announces what `rank` expects. Both by their numbers in the job."""
+    """Raises CommError unless `raw`, from `peer`, announces the batch that `rank` expects.
+
+    rank, peer: global numbers.
+    """
     if raw == pack(expected):
         return
     magic, sequence, label, arguments, sizes, *lengths = _FORMAT.unpack_from(raw)
@@ -84,7 +88,7 @@ def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
 
 
 def check(rank: int, peer: int, expected: Header, found: Header) -> None:
-    """Raises CommError unless `found`, from `peer`, is what `rank` expects."""
+    """Raises CommError unless `found`, from `peer`, equals the header that `rank` expects."""
     if found == expected:
         return
     if (found.sequence, found.label) != (expected.sequence, expected.label):
@@ -94,7 +98,7 @@ def check(rank: int, peer: int, expected: Header, found: Header) -> None:
     raise _other_sizes(rank, peer, expected, described(found.sizes))
 
 
-@lru_cache(4096)  # those of one step come again in the next
+@lru_cache(4096)  # the same headers repeat in every step
 def described(sizes: Sequence[tuple[int, torch.dtype]]) -> str:
     return " + ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes) or "nothing"
 
@@ -107,9 +111,9 @@ def _elsewhere(rank: int, peer: int, expected: Header, sequence: int, label: str
 
 
 def differences(mine: str, theirs: str, here: str, there: str, cut: bool = False) -> list[str]:
-    """Which of the arguments of two texts differ, with both values. cut: the end of the second one is missing."""
+    """The arguments that differ between two texts, with both values. cut: the end of the second text is missing."""
     ours, others = _named(mine), _named(theirs)
-    if cut and others:  # the last one may not be whole
+    if cut and others:  # the last one may be truncated
         others.popitem()
     names = [name for name in (*ours, *(others.keys() - ours.keys())) if name in others or not cut]
     return [
@@ -139,6 +143,6 @@ def _other_sizes(rank: int, peer: int, expected: Header, sizes: str) -> CommErro
 
 @lru_cache(4096)
 def _digested(text: str, room: int) -> tuple[bytes, bytes]:
-    """The digest of a text, and what of it is shown."""
+    """The digest of a text, and its displayed prefix."""
     raw = text.encode()
     return hashlib.blake2b(raw, digest_size=16).digest(), raw[:room]

@@ -5,8 +5,8 @@
 
     results = run_local(4, rank)
 
-A batch is posted as references; the receiver copies straight from the sender's tensor, so nothing is staged. On CUDA
-all ranks share one device and `copier` says which engine moves the bytes (`interlace.comm.copiers`).
+A batch is posted as references. The receiver copies directly from the sender's tensor, without staging. On CUDA all
+ranks share one device, and `copier` selects the engine that moves the bytes (`interlace.comm.transports.copiers`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ import torch
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.copiers import Copier, plain_copies
-from interlace.comm.thread_ranks import ThreadRanks
-from interlace.comm.transports.base import (
-    DEFAULT_TIMEOUT,
-    Arguments,
-    Capabilities,
-    CommError,
-    Copy,
-    peers_of,
-)
+from interlace.comm.process.agreement import Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.groups import use
+from interlace.comm.process.thread_ranks import ThreadRanks
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Copy, peers_of
+from interlace.comm.transports.copiers import Copier, plain_copies
 from interlace.comm.transports.header import Header, check, header_of
 from interlace.comm.transports.queued import QueueTransport
 
@@ -43,7 +39,7 @@ class _Parcel(NamedTuple):
 
 
 class LocalHub(ThreadRanks):
-    """What the virtual ranks of one process share.
+    """Shared state of the virtual ranks of one process.
 
     before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.
     called: see `ThreadRanks`.
@@ -59,20 +55,20 @@ class LocalHub(ThreadRanks):
         self.signals: dict[tuple[int, int], int] = defaultdict(int)
 
     def first(self, rank: int, peer: int, what: str, timeout: float, waiting: deque[T]) -> T:
-        """The first in a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
+        """The first entry of a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
         with self.changed:
             self.expect(rank, peer, what, timeout, lambda: bool(waiting))
             return waiting[0]
 
     def expect(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], bool]) -> None:
-        """Returns when what `peer` does is there, with `changed` held; errors as in `first`."""
+        """Waits, with `changed` held, until `there` is true for an action of `peer`; errors as in `first`."""
         if self.wait_for(rank, what, lambda: () if there() else (peer,), timeout):
             me, other = self.called[rank], self.called[peer]
             raise CommError(f"rank {me}, {what}: no answer from rank {other} within {timeout:g} s", [other])
 
 
 class LocalTransport(QueueTransport):
-    """One virtual rank. Made by `run_local`, or from a `LocalHub` that all ranks of the process are given."""
+    """One virtual rank. Made by `run_local`, or from a `LocalHub` that all ranks of the process share."""
 
     name = "local"
 
@@ -102,7 +98,7 @@ class LocalTransport(QueueTransport):
         ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
         with hub.changed:
-            for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
+            for peer in peers:  # also empty parcels: a peer that expects data gets an error instead of waiting
                 tensors = [tensor for to, tensor in outgoing if to == peer]
                 hub.posted[rank, peer].append(_Parcel(header_of(sequence, what, arguments, tensors), tensors, ready))
             hub.changed.notify_all()
@@ -161,13 +157,11 @@ def run_local(
 ) -> list[T]:
     """[function(group, *args) of each of `world` virtual ranks], a thread each; `group` is the rank's transport.
 
-    Inside, `group=None` means that transport. Backward passes run in the thread that calls them, on CUDA too: autograd
-    has one thread per device, which ranks that wait for each other must not share.
+    Inside, `group=None` means that transport. Backward passes run in the calling thread, on CUDA too: autograd has one
+    thread per device, which ranks that wait for each other must not share.
 
-    Raises what the first rank raised that failed by itself, after all have ended.
+    Raises the exception of the first rank that failed on its own, after all have ended.
     """
-    from interlace.comm.group import use
-
     hub = LocalHub(world, before)
     results: list[Any] = [None] * world
     errors: list[tuple[int, BaseException]] = []
@@ -191,6 +185,6 @@ def run_local(
     for thread in threads:
         thread.join()
     if errors:
-        # Who fails first takes the others along with CommErrors: what it says is the cause.
+        # The first failure causes CommErrors on the other ranks: report the first.
         raise next((error for _, error in errors if not isinstance(error, CommError)), errors[0][1])
     return results

@@ -1,9 +1,9 @@
-"""Transports over torch.distributed: gloo for CPU tensors on any hosts, NCCL for CUDA tensors on any hosts.
+"""Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors, both across hosts.
 
-Both have process groups of their own, so that their messages never mix with the user's. Headers and signals travel
-over gloo in both: they concern the host, and a closed connection tells at once that a peer died. Messages of gloo carry
-a tag that says what they are. One of another size than its receiver expects ends the process there, so bytes are asked
-for only once the header has said what will come.
+Both use private process groups, so their messages never mix with the user's. Headers and signals go over gloo in both:
+they concern the host, and a closed connection shows at once that a peer died. Gloo messages carry a tag with their
+type. A message of another size than expected ends the process in gloo. So bytes are requested only after the header has
+announced them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.comm.lost import SLOW
-from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, peers_of
+from interlace.comm.process.agreement import Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.lost import SLOW
+from interlace.comm.process.rendezvous import Rendezvous
+from interlace.comm.transports.base import Capabilities, Copy, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 from interlace.comm.transports.queued import QueueTransport
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
-_AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
-_FAREWELL = 0.5  # seconds in which peers may hear why this rank gave up
-_LINGER = 5.0  # seconds in which they may read what was sent before it closed
-Work = Any  # torch.distributed.Work: its stub lacks what is used here
+_AHEAD = 64  # maximum number of signals ahead of the peer's waits
+_FAREWELL = 0.5  # seconds in which peers may receive the reason of an abort
+_LINGER = 5.0  # seconds in which peers may read messages sent before the close
+Work = Any  # torch.distributed.Work: its stub lacks methods used here
 
 
 class GlooTransport(QueueTransport):
@@ -39,7 +41,7 @@ class GlooTransport(QueueTransport):
     name = "gloo"
 
     def __init__(self, rendezvous: Rendezvous, *, device: torch.device | str = "cpu") -> None:
-        """Collective. Raises CommError if a rank does not come within the timeout."""
+        """Collective. Raises CommError if a rank is missing within the timeout."""
         self._control = _gloo(rendezvous)
         super().__init__(rendezvous.rank, rendezvous.world, device=torch.device(device), timeout=rendezvous.timeout)
         self._peers = peers_of(self.rank, self.world)
@@ -52,7 +54,7 @@ class GlooTransport(QueueTransport):
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous) -> GlooTransport:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         what, transport = f"connecting by {cls.name}", None
         try:
             with rendezvous.together(what):
@@ -68,7 +70,7 @@ class GlooTransport(QueueTransport):
         return transport
 
     def _try(self) -> None:
-        """Raises RuntimeError if what worked so far does not move anything."""
+        """Probe: raises RuntimeError if the connected group cannot move bytes."""
 
     def _run(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
@@ -81,7 +83,7 @@ class GlooTransport(QueueTransport):
     def _announce(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
     ) -> None:
-        """Exchanges headers with every peer; raises CommError unless they say what is expected."""
+        """Exchanges headers with every peer; raises CommError if one differs from the expected header."""
         sent: list[tuple[int, Work, Tensor]] = []
         asked: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
@@ -96,7 +98,7 @@ class GlooTransport(QueueTransport):
         for peer, work, theirs in asked:
             try:
                 self._finish(peer, what, work, self.timeout if lost is None else _FAREWELL)
-            except CommError as error:  # another peer may have said why
+            except CommError as error:  # another peer may have sent the reason
                 lost = lost or error
                 continue
             expected = header_of(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
@@ -145,7 +147,7 @@ class GlooTransport(QueueTransport):
         self._check_open("signal")
         flag, sent = torch.ones(1, dtype=torch.uint8), self._signals[peer]
         try:
-            # A send lasts until its receiver waits, and whether it has is known only by waiting too.
+            # A send lasts until its receiver waits. Only waiting here shows whether it has completed.
             if len(sent) == _AHEAD:
                 self._finish(peer, "signal", sent.popleft()[0])
             sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
@@ -164,7 +166,7 @@ class GlooTransport(QueueTransport):
 
     def barrier(self) -> None:
         super().barrier()
-        # What is still on its way is lost when this rank closes: a peer may not have read its signal yet.
+        # Closing drops messages in flight: a peer may not have read its signal yet.
         try:
             for peer, sent in self._signals.items():
                 while sent:
@@ -174,7 +176,7 @@ class GlooTransport(QueueTransport):
             raise
 
     def _tell(self, reason: str) -> None:
-        # A header for those who wait for one; the others see the connection close.
+        # Send a refusal to peers that wait for a header. The others see the connection close.
         head, sent = _bytes(pack_refusal(reason)), []
         for peer in self._peers:
             with contextlib.suppress(CommError):
@@ -191,8 +193,8 @@ class GlooTransport(QueueTransport):
         self._disconnect()
 
     def _break_off(self) -> None:
-        # The thread waits for a peer that does not come. A wait that runs out ends all connections, with what waits
-        # for them, here and at the peers.
+        # The thread waits for a missing peer. A gloo wait that times out closes all connections, which ends all waits
+        # on them, here and at the peers.
         for peer in self._peers:
             with contextlib.suppress(CommError):
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -200,15 +202,15 @@ class GlooTransport(QueueTransport):
         self._thread.join(5.0)
 
     def _disconnect(self) -> None:
-        # The sockets of gloo close with the last reference to it and to what is under way (its abort does nothing).
+        # Gloo's sockets close with the last reference to it and to messages in flight (its abort does nothing).
         self._signals.clear()
         self._control = None
 
 
 class NcclTransport(GlooTransport):
-    """One rank over NCCL: what the bytes take; the rest goes over gloo. Made by `interlace.comm.connect`.
+    """One rank over NCCL: bytes use NCCL, the rest goes over gloo. Made by `interlace.comm.connect`.
 
-    The host learns of a copy that hangs when it is about to enqueue the next but one.
+    The host notices a hung copy when it is about to enqueue the next but one.
     """
 
     name = "nccl"
@@ -229,7 +231,7 @@ class NcclTransport(GlooTransport):
         return Capabilities("nccl", "cuda", missing=missing)
 
     def _try(self) -> None:
-        with torch.cuda.device(self.device):  # NCCL connects with the first bytes: now, where a failure is clear
+        with torch.cuda.device(self.device):  # NCCL connects with the first bytes: do it now, for clear errors
             mine = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
             copies = [Copy(peer, mine[peer : peer + 1]) for peer in self._peers]
             self._move(copies, [Copy(peer, torch.empty_like(byte)) for peer, byte in copies], "connecting")
@@ -237,7 +239,7 @@ class NcclTransport(GlooTransport):
 
     def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str) -> None:
         self._settle()
-        # The n-th copies of all pairs are one group of sends and receives, which NCCL makes in any order.
+        # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
         gives, takes = _rounds(outgoing), _rounds(incoming)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         for turn in range(max(len(gives), len(takes))):
@@ -246,13 +248,13 @@ class NcclTransport(GlooTransport):
                 [take.get(peer, nothing) for peer in range(self.world)],
                 [give.get(peer, nothing) for peer in range(self.world)],
             )
-            work.wait()  # of the current stream, not of the host
+            work.wait()  # blocks the current stream, not the host
         self.before(self.rank, "taken")
         if self.device.type == "cuda":
             self._last = torch.cuda.current_stream(self.device).record_event(), what
 
     def _settle(self) -> None:
-        """Waits for the batch before this one to end on the device: what hangs there is noticed, one batch late."""
+        """Waits until the previous batch has ended on the device: a hang is noticed one batch late."""
         if self._last is None:
             return
         event, what = self._last
@@ -274,7 +276,7 @@ class NcclTransport(GlooTransport):
 
 
 def _linger(works: Sequence[Work], seconds: float) -> None:
-    """Waits for messages to be read. One that is not in time ends all connections, one that cannot be only its own."""
+    """Waits until messages are read. A timeout closes all connections; a failed message closes only its own."""
     deadline = time.monotonic() + seconds
     for work in works:
         with contextlib.suppress(RuntimeError):
@@ -282,7 +284,7 @@ def _linger(works: Sequence[Work], seconds: float) -> None:
 
 
 def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
-    """Peer -> bytes, for the first copies of all peers, the second ones, ..."""
+    """Peer -> bytes, for the first copies of all peers, then for the second ones, ..."""
     rounds: list[dict[int, Tensor]] = []
     count: dict[int, int] = defaultdict(int)
     for peer, tensor in copies:
@@ -309,7 +311,7 @@ def _gloo(rendezvous: Rendezvous) -> Any:
 
 def _nccl(rendezvous: Rendezvous) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
-    # Later than the waits of the transport: when this one runs out, torch ends the process.
+    # Longer than the transport's own timeout: when this one expires, torch ends the process.
     options._timeout = timedelta(seconds=2 * rendezvous.timeout + 30)
     options.group_name = rendezvous.name
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", rendezvous.store), rendezvous.rank, rendezvous.world, options)

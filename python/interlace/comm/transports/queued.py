@@ -1,6 +1,6 @@
-"""Transports whose batches run on a thread of their own, in order, so that the caller computes meanwhile.
+"""Transports that run batches on their own thread, in order, while the caller computes.
 
-On CUDA the thread only enqueues, on a stream of its own.
+On CUDA the thread only enqueues, on its own stream.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from typing import Any
 import torch
 
 from interlace import _device
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, CommError, Copy, Ticket, Transport
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.transports.base import Copy, Ticket, Transport
 
 _NO_STREAM = contextlib.nullcontext()
 
 
 class _LastProgress:
-    """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
+    """Time of a transport's last progress: a batch begun, a piece arrived. Timeouts count from there."""
 
     def __init__(self) -> None:
         self.time = time.monotonic()
@@ -41,14 +43,14 @@ class _QueuedTicket:
         self.finished = threading.Event()
         self.error: CommError | None = None
         self.event: torch.Event | None = None
-        self.keep: Any = None  # what must live until the batch is complete
+        self.keep: Any = None  # references to keep alive until the batch is complete
 
     def done(self) -> bool:
         return self.finished.is_set()
 
     def wait(self) -> None:
-        # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
-        # thread that hangs. Batches that were issued before may take their time, as long as they move.
+        # The thread bounds its own waits. This longer bound catches a thread that hangs, and lets the thread report its
+        # reason first. Earlier batches may take any time, as long as they make progress.
         self.progress.note()
         patience = self.timeout + 5.0
         while not self.finished.wait(max(self.progress.time + patience - time.monotonic(), 0.0)):
@@ -62,7 +64,7 @@ class _QueuedTicket:
 
 
 class _EndedTicket:
-    """Of a batch that ran on the caller's thread."""
+    """Ticket of a batch that ran on the caller's thread."""
 
     def __init__(self, error: CommError | None, event: torch.Event | None, device: torch.device) -> None:
         self.error, self.event, self.device = error, event, device
@@ -78,29 +80,29 @@ class _EndedTicket:
 
 
 def no_step(rank: int, what: str) -> None:
-    """`QueueTransport.before` where nobody looks on."""
+    """Default of `QueueTransport.before`: no-op."""
 
 
 class QueueTransport(Transport):
-    """A transport whose batches run on a thread, one after the other, in the order of the calls.
+    """A transport that runs batches on a thread, one after another, in call order.
 
-    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
-    later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
+    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free its resources. After the first error every
+    later batch fails with the same reason: the order of batches is lost, so later results could not be trusted.
 
-    A transport that nobody refers to any more is closed, and so are those still open when the interpreter exits.
+    A transport without references is closed. Those still open when the interpreter exits are closed too.
     """
 
     before: Callable[[int, str], None] = staticmethod(no_step)
-    """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
+    """Called as before(rank, step) before each step of a batch ("post", "take", "taken"): tests delay there."""
 
     path = ""
-    """What moves its bytes, in words; "": what its name says."""
+    """Description of the path that moves the bytes; "": the transport's name."""
 
     runs_here = False
-    """Whether batches run on the thread that asks for them where that waits at once (see `used_for`)."""
+    """True if a batch may run on the calling thread if that thread waits at once (see `used_for`)."""
 
     called: Sequence[int]
-    """The numbers of its ranks in the whole job, by which errors call them; `rank` and peers count within it."""
+    """Global numbers of the ranks (in the whole job), used in errors. `rank` and peers are local numbers."""
 
     def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
@@ -111,8 +113,8 @@ class QueueTransport(Transport):
         self.failed: CommError | None = None
         self._closed = False
         self._progress = _LastProgress()
-        self._newest: weakref.ref[_QueuedTicket] | None = None  # which holds its tensors
-        self._here = threading.Lock()  # held while a batch runs on the thread that asked for it
+        self._newest: weakref.ref[_QueuedTicket] | None = None  # weak: a ticket keeps its tensors alive
+        self._here = threading.Lock()  # held while a batch runs on the calling thread
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
         self._stream = torch.Stream(device) if _device.on_gpu(device) else None
         self._thread = threading.Thread(
@@ -125,9 +127,9 @@ class QueueTransport(Transport):
     def _run(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
     ) -> None:
-        """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
+        """Runs one batch of flat tensors. Returns when incoming tensors are complete and outgoing ones are reusable.
 
-        On CUDA it runs under the transport's stream and returns when all that is enqueued.
+        On CUDA it runs under the transport's stream and returns when everything is enqueued.
         """
 
     def path_taken(self) -> str:
@@ -135,16 +137,16 @@ class QueueTransport(Transport):
         return self.path or self.name
 
     def _shut(self) -> None:
-        """Frees what the subclass holds; the thread has ended, or hangs in a wait that `_interrupt` ended."""
+        """Frees the subclass's resources. The thread has ended, or hangs in a wait that `_interrupt` ended."""
 
     def _interrupt(self) -> None:
-        """Makes a `_run` that waits give up."""
+        """Aborts a `_run` that waits."""
 
     def _tell(self, reason: str) -> None:
-        """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
+        """Notifies the peers of this rank's abort and its reason, so that they do not wait until the timeout."""
 
     def _give_up(self, error: CommError) -> None:
-        """From now on every use raises; peers are told. Only the first error counts."""
+        """Marks the transport as failed and notifies the peers. Every later use raises. Only the first error counts."""
         forget_locals(error)
         if self.failed is None:
             self.failed = error.again()
@@ -181,7 +183,7 @@ class QueueTransport(Transport):
             return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
         ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
         ticket.keep = (outgoing, incoming, then)
-        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
+        inference = torch.is_inference_mode_enabled()  # thread-local; its tensors are writable only in it
 
         def run() -> None:
             self._progress.note()
@@ -211,13 +213,13 @@ class QueueTransport(Transport):
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
         arguments: Arguments, sequence: int, ready: torch.Event | None,
     ) -> torch.Event | None:  # fmt: skip
-        """One batch, on the thread that runs it; returns what its stream records when all of it is enqueued."""
+        """Runs one batch on the current thread; returns the event of its stream after all work is enqueued."""
         began = time.perf_counter()
         with _NO_STREAM if self._stream is None else self._stream:
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             self._run(outgoing, incoming, label, arguments, sequence)
-            if self._stream is not None:  # the caller may drop them before the copies are over
+            if self._stream is not None:  # the caller may free the tensors before the copies end
                 for copy in (*outgoing, *incoming):
                     copy.tensor.record_stream(self._stream)
             if outgoing or incoming:
@@ -246,7 +248,7 @@ class QueueTransport(Transport):
         self.ends_with_it.close()
 
     def __del__(self) -> None:
-        # Not in a forked child, which has no thread to end and must not speak for its parent.
+        # Not in a forked child: it has no thread to end and must not send messages for its parent.
         if self.__dict__.get("_process") == os.getpid():
             with contextlib.suppress(Exception):
                 self.close()
@@ -264,7 +266,7 @@ class QueueTransport(Transport):
 
 
 def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -> None:
-    # Holds no reference to the transport between batches, so that one that is forgotten is collected.
+    # Holds no reference to the transport between batches, so that an unused one is garbage collected.
     while (item := batches.get()) is not None:
         run, ticket = item
         transport = owner()
@@ -285,14 +287,14 @@ _open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
+    # A daemon thread that waits in compiled code during interpreter shutdown can crash the process.
     for transport in list(_open):
         if transport._process == os.getpid():
             transport.close()
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
+    """Clears the frames of the tracebacks. Otherwise their buffers and sockets would live as long as the error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -311,7 +313,7 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
         if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
             if not tensor.is_contiguous():
                 raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
-            # Not view(-1), which leaves the only element of a tensor with what stride it had.
+            # Not view(-1), which keeps an arbitrary stride if the tensor has one element.
             copy = Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,)))
         flat.append(copy)
     return flat

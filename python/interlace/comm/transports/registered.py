@@ -1,7 +1,7 @@
-"""Registered memory: tensors of one rank that its peers map and read where they lie.
+"""Registered memory: tensors of one rank that peers map and read in place.
 
-Regions are made on demand and kept: a tensor that is no longer used leaves its region to the next one that fits. Peers
-map a region when they first read from it.
+Regions are created on demand and kept. The region of a freed tensor is reused by the next tensor that fits. Peers map a
+region when they first read from it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from torch import Tensor
 
 from interlace._core import Exchange
 
-LEAST = 64 << 10  # bytes of a tensor below which mapping it is not worth one of the few regions
+LEAST = 64 << 10  # bytes; smaller tensors are not worth one of the few regions
 
 
 class Memory(Protocol):
-    """Where regions come from."""
+    """Source of regions."""
 
     def create(self, size: int) -> tuple[Any, bytes, Callable[[], None]]:
-        """(new memory, the handle that peers map it by, what ends the handle). Raises OSError if there is none."""
+        """(new memory, handle for peers to map it, function that releases the handle). Raises OSError if out of
+        memory.
+        """
 
     def lease(self, memory: Any) -> tuple[Any, Tensor]:
-        """(an object that lives as long as the tensor's storage, a tensor of uint8 of all the memory)."""
+        """(an object that lives as long as the tensor's storage, a uint8 tensor of all the memory)."""
 
     def address(self, memory: Any) -> int: ...
 
     def map(self, rank: int, handle: bytes, size: int) -> tuple[int, Any]:
-        """(the address of a peer's region here, what keeps it mapped)."""
+        """(address of a peer's region in this process, object that keeps it mapped)."""
 
 
 class _Region(NamedTuple):
@@ -43,7 +45,7 @@ class _Region(NamedTuple):
 
 
 class Regions:
-    """The registered memory of one rank, and what it has mapped of its peers'."""
+    """The registered memory of one rank, and its mappings of peers' regions."""
 
     def __init__(self, exchange: Exchange, memory: Memory) -> None:
         self._exchange: Exchange | None = exchange
@@ -54,7 +56,7 @@ class Regions:
         self._ends = contextlib.ExitStack()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """A tensor in registered memory; None if it is too small for that, or if there is no more of it."""
+        """A tensor in registered memory; None if it is too small for a region, or if no memory is left."""
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST or self._exchange is None:
             return None
@@ -66,7 +68,7 @@ class Regions:
         return tensor[:size].view(dtype).view(shape)
 
     def _take(self, size: int) -> _Region | None:
-        """The smallest free region that fits, unless most of it would lie idle; else a new one."""
+        """The smallest free region that fits, unless most of it would be unused; else a new one."""
         fitting = [region for region in self._free if size <= region.size <= 2 * size + mmap.PAGESIZE]
         if fitting:
             region = min(fitting, key=lambda found: found.size)
@@ -95,7 +97,7 @@ class Regions:
         self._exchange.map_region(rank, number, address, size)
 
     def close(self) -> None:
-        """Peers can map nothing more, and what was mapped of theirs is given back. Tensors stay valid."""
+        """Ends new mappings by peers, and unmaps the peers' regions. Tensors stay valid."""
         self._exchange = None
         self._mapped.clear()
         self._free.clear()

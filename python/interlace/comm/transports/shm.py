@@ -1,12 +1,12 @@
-"""Processes of one host, CPU tensors: transfers through memory that all ranks map.
+"""Shared-memory transport: processes of one host, CPU tensors. All ranks map the same memory.
 
-A tensor is copied into slots of that memory and out again by its readers. One in registered memory (`allocate`) is
-copied once, by its reader. The driver is C++ (`csrc/comm/exchange.h` describes the protocol): one call per batch,
-without the interpreter's lock. It returns early for what is decided here: timeouts, peers that died, errors.
+The sender copies a tensor into slots of that memory, and its readers copy it out. A tensor in registered memory
+(`allocate`) is copied once, by its reader. The driver is C++ (`csrc/comm/exchange.h` describes the protocol): one call
+per batch, without the GIL. It returns early for decisions that are made here: timeouts, dead peers, errors.
 
-The memory is a memfd: it has no name, so that nothing is left when processes are killed, and it is not bounded by the
-size of /dev/shm, 64 MB in many containers. A peer that dies is noticed within LOOK seconds by its process id; who gives
-up writes down why and rings all bells.
+The memory is a memfd. It has no name, so nothing remains when processes are killed. It is not limited by the size of
+/dev/shm (64 MB in many containers). A dead peer is detected within LOOK seconds by its process id. A rank that aborts
+writes down the reason and rings all bells.
 """
 
 from __future__ import annotations
@@ -24,21 +24,17 @@ import torch
 from torch import Tensor
 
 from interlace._core import Exchange
-from interlace.comm.lost import SLOW, named
-from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports.base import (
-    Arguments,
-    Capabilities,
-    CommError,
-    Copy,
-    peers_of,
-)
+from interlace.comm.process.agreement import Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.lost import SLOW, named
+from interlace.comm.process.rendezvous import Rendezvous
+from interlace.comm.transports.base import Capabilities, Copy, peers_of
 from interlace.comm.transports.header import check_packed, header_of, headers_of
 from interlace.comm.transports.queued import QueueTransport, no_step
 from interlace.comm.transports.registered import Memory, Regions
 
 SLOT_BYTES = 512 << 10
-LOOK = 0.05  # seconds between two looks at whether a peer that does not answer still lives
+LOOK = 0.05  # seconds between checks whether a silent peer is still alive
 
 
 class Segment:
@@ -50,7 +46,7 @@ class Segment:
 
     @classmethod
     def create(cls, world: int, slot_bytes: int) -> int:
-        """A descriptor of new memory. Raises CommError if there is not as much."""
+        """A descriptor of new memory. Raises CommError if there is not enough."""
         size = cls.size(world, slot_bytes)
         try:
             return reserved(size)
@@ -62,16 +58,16 @@ class Segment:
         return Exchange.size(world, slot_bytes)
 
     def exchange(self, rank: int) -> Exchange:
-        """The end of one rank; keeps the memory mapped."""
+        """One rank's end of the exchange; keeps the memory mapped."""
         return Exchange(self.bytes, rank, self.world, self.slot_bytes)
 
 
 def reserved(size: int) -> int:
-    """A descriptor of new memory that has no name, every page of it reserved. Raises OSError."""
+    """A descriptor of new memory without a name, with all pages reserved. Raises OSError."""
     descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o600)
-        os.posix_fallocate(descriptor, 0, size)  # without it, a lack of memory would be SIGBUS later
+        os.posix_fallocate(descriptor, 0, size)  # otherwise a lack of memory would cause SIGBUS later
     except OSError:
         os.close(descriptor)
         raise
@@ -79,13 +75,13 @@ def reserved(size: int) -> int:
 
 
 class SharedMemory:
-    """Regions of memfds: how `Regions` makes its own ones and maps those of peers."""
+    """Regions of memfds: creates own regions and maps those of peers, for `Regions`."""
 
     def __init__(self, processes: Sequence[tuple[int, int]]) -> None:
         self._processes = processes
 
     def create(self, size: int) -> tuple[np.ndarray, bytes, Callable[[], None]]:
-        """(its memory, what peers map it by, what ends that). Raises OSError if there is not as much."""
+        """(memory, handle for peers to map it, function that releases the handle). Raises OSError if out of memory."""
         descriptor = reserved(size)
         memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         return memory, descriptor.to_bytes(8, "little"), partial(os.close, descriptor)
@@ -98,7 +94,7 @@ class SharedMemory:
         return memory.ctypes.data
 
     def map(self, rank: int, handle: bytes, size: int) -> tuple[int, object]:
-        """(the address of a peer's region in this process, what keeps it mapped). Raises CommError or OSError."""
+        """(address of a peer's region in this process, object that keeps it mapped). Raises CommError or OSError."""
         descriptor = _opened(self._processes[rank][0], int.from_bytes(handle[:8], "little"), size)
         try:
             memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
@@ -111,8 +107,8 @@ class ShmTransport(QueueTransport):
     """One rank of several processes on one host. Made by `interlace.comm.connect`."""
 
     name = "shm"
-    path = "shm"  # of a batch of which something is copied into slots
-    direct_path = "shm, registered memory"  # of one that is read where it lies
+    path = "shm"  # some tensor of the batch is copied into slots
+    direct_path = "shm, registered memory"  # all tensors are read in place
     runs_here = True
 
     def __init__(
@@ -145,12 +141,12 @@ class ShmTransport(QueueTransport):
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         return cls(rendezvous.rank, *cls.share(rendezvous, slot_bytes), timeout=rendezvous.timeout)
 
     @staticmethod
     def share(rendezvous: Rendezvous, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
-        """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
+        """The memory that all ranks map, and their (process id, start time). Collective; errors as for `connect`."""
         what, descriptor = "connecting by shared memory", -1
         try:
             with rendezvous.together(what):
@@ -209,12 +205,14 @@ class ShmTransport(QueueTransport):
         moves: int,
         refuse: Callable[[int], None] = lambda peer: None,
     ) -> None:
-        """Lets the driver go on until it is done, and decides what it returns early for.
+        """Runs the driver until it is done, and handles its early returns.
 
-        go_on: for so many seconds without anything moving. lacking: the peers that are waited for. began, moves: when
-        it began, and the driver's count then. refuse: raises for a peer that announced something else.
+        go_on: runs the driver for so many seconds without progress.
+        lacking: the peers that are waited for.
+        began, moves: start time, and the driver's progress count at that time.
+        refuse: raises for a peer that announced something else.
 
-        Raises CommError once a peer that is waited for is lost, or any rank gave up, or nothing moved for the timeout.
+        Raises CommError if an awaited peer is lost, any rank has aborted, or nothing moved within the timeout.
         """
         lost: CommError | None = None
         moved, looked = began, 0.0
@@ -230,7 +228,7 @@ class ShmTransport(QueueTransport):
             if moves != exchange.moves:
                 moves, moved, lost = exchange.moves, now, None
                 self._progress.note()
-            elif lost is not None:  # known before the last look at what peers did: nothing more will come
+            elif lost is not None:  # lost before the last check for progress: no more data will come
                 raise lost
             waiting = lacking()
             lost = self._lost(exchange, waiting, what, look=now - looked > LOOK)
@@ -243,7 +241,7 @@ class ShmTransport(QueueTransport):
             status = go_on(LOOK if lost is None else 0.0)
 
     def _lost(self, exchange: Exchange, waiting: Sequence[int], what: str, look: bool) -> CommError | None:
-        """Why there is nothing to wait for, if there is not. `look`: also at whether the processes live."""
+        """The reason why waiting is futile, if any. `look`: also check whether the processes are alive."""
         if self._closed:
             return self._error(what, "the transport was closed meanwhile")
         for peer in self._peers:
@@ -295,14 +293,14 @@ class ShmTransport(QueueTransport):
             self._exchange.leave(state, reason.encode())
 
     def _shut(self) -> None:
-        self._exchange = None  # unmapped when nothing refers to it any more: a thread that hangs, say
+        self._exchange = None  # unmapped with its last reference, for example of a hung thread
         self._regions.close()
 
 
 def _opened(process: int, number: int, size: int) -> int:
-    """A descriptor of the memory that a process of this user holds under a number of its own."""
+    """A descriptor of the memory that a process of this user holds under its own descriptor number."""
     path = f"/proc/{process}/fd/{number}"
-    there = os.stat(path)  # before it is opened, which may do something where it is a device
+    there = os.stat(path)  # check before opening: opening a device could have side effects
     if (there.st_size, there.st_nlink, there.st_uid) != (size, 0, os.geteuid()) or not stat.S_ISREG(there.st_mode):
         raise CommError(f"descriptor {number} of process {process} is not the memory that rank 0 made")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -313,9 +311,9 @@ def _opened(process: int, number: int, size: int) -> int:
 
 
 def born(process: int) -> int | None:
-    """When a process started, in ticks since the host did; None if it is dead, be it that nobody has taken note yet.
+    """Start time of a process, in ticks since the host started; None if it is dead, including zombies.
 
-    With the id, which is used again, that names a process.
+    Together with the process id, which may be reused, it identifies a process.
     """
     try:
         with open(f"/proc/{process}/stat") as file:
@@ -332,7 +330,7 @@ def _missing() -> str:
     try:
         descriptor = Segment.create(2, mmap.PAGESIZE)
         mine = Segment(2, mmap.PAGESIZE, descriptor).exchange(0)
-        with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as file:  # as a peer would
+        with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as file:  # as a peer does
             theirs = Segment(2, mmap.PAGESIZE, file.fileno()).exchange(1)
         mine.signal(1)
         if theirs.wait(0, 1, 0.0) != Exchange.DONE or born(os.getpid()) is None:

@@ -1,4 +1,4 @@
-"""The transport of a rank that computes with what it has: nobody answers."""
+"""No-op transport: for dry runs of one rank without peers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, CommError, Copy, Ticket, Transport
+from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
+from interlace.comm.process.errors import CommError
+from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
 
 
 class SilentTransport(Transport):
-    """For what a rank of `world` does between its transfers: shapes, and time, need no answer.
+    """For the work of one rank of `world` between its transfers: shapes and time do not depend on received values.
 
-    computes: whether what would be done with what arrives (a sum) is done with the zeros that stand for it.
-    messages, bytes: how many copies went out, and how large they were.
+    computes: whether computations on received data (a sum) run, with zeros in place of the data.
+    messages, bytes: number of outgoing copies, and their total size.
     """
 
     name = "silent"
@@ -29,7 +31,7 @@ class SilentTransport(Transport):
         return Capabilities(cls.name, "cpu")
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros where they are computed with: any other content might be no number, which takes other time."""
+        """Zeros if the tensor is used in computations: other content might be NaN, which takes a different time."""
         make = torch.zeros if self._computes else torch.empty
         return make(tuple(shape), dtype=dtype, device=self.device)
 
@@ -51,13 +53,13 @@ class SilentTransport(Transport):
         return _Done()
 
     def signal(self, peer: int) -> None:
-        """Nobody sees it."""
+        """No-op."""
 
     def wait(self, peer: int) -> None:
-        """For nobody."""
+        """No-op."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: there are no resources."""
 
 
 class _Done:
@@ -65,7 +67,7 @@ class _Done:
     event: torch.Event | None = None
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """No-op."""
 
     def done(self) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""As `cuda_ipc`, with the slots in memory of torch's symmetric allocator, which maps it on every rank.
+"""Symmetric-memory transport: as `cuda_ipc`, with the slots in memory of torch's symmetric allocator.
 
-For machines where handles of plain allocations cannot be opened, as under some containers: there torch exports by file
-descriptor or fabric handle. Events are shared as in `cuda_ipc`.
+For machines that cannot open handles of plain allocations, as in some containers: torch then exports memory by file
+descriptor or fabric handle, and maps it on every rank. Events are shared as in `cuda_ipc`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.comm.rendezvous import Rendezvous
+from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
 from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport, Window
 
@@ -21,7 +21,7 @@ class SymmetricWindow:
     """A window that torch allocates and maps."""
 
     def __init__(self, rendezvous: Rendezvous, slot_bytes: int) -> None:
-        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         self.addresses: list[int] = []
         with rendezvous.together("allocating symmetric memory"):
             memory = _symmetric_memory()
@@ -41,7 +41,7 @@ class SymmMemTransport(CudaIpcTransport):
     path = "symm_mem copy engines"
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Any memory: handles of plain allocations may not open here, so everything is staged."""
+        """Plain memory: handles of plain allocations may not open here, so everything is staged."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     @classmethod

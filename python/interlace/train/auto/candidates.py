@@ -1,8 +1,8 @@
-"""What may be chosen: a candidate is what a config would say in [parallel] and of [train]; and the lists of them.
+"""Candidates: possible values of [parallel] and parts of [train] for a config.
 
-Up to `FEW` ranks all candidates are listed: every placement with every split of the ranks into modules and every
-tp, cp, pp, dp and shard of each. For more ranks `proposals` adds what searches find to the part of that list whose
-degrees are powers of two and equal for all encoders.
+Up to `FEW` ranks all candidates are listed: every placement with every split of the ranks into modules and every tp,
+cp, pp, dp and shard of each. For more ranks the list keeps to degrees that are powers of two and equal for all
+encoders; `proposals` adds the results of searches.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pydantic import ValidationError
 
 from interlace.layout import ParallelSpec
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.train.schema import Config
-from interlace.train.schema_parallel import Parallel
+from interlace.train.config.parallel import Parallel
+from interlace.train.config.sections import Config
 
 FEW = 4
 """Ranks up to which all layouts are listed."""
 SHARDS = ("none", "optimizer", "full")
 SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["schedule"].annotation)
-"""All that a config can name."""
+"""All schedules that a config can name."""
 VIRTUAL = {"interleaved": "loop", "zb_v": "v"}
-"""Those for virtual stages, and the order of these."""
+"""Schedules with virtual stages, and the order of these stages."""
 _DEGREES = ("tp", "cp", "pp", "virtual")
-_MOST_MICROBATCHES = 4  # times the stages on a microbatch's way: beyond it the bubble is small already
+_MOST_MICROBATCHES = 4  # times the number of stages of a microbatch; above it the bubble is already small
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, a schedule and how a step is cut.
+    """A layout, a schedule and the cut of a step.
 
-    specs: (module, its degrees), encoders first. ranks: of one replica, where stages share ranks or the placement is
-    a chain; None: one for each stage. threads: of each rank; None: not chosen.
+    specs: (module, its degrees), encoders first. ranks: of one replica, if stages share ranks or the placement is a
+    chain; None: one rank per stage. threads: of each rank; None: not chosen.
     """
 
     placement: str
@@ -64,7 +64,7 @@ class Candidate:
         return language + (sum(encoders) if self.placement == "parallel" else max(encoders))
 
     def parallel(self) -> dict[str, Any]:
-        """The keys of [parallel] that say it."""
+        """Keys of [parallel] for this candidate."""
         table: dict[str, Any] = {"placement": self.placement, "schedule": self.schedule}
         if self.ranks is not None:
             table["ranks"] = self.ranks
@@ -89,7 +89,7 @@ class Candidate:
         return table
 
     def train(self) -> dict[str, Any]:
-        """The keys of [train] that say it."""
+        """Keys of [train] for this candidate."""
         return {
             "batch_size": self.batch_size,
             "microbatches": self.microbatches,
@@ -118,12 +118,12 @@ class Candidate:
 
 
 def applied(config: Config, candidate: Candidate) -> Config:
-    """The config with what a candidate says; nothing in it is open any more. Raises pydantic's ValidationError."""
+    """The config with a candidate's keys and no open choices. Raises pydantic's ValidationError."""
     return with_tables(config, candidate.parallel(), candidate.train())
 
 
 def with_tables(config: Config, parallel: dict[str, Any], train: dict[str, Any]) -> Config:
-    """The config with these keys of [parallel], beside those that it gives itself, and of [train]."""
+    """The config with these keys of [parallel], added to its own, and of [train]."""
     asked = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
     table = {key: value for key, value in asked.items() if key not in ("plan", "choose", "max_ranks", "memory")}
     for key, value in parallel.items():
@@ -133,16 +133,16 @@ def with_tables(config: Config, parallel: dict[str, Any], train: dict[str, Any])
 
 
 def refusal(error: ValidationError) -> str:
-    """Why a config is refused, in a line."""
+    """Reason why a config is rejected, in one line."""
     return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
 
 
-# ---------------------------------------------------------------------- what is fixed by hand
+# ---------------------------------------------------------------------- keys fixed in the config
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the config says itself, which every candidate keeps. modules: name -> keys of its table."""
+    """Keys of [parallel] fixed by the config; every candidate keeps them. modules: name -> keys of its table."""
 
     placement: str | None
     schedule: str | None
@@ -152,13 +152,13 @@ class Fixed:
 
     @classmethod
     def of(cls, config: Config) -> Fixed:
-        """What [parallel] of `config` gives."""
+        """Fixed keys in [parallel] of `config`."""
         given = config.parallel.model_dump(exclude_unset=True)
         modules = {name: given.get(name) or {} for name in config.modules()}
         return cls(given.get("placement"), given.get("schedule"), given.get("ranks"), given.get("dp"), modules)
 
     def with_virtual(self, candidate: Candidate) -> Candidate:
-        """The candidate with the virtual stages that are fixed, which no list has."""
+        """The candidate with the fixed virtual stages, which the lists do not have."""
         specs = []
         for name, spec in candidate.specs:
             own = {key: value for key, value in self.modules[name].items() if key in ("virtual", "order")}
@@ -166,12 +166,12 @@ class Fixed:
         return replace(candidate, specs=tuple(specs))
 
     def stages_of_encoders(self) -> bool:
-        """Whether virtual stages are fixed for encoders, and for no other module."""
+        """True if virtual stages are fixed only for encoders."""
         fixed = {name for name, keys in self.modules.items() if keys.get("virtual", 1) > 1}
         return bool(fixed) and LANGUAGE_MODEL not in fixed
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether the candidate says what is fixed."""
+        """True if the candidate matches the fixed keys."""
         if self.placement is not None and candidate.placement != self.placement:
             return False
         if self.schedule is not None and candidate.schedule != self.schedule:
@@ -192,16 +192,16 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Openings:
-    """How a step may be cut: batch sizes, numbers of microbatches (None: as suits the stages) and checkpointings."""
+    """Allowed cuts of a step: batch size, microbatches (None: to suit the stages) and activation checkpointing."""
 
     batch_size: int
     microbatches: int | None
     checkpointings: tuple[str, ...]
     rows: bool = False
-    """Whether a batch counts packed rows, of which each is a microbatch."""
+    """True if a batch counts packed rows; each row is a microbatch."""
 
     def counts(self, dp: int, stages: int) -> list[int]:
-        """Numbers of microbatches to try for `dp` replicas of the language model and so many stages on the way."""
+        """Numbers of microbatches to try for `dp` replicas of the language model and `stages` stages per microbatch."""
         most = self.batch_size // dp
         if self.rows:
             return [most] if most else []
@@ -217,9 +217,9 @@ class Openings:
 
 
 def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:
-    """(placement, degrees of each module, ranks) of all layouts of `world` ranks, without shards and each once.
+    """(placement, degrees of each module, ranks) of all layouts of `world` ranks, each once and without shards.
 
-    few: False keeps to powers of two and equal encoders.
+    few: False restricts the list to powers of two and equal encoders.
     """
     *encoders, _ = modules
     whole = ParallelSpec()
@@ -247,7 +247,7 @@ def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[
     for here in range(1, world):
         for own, spec in product(shapes[here], shapes[world - here]):
             yield "colocated", (*(own,) * len(encoders), spec), None
-    if len(encoders) > 1:  # one alone is colocated with nobody
+    if len(encoders) > 1:  # a single encoder has no other to share ranks with
         for split in _splits(world, len(modules)) if few else _even_splits(world, len(modules)):
             for specs in product(*(shapes[count] for count in split)):
                 if few or len(set(specs[:-1])) == 1:
@@ -257,10 +257,10 @@ def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[
 def listed(
     modules: Sequence[str], world: int, openings: Openings, *, schedule: str = SCHEDULES[0], few: bool = True
 ) -> Iterator[Candidate]:
-    """All candidates of `world` ranks with one schedule; `with_schedules` makes the others of each."""
+    """All candidates of `world` ranks with one schedule; `with_schedules` makes the variants with other schedules."""
     for placement, specs, ranks in layouts(modules, world, few=few):
         options = [[spec] if ranks not in (None, 1) else list(_sharded(spec)) for spec in specs]
-        if not few:  # all modules alike
+        if not few:  # equal shards for all modules
             options = [[each] for each in specs]
             for shard in SHARDS[1:]:
                 alike = tuple(_with_shard(spec, shard) for spec in specs)
@@ -271,8 +271,11 @@ def listed(
 
 
 def with_schedules(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with every other schedule that may differ from its own, and with the language model's stages cut in
-    two where a schedule is for virtual stages. Whether it is possible so, the config says."""
+    """The candidate with every other schedule that may differ in time.
+
+    Schedules for virtual stages cut each of the language model's stages in two. Config validation rejects impossible
+    ones.
+    """
     spec = candidate.of[LANGUAGE_MODEL]
     if candidate.world == 1 or candidate.microbatches == 1 or candidate.ranks == 1:
         return
@@ -288,7 +291,7 @@ def with_schedules(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def unsharded(candidate: Candidate) -> Candidate:
-    """The candidate with all state whole on every rank."""
+    """The candidate without sharding: full state on every rank."""
     specs = tuple((name, replace(spec, shard="none", shard_ranks=None)) for name, spec in candidate.specs)
     return replace(candidate, specs=specs)
 
@@ -301,7 +304,7 @@ def _cut(
     openings: Openings,
     schedule: str,
 ) -> Iterator[Candidate]:
-    """A layout with each number of microbatches and checkpointing."""
+    """Candidates of a layout with each number of microbatches and checkpointing."""
     named = tuple(zip(modules, specs, strict=True))
     stages = specs[-1].pp + max((spec.pp for spec in specs[:-1]), default=0)
     stages = ranks if ranks is not None else specs[-1].pp if placement in ("shared", "replicated") else stages
@@ -321,7 +324,7 @@ def _shapes(ranks: int, few: bool) -> Iterator[ParallelSpec]:
 
 
 def _sharded(spec: ParallelSpec) -> Iterator[ParallelSpec]:
-    """With each kind of shard that several ranks can share."""
+    """The degrees with each kind of shard possible for several ranks."""
     yield spec
     if spec.dp * spec.cp > 1:
         yield from (_with_shard(spec, shard) for shard in SHARDS[1:])
@@ -341,7 +344,7 @@ def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _even_splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Those whose numbers are equal but for the last."""
+    """Splits in which all parts but the last are equal."""
     for each in range(1, (total - 1) // (parts - 1) + 1):
         yield (*(each,) * (parts - 1), total - each * (parts - 1))
 

@@ -1,11 +1,12 @@
-"""About how long a step of a candidate takes, in some 10 microseconds: what decides which candidates are simulated.
+"""Quick estimate of a candidate's step time, in about 10 microseconds. It selects the candidates to simulate.
 
-    T = the most loaded stage's work of a step + the way of one microbatch through the others (eq. 4.2 of the
-        dissertation) + sums of gradients + weights that are gathered + the optimizer + messages
+    T = the most loaded stage's work of a step + latency of one microbatch through the others (eq. 4.2 of the
+        dissertation) + sums of gradients + gathers of weights + the optimizer + messages
 
-with all chunks of a module of one size (that of samples which share a row and its blocks of attention), times how much
-more than the mean the replica with most rows has in the tables of the real batches. Modules that share ranks run one
-after the other and add up. A candidate cannot need less memory than its weights and gradients, which rules some out.
+All chunks of a module have one size (that of samples which share a row and its attention blocks). The work is
+multiplied by the load imbalance over replicas in the tables of the real batches. Modules that share ranks run one after
+the other, so their times add up. A candidate needs at least the memory of its weights and gradients, which rules some
+out.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from interlace.costs.step import Size
+from interlace.estimate.sample_sizes import row_bytes_of
 from interlace.layout import Layout, ParallelSpec
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.plan import partition, trainable_before
-from interlace.plan.step_costs import Size
-from interlace.run.assign import Method, assigner_of
-from interlace.run.batch import GlobalBatch
-from interlace.run.dispatch import dispatcher_of
-from interlace.run.sample_sizes import row_bytes_of
-from interlace.run.sizes import size_of
-from interlace.run.table import Lengths
+from interlace.run.tables.assign import Method, assigner_of
+from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.dispatch import dispatcher_of
+from interlace.run.tables.sizes import size_of
+from interlace.run.tables.table import Lengths
 from interlace.train.auto.candidates import Candidate
 from interlace.train.auto.machine import Machine
 from interlace.train.auto.work import Work
-from interlace.train.schema import Config
+from interlace.train.config.sections import Config
 
-_SIZED = 64  # samples, at least, by which it is told how much samples in one chunk share
+_SIZED = 64  # minimum number of samples for measuring how much a chunk's samples share
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,13 @@ class _Stages:
 
 
 class Estimator:
-    """Estimates for one model and batch. Raises ValueError for degrees that were not measured or cannot be cut."""
+    """Estimates for one model and batch. Raises ValueError for unmeasured degrees, or degrees that cannot be cut."""
 
     def __init__(self, config: Config, model: Any, work: Work, machine: Machine) -> None:
         self.model, self.machine, self.chunks = model, machine, config.chunks()
         self._row_bytes = row_bytes_of(model, itemsize=4)
-        # All but "tokens" deal samples to replicas alike, and which of its microbatches has one does not matter here.
+        # All methods but "tokens" assign samples to replicas in the same way. Their order within a replica has no
+        # effect here.
         self._balance = config.train.balance
         self._assign: Method = "tokens" if config.train.assign == "tokens" else "stratified"
         self.work, self.totals = work, work.totals(model)
@@ -74,7 +76,7 @@ class Estimator:
 
     @cached_property
     def _bytes(self) -> dict[str, tuple[int, int]]:
-        """Module -> bytes of its weights, and of those that are trained; what modules share counts once."""
+        """Module -> bytes of its weights, and of the trained ones; weights shared by modules count once."""
         found, seen = {}, set()
         for name in self.order:
             prefix = f"{name}." if name == LANGUAGE_MODEL else f"encoders.{name}."
@@ -84,9 +86,10 @@ class Estimator:
         return found
 
     def chunk_size(self, name: str, count: int) -> Size:
-        """Of one of `count` chunks of a module that a batch is cut into, on average.
+        """Mean size of a chunk, if a batch is cut into `count` chunks of a module.
 
-        Attention visits whole blocks, those that short samples share, too, so it is not the sum over samples.
+        Attention computes whole blocks, including those shared by short samples, so the size is not the sum over
+        samples.
         """
         if (name, count) not in self._sizes:
             samples = GlobalBatch.of(self.work.batches[0]).samples
@@ -102,19 +105,19 @@ class Estimator:
         return self._sizes[name, count]
 
     def trained_before(self, name: str) -> bool:
-        """Whether something is trained before the first layer of a module."""
+        """True if anything is trained before the first layer of a module."""
         return self._before[name]
 
     def bytes_of(self, name: str) -> tuple[int, int]:
-        """Of the weights of a module, and of those that are trained."""
+        """Bytes of the weights of a module, and of the trained ones."""
         return self._bytes[name]
 
     def row_bytes(self, name: str) -> float:
-        """Of a hidden state in a module."""
+        """Bytes of a hidden state in a module."""
         return self._row_bytes[name]
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """Of weights and gradients on the fullest rank, at least."""
+        """Lower bound of the bytes of weights and gradients on the fullest rank."""
         held = [self._held(name, spec) * self._part(candidate, spec) for name, spec in candidate.specs]
         if candidate.ranks is not None or candidate.placement in ("shared", "replicated"):
             return sum(held)
@@ -127,11 +130,11 @@ class Estimator:
 
     @staticmethod
     def _part(candidate: Candidate, spec: ParallelSpec) -> float:
-        """Of a module on one rank."""
+        """Fraction of a module on one rank."""
         return 1 / (candidate.ranks or spec.tp * spec.pp)
 
     def unevenness(self, candidate: Candidate, counts: Mapping[str, int]) -> dict[str, float]:
-        """Module -> rows of its replica that has most over the mean, in the tables of the batches."""
+        """Module -> load imbalance: maximum rows of a replica over the mean, in the tables of the batches."""
         replicas = {name: spec.dp for name, spec in candidate.specs}
         key = (*replicas.items(), *counts.items())
         if key not in self._uneven:
@@ -155,7 +158,7 @@ class Estimator:
         return self._uneven[key]
 
     def seconds(self, candidate: Candidate) -> float:
-        """Of a step."""
+        """Estimated seconds of a step."""
         rounds = candidate.microbatches
         again = candidate.checkpointing == "full"
         counts = {
@@ -193,7 +196,7 @@ class Estimator:
         for name, spec in candidate.specs:
             each, beside = self._per_layer(candidate, name, spec, counts[name], again)
             each = each * uneven[name] * counts[name] / rounds
-            each[0] += beside  # of each stage of a module; how many there are says the cut
+            each[0] += beside  # per stage of a module; the cut decides the number of stages
             chain.append(each)
         layers = np.concatenate(chain)
         if ranks > len(layers):
@@ -204,7 +207,7 @@ class Estimator:
     def _per_layer(
         self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, again: bool
     ) -> tuple[NDArray[np.float64], float]:
-        """Seconds of a chunk, forward and backward: float64 [layers], and what each stage spends beside them."""
+        """Seconds of a chunk, forward and backward: float64 [layers], and the time of each stage outside its layers."""
         world, size = candidate.world, self.chunk_size(name, chunks * spec.dp)
         ranks = world if self.machine.kind == "cpu" else world > 8
         key = (name, spec.tp, spec.cp, size, again, ranks, candidate.threads)
@@ -225,7 +228,7 @@ class Estimator:
         return _Stages(tuple((np.add.reduceat(layers, partition(layers, spec.pp)[:-1]) + beside).tolist()))
 
     def _messages(self, candidate: Candidate) -> float:
-        """What the ways of the messages of one microbatch take, and the handling of all."""
+        """Seconds of one microbatch's messages in transit, and of handling all messages."""
         links, hops = self.machine.links(candidate.world), self._hops(candidate)
         link = links.slowest(range(candidate.world)).message
         return 2 * hops * (link.latency + candidate.microbatches * 2 * links.overhead)
@@ -238,7 +241,7 @@ class Estimator:
         return specs[-1].pp - 1 + max((spec.pp for spec in specs[:-1]), default=0)
 
     def _beside(self, candidate: Candidate, name: str, spec: ParallelSpec) -> float:
-        """Sums, gathers and the optimizer of one module."""
+        """Seconds of sums, gathers and the optimizer for one module."""
         part, world = self._part(candidate, spec), candidate.world
         weights, trained = (each * part for each in self._bytes[name])
         sharers, links = spec.dp * spec.cp, self.machine.links(world)
@@ -253,7 +256,7 @@ class Estimator:
         return seconds + gathers + update / sharers
 
     def safe_seconds(self, candidate: Candidate) -> float:
-        """The same; inf where the model cannot be cut so, which whoever simulates it will say."""
+        """Estimated seconds of a step; inf if the model cannot be cut so (the simulation gives the reason)."""
         try:
             return self.seconds(candidate)
         except ValueError:

@@ -1,4 +1,4 @@
-"""A candidate, simulated: its real layout, tables of real batches, lists, memory by rank and seconds of a step."""
+"""Simulation of a candidate: its real layout, tables of real batches, lists, memory per rank and seconds of a step."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from interlace.costs.links import Links
+from interlace.estimate.predict import Traffic, predict
+from interlace.estimate.traced import weights_of
 from interlace.layout import Layout
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.plan.links import Links
 from interlace.plan.memory import Activations, StateSize
-from interlace.run.assign import assigner_of
-from interlace.run.batch import GlobalBatch
-from interlace.run.dispatch import dispatcher_of
 from interlace.run.graph import check_read, stage_graph
 from interlace.run.lanes import check_stages, with_lanes
-from interlace.run.predict import Traffic, predict
-from interlace.run.sizes import chunk_sizes
-from interlace.run.traced import weights_of
+from interlace.run.tables.assign import assigner_of
+from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.dispatch import dispatcher_of
+from interlace.run.tables.sizes import chunk_sizes
 from interlace.schedule import GENERATORS, Op, Schedule
 from interlace.schedule.actions import COMPUTE
 from interlace.schedule.generate import KINDS
 from interlace.train.auto.candidates import Candidate, applied, refusal
 from interlace.train.auto.machine import Machine
 from interlace.train.auto.work import Work
-from interlace.train.build import build_layout
-from interlace.train.config import ConfigError
-from interlace.train.costs import ranks_per_node
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.models.build import build_layout
+from interlace.train.models.costs import ranks_per_node
+from interlace.train.models.tuning import check_degrees, rates
 from interlace.train.optim import state_sizes
 from interlace.train.rank_memory import activations_of_config, held_by_ranks, loads_of
 from interlace.train.scheduling import schedule_options
-from interlace.train.schema import Config
-from interlace.train.tuning import check_degrees, rates
 
 MEMORY = "memory"
 
 
 class Refused(Exception):
-    """A candidate that cannot be: `reason` counts it, the text says more. short: bytes that a rank lacks."""
+    """An impossible candidate. reason: category for counting. text: details. short: bytes that a rank lacks."""
 
     def __init__(self, reason: str, text: str, short: float = 0.0) -> None:
         super().__init__(text)
@@ -48,9 +48,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A simulated candidate. compute, communication, bubble: what of the seconds of a step is what, on average over
-    ranks; compute has the optimizer's step. communication: what a step takes longer than with free links. peak: bytes
-    on the fullest rank; limit: that it may hold."""
+    """A simulated candidate.
+
+    compute, communication, bubble: parts of the seconds of a step, averaged over ranks. compute includes the
+    optimizer's step. communication: extra time compared with free links. peak: bytes on the fullest rank; limit: bytes
+    that it may hold.
+    """
 
     candidate: Candidate
     seconds: float
@@ -74,7 +77,7 @@ class Evaluator:
         return state_sizes(self.config, self.model, rates(self.config, self.model))
 
     def simulate(self, candidate: Candidate) -> Outcome:
-        """Raises Refused."""
+        """Simulates a candidate. Raises Refused."""
         config = self._applied(candidate)
         try:
             layout = build_layout(config, self.model, source="auto")
@@ -100,7 +103,7 @@ class Evaluator:
                 table = given.table(layout, assigner, dispatcher)
                 check_read(graph, table)
                 sizes = chunk_sizes(self.model, table, given.samples)
-                options = schedule_options(config, self.model, layout, candidate.microbatches)  # as the run makes it
+                options = schedule_options(config, self.model, layout, candidate.microbatches)  # as in a run
                 if assigner is not None:
                     options |= assigner.options(table)
                 schedule: Schedule = GENERATORS[candidate.schedule](graph, table, **options)
@@ -139,7 +142,7 @@ class Evaluator:
         split = KINDS[config.parallel.schedule].halves
         keys = {name: (name, lane, checkpointing, split) for name, lane in zip(layout.modules, lanes, strict=True)}
         if not self._activations.keys() >= set(keys.values()):
-            made = activations_of_config(config, self.model, layout)  # which takes long
+            made = activations_of_config(config, self.model, layout)  # slow
             self._activations.update({keys[name]: each for name, each in made.items()})
         kept = {name: self._activations[key] for name, key in keys.items()}
         edges = {name: each.edges for name, each in kept.items()}
@@ -159,7 +162,7 @@ def _fullest(memory: Any) -> int:
 
 
 def _computing(timeline: Any) -> float:
-    """Seconds of compute and of the optimizer, on average over ranks."""
+    """Seconds of compute and optimizer, averaged over ranks."""
     kinds = {*COMPUTE, Op.OPTIMIZER_STEP}
     total = sum(each.finish - each.start for each in timeline.records() if each.action.op in kinds)
     return float(total / timeline.num_ranks)

@@ -1,7 +1,7 @@
-"""What candidates are priced with: costs of layers, links and memory, measured on this machine or assumed.
+"""Costs of candidates: layers, links and memory, measured on this machine or assumed.
 
-On GPUs a rank has one to itself, so one set of costs serves any number of ranks. On CPUs ranks share the cores, so a
-number of ranks has its own: timed with the threads that each of them would have.
+A GPU rank has a GPU of its own, so one set of costs serves any number of ranks. CPU ranks share the cores, so each
+number of ranks has its own costs, timed with its number of threads per rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 import torch
 
 from interlace import _device
+from interlace.costs.links import Link, Links
+from interlace.costs.outside_lists import Around
+from interlace.costs.step import Costs
 from interlace.plan import LinkModel
-from interlace.plan.around import Around
-from interlace.plan.links import Link, Links
-from interlace.plan.step_costs import Costs
-from interlace.train.config import ConfigError
-from interlace.train.costs import estimated, stated_links
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.launch import launcher
+from interlace.train.models.costs import estimated, stated_links
+from interlace.train.report.forecast import time_optimizer
 
 MOST_OF_MEMORY = 0.9
-"""The part of a GPU's (or the host's) memory that a layout may fill: the rest is for what no table counts."""
+"""Fraction of a GPU's (or the host's) memory that a layout may fill; the rest is a reserve for uncounted memory."""
 MOST_CPU_RANKS = 4
 _GPUS_PER_HOST = 8
 ASSUMED = Links(
@@ -32,19 +34,22 @@ ASSUMED = Links(
     network=Link(LinkModel(20e-6, 1 / 40e9), LinkModel(20e-6, 1 / 40e9)),
     ranks_per_host=_GPUS_PER_HOST,
 )
-"""For GPUs that are not here: hosts of 8 whose GPUs send 200 GB/s, and a network of 40 GB/s for each GPU."""
+"""Links of GPUs that are not here: hosts of 8 GPUs with 200 GB/s between them, and a network of 40 GB/s per GPU."""
 STATED = "links as parallel.links says"
 _UPDATE_BYTES_PER_SECOND = 1e12 / 7  # AdamW reads and writes 7 times the weights, at a third of an H100's bandwidth
-_ALL_DEGREES = 64  # up to which counted costs have every tp; beyond it powers of two and what the config states
-BUDGET_SECONDS = 1.5  # of the profile of a GPU
+_ALL_DEGREES = 64  # counted costs have every tp up to this; above it powers of two and the config's degrees
+BUDGET_SECONDS = 1.5  # for profiling a GPU
 
 
 @dataclass
 class Machine:
-    """costs: of so many ranks with so many threads each. links: of so many ranks. memory: bytes that each of so many
-    ranks may fill. origin: how it is known. threads: numbers of threads that each of so many ranks may have; None: it
-    is no matter of choice. unsure: by what part measurements of one thing differ. worlds: numbers of ranks that may
-    win, where that is known. notes: what was not measured, in sentences."""
+    """Costs, links and memory of a machine.
+
+    costs: (ranks, threads of each) -> costs. links: ranks -> links. memory: ranks -> bytes that each rank may fill.
+    origin: source of the figures. threads: ranks -> possible numbers of threads of each; None: threads are not chosen.
+    unsure: relative measurement noise. worlds: numbers of ranks that may win, if known. notes: sentences on what was
+    not measured.
+    """
 
     costs: Callable[[int, int | None], Costs]
     links: Callable[[int], Links]
@@ -57,15 +62,15 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     def costs_of(self, world: int, threads: int | None = None) -> Costs:
-        """Those of `world` ranks, by default with the first of the numbers of threads that they may have."""
+        """Costs for `world` ranks, by default with the first of their possible numbers of threads."""
         return self.costs(world, self.threads(world)[0] if threads is None else threads)
 
 
 def counted(config: Config, model: Any, *, tflops: float, memory: float, how: str) -> Machine:
-    """GPUs that are not here: FLOPs at `tflops` TFLOP/s per rank, `memory` bytes each, and the links that the config
-    states, else `ASSUMED`."""
-    from interlace.plan.counted import counted_costs
-    from interlace.run.sample_sizes import key_bytes_of, row_bytes_of
+    """Machine of GPUs that are not here: FLOPs at `tflops` TFLOP/s per rank, `memory` bytes each, and the links of the
+    config, else `ASSUMED`."""
+    from interlace.costs.counted import counted_costs
+    from interlace.estimate.sample_sizes import key_bytes_of, row_bytes_of
 
     itemsize = 4 if config.train.precision == "fp32" else 2
     rows, keys = (each(model, itemsize=itemsize) for each in (row_bytes_of, key_bytes_of))
@@ -107,15 +112,15 @@ def here(
     say: Callable[[str], None],
     around: Callable[[int, int], Around],
 ) -> Machine:
-    """This machine: layers timed on rank 0's device with `samples`, in `links` as given (`how` they are known).
+    """This machine: layers timed on rank 0's device with `samples`; `links` as given.
 
-    kind: of device. worlds: numbers of ranks that are to be compared. worth, say: as in `measured.measure`. around:
-    (ranks of this machine, threads of each) -> what a step has beside its lists.
+    how: source of the links. kind: of device. worlds: numbers of ranks to compare. worth, say: as in
+    `interlace.estimate.timed_layers.measure`. around: (ranks of this machine, threads of each) -> time of a step
+    outside its lists.
     """
-    from interlace.run.profiling import Profile, profile_costs
-    from interlace.train.auto.measured import Setting, measure, settings_of
+    from interlace.estimate.profiling import Profile, profile_costs
+    from interlace.estimate.timed_layers import Setting, measure, settings_of
     from interlace.train.device import AUTOCAST
-    from interlace.train.forecast import time_optimizer
 
     degrees = sorted({tp for world in worlds for tp in _divisors(world)})
 
@@ -140,18 +145,18 @@ def here(
     if kind != "cpu":
         say("measuring (a few seconds)")
         once = profile_costs(model, samples, **given, budget=BUDGET_SECONDS, optimizer=update())
-        once = replace(once, around=around(local_ranks(max(worlds)), 1))
+        once = replace(once, around=around(launcher.local_ranks(max(worlds)), 1))
         return Machine(lambda world, threads: once, lambda world: links, memory, origin, kind)
     found = measure(
         Profile(model, samples, **given),
         settings_of(worlds, lambda world: threads(config, world)),
         optimizer=update,
         worth=worth,
-        neighbours=lambda setting: local_ranks(setting.world) - 1,
+        neighbours=lambda setting: launcher.local_ranks(setting.world) - 1,
         say=say,
     )
     costs = {
-        setting: replace(each, around=around(local_ranks(setting.world), setting.threads))
+        setting: replace(each, around=around(launcher.local_ranks(setting.world), setting.threads))
         for setting, each in found.costs.items()
     }
     kept = tuple(sorted({each.world for each in costs}))
@@ -173,9 +178,9 @@ def here(
 
 
 def can_be_cut(config: Config, model: Any, name: str, tp: int) -> bool:
-    """Whether a module can run with so many tensor-parallel ranks."""
+    """True if a module can run with `tp` tensor-parallel ranks."""
+    from interlace.estimate.traced import weights_of
     from interlace.layout import Layout, ParallelSpec
-    from interlace.run.traced import weights_of
 
     specs = {each: ParallelSpec(tp=tp if each == name else 1) for each in model.modules_order()}
     try:
@@ -190,21 +195,12 @@ def _divisors(world: int) -> list[int]:
     return [tp for tp in range(1, world + 1) if world % tp == 0]
 
 
-def local_ranks(world: int) -> int:
-    """How many of `world` ranks are on this machine: all of them, but for torchrun on several."""
-    from interlace.train.launch import launcher
-
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launcher.under_launcher() else world
-
-
 def threads(config: Config, world: int) -> tuple[int, ...]:
-    """Numbers of threads that each of `world` ranks on CPUs may have: its share of the cores; and one process also one
-    thread, which small models are faster with."""
-    from interlace.train.launch import launcher
-
+    """Possible numbers of threads for each of `world` CPU ranks: its share of the cores. One process may also use one
+    thread, which is faster for small models."""
     if config.parallel.threads is not None:
         return (config.parallel.threads,)
-    share = launcher.default_threads(local_ranks(world))
+    share = launcher.default_threads(launcher.local_ranks(world))
     return (share, 1) if world == 1 and share > 1 else (share,)
 
 
@@ -218,13 +214,11 @@ def memory_of(config: Config, kind: str, world: int) -> float:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         raise ConfigError("how much memory this machine has is not known here: give parallel.memory [GB]") from None
-    return MOST_OF_MEMORY * total / local_ranks(world)
+    return MOST_OF_MEMORY * total / launcher.local_ranks(world)
 
 
 def most_ranks(config: Config, kind: str) -> int:
-    """The most ranks on this machine that may be used."""
-    from interlace.train.launch import launcher
-
+    """Maximum number of ranks on this machine."""
     if config.parallel.max_ranks is not None:
         return config.parallel.max_ranks
     if kind != "cpu":

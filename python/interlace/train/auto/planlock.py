@@ -1,14 +1,14 @@
-"""plan.lock: what was chosen for a config, as TOML that repeats it, and why.
+"""plan.lock: the choice for a config as TOML, and the reasons. Training with the lock repeats the choice.
 
     version = 1
-    [asked]                     digests of the sections that the choice is of
+    [asked]                     digests of the sections that the choice depends on
     [chosen.parallel]           keys as in a config, and [chosen.parallel.NAME]
     [chosen.train]              batch_size, microbatches, activation_checkpointing
-    [predicted]                 seconds of a step and of what; bytes on the fullest rank, and how many it may hold
-    [reasons]                   what costs are from, how many candidates there were, how many were refused and why
+    [predicted]                 seconds of a step and of its parts; bytes on the fullest rank, and the limit
+    [reasons]                   source of the costs, number of candidates, refused candidates with reasons
     [[runners_up]]              the next best
 
-Only `version`, `asked` and `chosen` are read again.
+Only `version`, `asked` and `chosen` are read back.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from interlace.train.auto.candidates import refusal, with_tables
-from interlace.train.config import ConfigError, dumps_table
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, dumps_table
+from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
-    from interlace.train.auto.decide import Decision
+    from interlace.train.auto.choose import Decision
     from interlace.train.auto.evaluate import Outcome
 
 if sys.version_info >= (3, 11):
@@ -45,7 +45,7 @@ _DATA = ("dataset", "max_tokens", "pack")
 
 
 def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
-    """The text of the lock for `config`, as it was asked. origin, data: what costs and lengths are from."""
+    """Text of the lock for `config` as asked. origin, data: sources of costs and lengths."""
     best = decision.best
     table: dict[str, Any] = {
         "version": VERSION,
@@ -71,12 +71,12 @@ def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
 
 
 def table_of(text: str) -> dict[str, Any]:
-    """All that a lock says."""
+    """Parsed content of a lock."""
     return tomllib.loads(text)
 
 
 def section_of(text: str) -> str:
-    """What was chosen, as a config would say it."""
+    """The choice as config sections."""
     chosen = table_of(text)["chosen"]
     return dumps_table({"train": chosen["train"], "parallel": chosen["parallel"]}).rstrip()
 
@@ -103,8 +103,11 @@ def read(path: Path) -> str:
 
 
 def locked(config: Config, text: str, where: str) -> Config:
-    """The config with what the lock `text` chose. Raises ConfigError, naming `where` it is from, for what is no lock,
-    and for one of another config, naming the section that differs."""
+    """The config with the choice of the lock `text`.
+
+    Raises ConfigError, naming its source `where`, for an invalid lock, and for one of another config, naming the
+    section that differs.
+    """
     try:
         table = tomllib.loads(text)
         if table["version"] != VERSION:
@@ -127,7 +130,7 @@ def locked(config: Config, text: str, where: str) -> Config:
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Section -> a digest of what in it a layout depends on."""
+    """Section -> digest of its keys that a layout depends on."""
     train = {key: value for key, value in config.train.model_dump().items() if key in _TRAIN}
     for key in config.parallel.choose or ():
         train.pop(key, None)

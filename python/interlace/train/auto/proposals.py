@@ -1,10 +1,11 @@
-"""Candidates for many ranks: a list of regular ones, and what the two searches of `plan/` find.
+"""Candidates for many ranks: a list of regular ones, and the results of the two searches of `plan/`.
 
 - `listed` with powers of two and equal encoders: shared, replicated, chain, colocated
 - `search_configuration` (Entrain's algorithm 3 with Cornstarch's algorithm 1) once for each number of replicas
 - `orchestrate` (DistTrain 5.1, unequal numbers of replicas) once for each largest tp
 
-Of the long list only those with the least estimates are kept, before schedules and ways to cut a step multiply them.
+Only the layouts of the long list with the smallest estimates are kept. Schedules and ways to cut a step are then
+enumerated for these.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from interlace.costs.links import Link
+from interlace.costs.step import Size
 from interlace.layout import ParallelSpec
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.plan import ModuleWork, SearchModule, orchestrate, search_configuration
-from interlace.plan.links import Link
-from interlace.plan.step_costs import Size
 from interlace.train.auto.candidates import Candidate, Openings, layouts, listed
 from interlace.train.auto.estimate import Estimator
 
-_KEPT = 200  # layouts of the long list
+_KEPT = 200  # maximum layouts of the long list
 _LANES = (1, 2, 4, 8)
 
 
 def proposed(
     modules: Sequence[str], estimator: Estimator, world: int, openings: Openings, schedule: str
 ) -> Iterator[Candidate]:
-    """All candidates that are worth an estimate of their own, each once."""
+    """All candidates that get an estimate, each once."""
     seen: set[Candidate] = set()
     for candidate in (
         *_regular(modules, estimator, world, openings, schedule),
@@ -45,7 +46,7 @@ def proposed(
 def _regular(
     modules: Sequence[str], estimator: Estimator, world: int, openings: Openings, schedule: str
 ) -> Iterator[Candidate]:
-    """The regular list, of whose layouts those with the least estimates are cut in all ways."""
+    """Regular candidates: the layouts with the smallest estimates, cut in all ways."""
     limit = estimator.machine.memory(world)
     ranked: list[tuple[float, int, tuple[Any, ...]]] = []
     for number, (placement, specs, ranks) in enumerate(_short_list(modules, world)):
@@ -83,7 +84,7 @@ def _per_layer(estimator: Estimator, name: str, size: Size, tp: int, cp: int, wo
 def _searched(
     modules: Sequence[str], estimator: Estimator, world: int, openings: Openings, schedule: str
 ) -> Iterator[Candidate]:
-    """The best of each number of replicas, with as many microbatches as are allowed, or one sample each."""
+    """The best of each number of replicas, with each allowed number of microbatches."""
     memory, link = _limits(estimator, world)
     for dp in (each for each in range(1, world + 1) if world % each == 0 and openings.batch_size % each == 0):
         for count in openings.counts(dp, max(world // dp // 2, 1)):
@@ -121,7 +122,7 @@ def _searched(
 
 
 def _limits(estimator: Estimator, world: int) -> tuple[float, Link]:
-    """Bytes that a rank may hold, and the slowest link among all ranks."""
+    """Memory limit of a rank in bytes, and the slowest link among all ranks."""
     machine = estimator.machine
     return machine.memory(world), machine.links(world).slowest(range(world))
 
@@ -145,7 +146,7 @@ def _search_module(estimator: Estimator, name: str, size: Size, world: int) -> S
 def _orchestrated(
     modules: Sequence[str], estimator: Estimator, world: int, openings: Openings, schedule: str
 ) -> Iterator[Candidate]:
-    """What `orchestrate` finds with each largest tp."""
+    """Results of `orchestrate` with each largest tp."""
     batch, (memory, link) = openings.batch_size, _limits(estimator, world)
     for most in _LANES:
         lanes = [tp for tp in _LANES if tp <= most]

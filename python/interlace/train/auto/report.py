@@ -1,4 +1,4 @@
-"""Why a layout was chosen: in sentences, and as a picture of the runners-up."""
+"""Reasons of a choice: text lines, and a chart of the runners-up."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from interlace.simulate.style import EDGE, GREY, INK, QUIET, canvas, plain
+from interlace.simulate.pictures.style import EDGE, GREY, INK, QUIET, canvas, plain
 from interlace.train.auto.candidates import unsharded
-from interlace.train.auto.decide import Decision
+from interlace.train.auto.choose import Decision
 from interlace.train.auto.evaluate import Outcome
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 
 _SHOWN = 10
 _PARTS = {"compute": "#3b6fb6", "communication": "#d9772b", "bubble": "#d5d8de"}
 
 
 def lines(decision: Decision, origin: str, data: str) -> list[str]:
-    """What was chosen, what comes next, and what the choice rests on."""
+    """Lines on the chosen candidate, the runners-up and the basis of the choice."""
     best = decision.best
     made = [f"{best.candidate}: {_seconds(best)}", *decision.notes]
     others = [each for each in decision.outcomes if each is not best]
     if others:
         near = others[0]
-        # A little faster it may be, with more ranks (see `decide.ALIKE`).
+        # A runner-up may be slightly faster (see `choose.ALIKE` and `choose.WORTH`).
         made.append(f"next best: {near.candidate}: {_seconds(near)}, {_ratio(near, best)}")
         by_world = {each.candidate.world: each for each in reversed(others)}
         for world, each in sorted(by_world.items()):
@@ -51,8 +51,11 @@ def _ratio(outcome: Outcome, best: Outcome) -> str:
 
 
 def families(decision: Decision) -> list[Outcome]:
-    """The chosen candidate, then the fastest of each other placement with other tp, cp, pp or dp: those that differ in
-    what they shard, in schedule, threads, microbatches or checkpointing alone are one family."""
+    """The chosen candidate, then the fastest one of each other family.
+
+    A family has one placement and one set of degrees tp, cp, pp and dp. Its members differ only in sharding, schedule,
+    threads, microbatches or checkpointing.
+    """
     found: dict[Any, Outcome] = {}
     for each in (decision.best, *decision.outcomes):
         plain = unsharded(each.candidate)
@@ -62,8 +65,7 @@ def families(decision: Decision) -> list[Outcome]:
 
 
 def draw(decision: Decision, path: Path, title: str) -> None:
-    """A bar of step seconds for each of the best layouts, and its memory beside the limit (PNG or SVG). Of each
-    of `families` the first.
+    """Draws step seconds and memory (beside the limit) of the best layouts, one per family (PNG or SVG).
 
     Raises ConfigError for a file that cannot be written.
     """

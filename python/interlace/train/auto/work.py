@@ -1,4 +1,4 @@
-"""What candidates are tried with: batches of the config's own data, or alike samples where there are none."""
+"""Batches for simulating candidates: from the config's own data, or of equal samples."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.costs.step import Size
 from interlace.model import IGNORE, Media, Sample
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.plan.step_costs import Size
-from interlace.run.batch import GlobalBatch
-from interlace.run.sizes import size_of
-from interlace.train.config import ConfigError
-from interlace.train.costs import budget_loads
-from interlace.train.feed import loader
-from interlace.train.schema import Config
+from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.sizes import size_of
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.data.feed import loader
+from interlace.train.models.costs import budget_loads
 
 BATCHES = 2
-"""Batches of data that a candidate is simulated with."""
-_POOL = 256  # samples that say how uneven the data are
+"""Batches of data for the simulation of a candidate."""
+_POOL = 256  # samples for measuring how uneven the data are
 _LARGEST_NOMINAL = 4096  # samples
 
 
 @dataclass(frozen=True)
 class Work:
-    """batches: what steps are given, samples or rows of them. origin: what they are, in words."""
+    """Input of the simulated steps. batches: samples, or rows of them. origin: description."""
 
     batches: tuple[list[Any], ...]
     origin: str
 
     def samples(self) -> list[Any]:
-        """Those of the first batch."""
+        """Samples of the first batch."""
         return GlobalBatch.of(self.batches[0]).samples
 
     def totals(self, model: Any) -> dict[str, Size]:
-        """Module -> what of a batch passes through it on average, samples by themselves."""
+        """Module -> mean size of a batch, with samples counted one by one."""
         found = {}
         for name in model.modules_order():
             each = [size_of(model, name, [s]) for batch in self.batches for s in GlobalBatch.of(batch).samples]
@@ -46,11 +46,11 @@ class Work:
 
 
 def has_data(config: Config) -> bool:
-    """Whether the files that the config names are there."""
+    """True if the files named in the config exist."""
     data = config.data
     if data.dataset != "chats":
         return True
-    from interlace.data import chats_files
+    from interlace.data.chats.files import records as chats_files
 
     try:
         chats_files.find([name for each in data.each_source() for name in each.train])
@@ -60,8 +60,10 @@ def has_data(config: Config) -> bool:
 
 
 def real_work(config: Config, data: Any, batch_size: int) -> Work:
-    """The first batches that a run of the config would take from the training set `data`; of a stream, whose samples
-    nobody has seen, batches of its validation samples, again and again where these are few. Raises ConfigError."""
+    """The first batches of a run of the config from the training set `data`. Raises ConfigError.
+
+    A stream's training samples are unknown, so its validation samples are used, repeated if there are too few.
+    """
     if config.data.reading == "stream":
         order = np.random.default_rng([config.run.seed, 4]).permutation(len(data)).tolist()
         drawn = [data.sample(order[i % len(order)], 0) for i in range(BATCHES * batch_size)]
@@ -79,15 +81,15 @@ def real_work(config: Config, data: Any, batch_size: int) -> Work:
 
 
 def pool(config: Config, data: Any) -> list[Any]:
-    """Samples from all over the training set, undecoded."""
+    """Samples spread over the training set, not decoded."""
     count = min(_POOL, len(data))
     return [data.sample(i * len(data) // count, 0) for i in range(count)]
 
 
 def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
-    """A batch of alike samples that fill the config's budgets, for planning without data.
+    """A batch of identical samples that fill the config's budgets, for planning without data.
 
-    Raises ConfigError where the budget of the text has no room for an item of each encoder.
+    Raises ConfigError if the text budget has no room for an item of each encoder.
     """
     one = nominal_samples(config, model)
     if batch_size > _LARGEST_NOMINAL:
@@ -99,7 +101,7 @@ def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
 
 
 def nominal_samples(config: Config, model: Any) -> list[Any]:
-    """One sample that fills the config's budgets, in a list: an item of each encoder and a full row of text."""
+    """A list with one sample that fills the config's budgets: an item of each encoder and a full row of text."""
     rows = round(budget_loads(_alone(config), model)[LANGUAGE_MODEL].tokens)
     media: dict[str, list[Media]] = {}
     ids: list[int] = []
@@ -120,14 +122,14 @@ def nominal_samples(config: Config, model: Any) -> list[Any]:
 
 
 def _alone(config: Config) -> Config:
-    """The config whose microbatches are one sample."""
+    """The config with microbatches of one sample."""
     train = config.train.model_copy(update={"batch_size": 1, "microbatches": 1})
     parallel = type(config.parallel)()
     return config.model_copy(update={"train": train, "parallel": parallel})
 
 
 def _placeholder(model: Any, name: str) -> int:
-    from interlace.model.placeholders import token_ids
+    from interlace.model.inputs.placeholders import token_ids
 
     return next(iter(token_ids(model.placeholders[name])))
 

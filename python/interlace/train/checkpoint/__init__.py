@@ -1,8 +1,7 @@
-"""Checkpoints: written atomically, verified before use, tensors by their names in the one-process model.
+"""Checkpoints: written atomically, verified before use. Tensors are stored by their names in the one-process model.
 
-checkpoints.py    saves and loads them, on all ranks together       folder.py     which of a run's are whole
-storage.py        their files: safetensors and JSON, no pickle      saveplan.py   which tensors a rank writes
-pieces.py         parts of tensors, under any cut                   identity.py   which model they are of
-base.py           frozen weights that lie elsewhere               reading.py    fills tensors from both
-generators.py     states of random generators
+- `checkpoints`: saves and loads them, on all ranks together. `folder`: which of a run's checkpoints are complete.
+- `storage`: their files, safetensors and JSON, no pickle. `saveplan`: the tensors that a rank writes.
+- `pieces`: parts of tensors, under any cut. `reading`: fills tensors. `base`: frozen weights stored elsewhere.
+- `identity`: the model of a checkpoint. `generators`: states of random generators.
 """

@@ -1,11 +1,11 @@
-"""The base of a checkpoint: frozen weights that a run has from folders, which its checkpoints do not hold.
+"""Base of a checkpoint: frozen weights from folders, which the checkpoints of a run do not store.
 
-What is frozen stays as its folder has it, so that a checkpoint of adapters need not be as large as the model. In the
-place of each such weight the manifest has the folder and a print: the SHA-256 of dtype, shape and values as the files
-hold them. Of embeddings and heads, told by their names, these are all values: training may change rows of a few words
-alone. Of other matrices they are 16 vectors, spread from the first row to the last, so that a base of gigabytes is
-known in seconds. Prints do not depend on where a folder lies nor on how its files are cut. Training changes all rows of
-such a matrix, and so its print; a change of some of them alone is found out only where they are among the 16.
+Frozen weights stay as in their folder, so a checkpoint of adapters can be much smaller than the model. For each such
+weight the manifest has the folder and a print: the SHA-256 of dtype, shape and values as the files hold them. For
+embeddings and heads, recognized by their names, the print covers all values: training may change rows of a few words
+only. For other matrices it covers 16 vectors, spread from the first row to the last, so that the print of a base of
+gigabytes takes seconds. Prints do not depend on the folder's location or on how its files are cut. Training changes all
+rows of such a matrix, and so its print. A change of some rows is detected only if they are among the 16.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from interlace.train.checkpoint.storage import BaseWeight, CheckpointError, Manifest
 
 if TYPE_CHECKING:
-    from interlace.train.pretrained import Source
+    from interlace.train.models.pretrained import Source
 
 VECTORS = 16
-ROWS = 4096  # that are read at a time
+ROWS = 4096  # rows read at a time
 WORDS = ("embed", "head", "wte", "vocab")
-"""Parts of names of weights that have a row per word, in any case."""
+"""Parts of names of weights with a row per word, in any case."""
 
 Stored = Callable[[], Mapping[str, "Source"]]
-"""Where the folders that a config names have the weights of its model, by parameter: read when first asked for."""
+"""Parameter -> location of its weights in the folders of the config: read on first use."""
 
 
 def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
-    """The folder and the print of each weight. Raises CheckpointError where one cannot be read."""
+    """Folder and print of each weight. Raises CheckpointError if one cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     opened: dict[Path, Any] = {}
@@ -57,7 +57,7 @@ def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
 
 
 def _places(name: str, shape: list[int]) -> list[tuple[slice, ...]]:
-    """What a print is made of: all of a weight with a row per word, a few vectors of others."""
+    """Slices covered by a print: all of a weight with a row per word, a few vectors of others."""
     if len(shape) < 2 or not any(word in name.lower() for word in WORDS):
         return _vectors(shape)
     rest = tuple(slice(0, size) for size in shape[1:])
@@ -65,7 +65,7 @@ def _places(name: str, shape: list[int]) -> list[tuple[slice, ...]]:
 
 
 def _vectors(shape: list[int]) -> list[tuple[slice, ...]]:
-    """Places of vectors along the last dimension of a tensor, from its first to its last; of one with one dimension,
+    """Slices of vectors along the last dimension of a tensor, from its first to its last; for one dimension,
     all of it."""
     if len(shape) < 2:
         return [tuple(slice(0, size) for size in shape)]
@@ -76,10 +76,10 @@ def _vectors(shape: list[int]) -> list[tuple[slice, ...]]:
 def base_of(
     path: Path, manifest: Manifest, stored: Stored, known: Mapping[str, BaseWeight] | None = None
 ) -> dict[str, Source]:
-    """Where the weights lie that the checkpoint at `path` leaves to folders.
+    """Sources of the weights that the checkpoint at `path` leaves to folders.
 
-    known: prints of what `stored` says, as far as they are made. Raises CheckpointError for other weights than those
-    that the run began with.
+    known: prints already made for `stored`. Raises CheckpointError for other weights than those at the start of the
+    run.
     """
     if not manifest.base:
         return {}

@@ -1,27 +1,28 @@
 """Checkpoints: tensors keyed by global parameter name, written atomically, verified before use.
 
-A checkpoint is a folder ``step-00000100`` with one file per rank and ``manifest.json``. `storage` says what they hold
-and why nothing in them can run. Its keys:
+A checkpoint is a folder ``step-00000100`` with one file per rank and ``manifest.json``. `storage` describes the files
+and their safety (no pickle). Its keys:
 
-    model.<FQN>                        every parameter under its name in the one-process model, but for frozen ones
-                                       that lie in a folder of weights (`base`)
+    model.<FQN>                        every parameter under its name in the one-process model, except frozen ones
+                                       that are stored in a folder of weights (`base`)
     optimizer.{exp_avg,exp_avg_sq,step,ema}.<FQN>
     rng.<rank>                         python, numpy and torch generators of that rank, of its GPU too (JSON as bytes)
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
 
-Nothing in it knows about stages or ranks (but the generators), so a run may go on under another placement or another
-number of ranks; on the same one it goes on bit for bit. torch.distributed.checkpoint's planners decide which rank
-writes what several hold, and what a rank that holds a part (`pieces.Piece`) has to read.
+Except for the generators, a checkpoint does not depend on stages or ranks. A run may resume under another placement or
+another number of ranks; under the same one it resumes bit for bit. torch.distributed.checkpoint's planners decide which
+rank writes a tensor that several ranks hold, and which data a rank with a part (`pieces.Piece`) has to read.
 
-Writing: all ranks write into a draft, ``.step-00000100.<nonce>.tmp``, which no other job can have, and tell rank 0 the
-size and SHA-256 of what they wrote. Rank 0 reads all of it back, so that what it does not see (a folder that is not
-shared) or sees otherwise is an error, writes the manifest, syncs the files and folders to disk and, if the run is still
-its own, renames the folder. A folder without ``.tmp`` is therefore complete, unless the disk lost something afterwards:
-`newest` verifies sizes and checksums, names the torn file, sets that checkpoint aside (``.torn``) and takes the one
-before. The tensors are copied first, so training goes on while a thread of each rank writes; then rank 0 reads
-back in a thread. What must be told in between, the ranks tell each other when they meet anyway (`ready`, `advance`).
-A checkpoint that is written again steps aside (``.step-00000100.old``) while the new one takes its name; cut
-short in between, the old one is brought back. When any of this fails on any rank, all of them end with its reason.
+Writing: all ranks write into a draft, ``.step-00000100.<nonce>.tmp``, which is unique to the job, and send the size and
+SHA-256 of their files to rank 0. Rank 0 reads all files back, so that a missing or different file (a folder that is not
+shared) is an error. It writes the manifest, syncs the files and folders to disk and, if the run still has the lock,
+renames the folder. A folder without ``.tmp`` is therefore complete, unless the disk lost data afterwards. `newest`
+verifies sizes and checksums, names the torn file, sets that checkpoint aside (``.torn``) and takes the previous one.
+
+The tensors are copied first, so training continues while a thread of each rank writes; then rank 0 reads back in a
+thread. Ranks exchange the messages in between during their regular communication (`ready`, `advance`). A checkpoint
+that is written again is first renamed to ``.step-00000100.old``, until the new one takes its name. After an
+interruption in between, the old one is restored. If any part fails on any rank, all ranks end with its reason.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ from interlace.train.errors import TrainingError
 from interlace.train.launch.peers import Peers
 
 if TYPE_CHECKING:
-    from interlace.train.pretrained import Source
+    from interlace.train.models.pretrained import Source
 
 AVERAGE = "ema"
-SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
+SLOWEST_DISK = 20e6  # bytes per second: determines how long ranks wait before one is considered lost
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
-# Of one rank, as JSON holds it: its host, the name and entry of its file (`File`), and of each tensor in it the key,
-# dtype, shape and `StoredChunk`.
+# Of one rank, as JSON: its host, the name and entry of its file (`File`), and for each tensor in it the key, dtype,
+# shape and `StoredChunk`.
 _Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
 
 
@@ -106,7 +107,7 @@ class _Part(NamedTuple):
 
 
 class _Writing(NamedTuple):
-    """A checkpoint under way. work: of this rank. written: what all ranks have written, once rank 0 reads it back."""
+    """A checkpoint in progress. work: of this rank. written: entries of all ranks, once rank 0 reads them back."""
 
     step: int
     draft: Path
@@ -115,19 +116,20 @@ class _Writing(NamedTuple):
 
 
 def seconds_to_write(identity: Mapping[str, Any]) -> float:
-    """How long a checkpoint may take: weights and two moments of every parameter, in 4 bytes each, and a late file."""
+    """Time limit of a checkpoint: weights and two moments of every parameter, in 4 bytes each, and a late file."""
     return LATE_SECONDS + sum(12.0 * math.prod(shape) for shape, _ in identity["parameters"].values()) / SLOWEST_DISK
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one rank sees them; all ranks make the same calls in the same order.
+    """The checkpoints of one run, on one rank; all ranks make the same calls in the same order.
 
-    `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's (`identity_of`),
-    `peers` the other ranks. `check` raises when the run folder is another job's by now: rank 0 asks it before it
-    changes what others see. A rank that does not come along is a TrainingError that names it.
+    `folder` is shared by all ranks. `keep` is the number of complete checkpoints to keep. `identity` is the model's
+    (`identity_of`), `peers` the other ranks. `check` raises if another job has taken over the run folder: rank 0 calls
+    it before it changes visible files. A rank that does not respond is a TrainingError that names it.
 
-    `stored` says where weights lie that the run began with, and `frozen` names those that nothing trains: what is both
-    is not written. Raises CheckpointError on every rank where one has other such weights than rank 0.
+    `stored` returns the locations of the weights at the start of the run, and `frozen` names the frozen ones: weights
+    in both are not written. Raises CheckpointError on every rank if the weights of one rank differ from those of rank
+    0.
     """
 
     def __init__(
@@ -144,13 +146,14 @@ class Checkpoints:
         self.folder, self.keep, self.identity, self.check = Path(folder), keep, identity, check
         self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
-        self.best = -1  # the step of a checkpoint that stays; none
+        self.best = -1  # step of the checkpoint that is kept; -1: none
         self._writing: _Writing | None = None
         self._stored = stored
         self.base = self._base_of(frozen) if frozen else {}
 
     def _base_of(self, frozen: Collection[str]) -> dict[str, BaseWeight]:
-        """What of `frozen` lies in folders, and its prints; the same on every rank. Collective, if there is any."""
+        """Weights of `frozen` that are stored in folders, with their prints; the same on every rank. Collective, if
+        there are any."""
         sources = {name: source for name, source in self._stored().items() if name in frozen}
         if not sources:
             return {}
@@ -179,10 +182,10 @@ class Checkpoints:
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 
-        What a rank holds only a part of is a `Piece`; all ranks that hold one have the same pieces, or others.
+        A tensor that a rank holds only in part is a `Piece`. Ranks may hold the same pieces or different ones.
 
-        Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
-        only a draft).
+        Returns the finished folder. Raises TrainingError on every rank if anything fails on any rank (a full disk
+        leaves only a draft).
         """
         self.begin(step, parameters, optimizer, progress, copy=False, best=best)
         self.finish()
@@ -198,11 +201,11 @@ class Checkpoints:
         copy: bool = True,
         best: int = -1,
     ) -> None:
-        """Begins what `save` does and returns as soon as the tensors are copied to host memory and may change again.
+        """Begins a `save` and returns as soon as the tensors are copied to host memory and may change again.
 
-        One that is still being written is finished first. `advance`, when every rank is `ready`, or `finish` do the
-        rest, and raise what went wrong. Without `copy` the tensors must be left alone until then. The checkpoint of
-        step `best` stays beside the newest ones.
+        A checkpoint that is still being written is finished first. `advance`, when every rank is `ready`, or `finish`
+        complete the work and raise its errors. Without `copy` the tensors must not change until then. The checkpoint of
+        step `best` is kept beside the newest ones.
         """
         self.finish()
         self.best = best
@@ -226,18 +229,18 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint was begun that does not stand yet: the same on every rank."""
+        """True if a checkpoint was begun and is not finished: the same on every rank."""
         return self._writing is not None
 
     @property
     def ready(self) -> bool:
-        """Whether this rank would not wait in `advance`, but for the others."""
+        """True if `advance` would not wait for this rank's own work."""
         return self._writing is not None and self._writing.work.done()
 
     def advance(self) -> None:
-        """The next part of the checkpoint that is being written; waits for this one. Collective.
+        """Runs the next part of the checkpoint in progress, and waits for the present one. Collective.
 
-        Raises TrainingError on every rank when it failed on any; the checkpoint is given up then.
+        Raises TrainingError on every rank if it failed on any rank; the checkpoint is then aborted.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -252,7 +255,7 @@ class Checkpoints:
             self.peers.on_first(f"finishing checkpoint {final}", writing.work.result)
 
     def finish(self) -> None:
-        """Waits until what was begun stands. Collective; errors as in `advance`."""
+        """Waits until the checkpoint in progress is finished. Collective; errors as in `advance`."""
         while self.writing:
             self.advance()
 
@@ -261,11 +264,12 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
 
-        Of the files only what this rank holds is read, however the ranks that wrote them had cut the model; of what the
-        checkpoint leaves to folders too. What is frozen and lay in the checkpoint stays in those that come.
+        Reads only the parts that this rank holds, independent of the cut of the ranks that wrote the files. The same
+        holds for weights that the checkpoint leaves to folders. Frozen weights that are stored in this checkpoint are
+        stored in later ones, too.
 
-        `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a
-        missing parameter is an error. Raises CheckpointError when the checkpoint is of another model.
+        `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left unchanged; a missing
+        parameter is an error. Raises CheckpointError if the checkpoint is of another model.
         """
         progress: dict[str, Any] = {}
         base: dict[str, Source] = {}
@@ -304,7 +308,7 @@ class Checkpoints:
     def newest(self, at: Path | None = None) -> Path | None:
         """The newest checkpoint that passes verification (or `at`, verified), decided by rank 0 for all; None if none.
 
-        Torn ones on the way are set aside, and a line on stderr names the file. A torn `at` raises.
+        Torn checkpoints found on the way are set aside, and a line on stderr names the file. A torn `at` raises.
         """
 
         def choose() -> str | None:
@@ -321,7 +325,7 @@ class Checkpoints:
         return None if chosen is None else Path(chosen)
 
     def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints later than `step` (a run that goes on from an earlier one leaves them behind)."""
+        """Renames checkpoints later than `step`, if a run resumes from an earlier one."""
 
         def set_aside() -> None:
             self.check()
@@ -336,14 +340,14 @@ class Checkpoints:
         self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps what another process has open; nobody reads it
+            shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps files that another process has open
         restore(self.folder)
         draft = self.folder / f".{final}.{secrets.token_hex(8)}.tmp"
         draft.mkdir()
         return draft.name
 
     def _write(self, draft: Path, parts: Sequence[_Part]) -> _Written:
-        """Writes this rank's share of the tensors; returns what the manifest has to know of it."""
+        """Writes this rank's share of the tensors; returns its entries for the manifest."""
         if not settled(draft):
             raise TrainingError(f"rank {self.rank} on {platform.node()} does not see {draft}, made by rank 0; {SHARE}")
         name = f"rank-{self.rank:05d}.safetensors"
@@ -362,7 +366,7 @@ class Checkpoints:
         return platform.node(), name, file.model_dump(), chunks
 
     def _finish(self, step: int, draft: Path, written: Sequence[_Written]) -> None:
-        """Rank 0: checks that it reads what all ranks wrote, writes the manifest, makes the checkpoint visible."""
+        """Rank 0: verifies the files of all ranks, writes the manifest, makes the checkpoint visible."""
         deadline = time.monotonic() + LATE_SECONDS
         tables: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
         for rank, (host, name, entry, chunks) in enumerate(written):
@@ -396,8 +400,8 @@ class Checkpoints:
         for path in older[self.keep :]:
             if step_of(path) == self.best:
                 continue
-            shutil.rmtree(path, ignore_errors=True)  # the new one is there: what is left over may not end the run
-        for ending in (TORN, SUPERSEDED):  # the newest is kept, in case somebody wants to look at it
+            shutil.rmtree(path, ignore_errors=True)  # the new one is complete: a failed removal must not end the run
+        for ending in (TORN, SUPERSEDED):  # the newest is kept for inspection
             aside = [path for path in self.folder.glob(f"step-*{ending}") if path.is_dir()]
             for path in sorted(aside, key=lambda path: path.name)[:-1]:
                 shutil.rmtree(path, ignore_errors=True)
@@ -408,8 +412,8 @@ def load_parameters(
 ) -> int:
     """Fills a whole model in this one process from a checkpoint (for `generate`); returns the step.
 
-    averaged: trained weights with their averages, where the checkpoint has them. stored: where those lie that it does
-    not hold.
+    averaged: use the averages of trained weights, if the checkpoint has them.
+    stored: locations of weights that it does not hold.
     """
     manifest = check_model(path, identity)
     verify(path)
@@ -427,7 +431,7 @@ def load_parameters(
 
 
 def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
-    """The manifest. Raises CheckpointError saying what differs when it is of another model than `identity`."""
+    """The manifest. Raises CheckpointError with the differences if it is of another model than `identity`."""
     manifest = read_manifest(path)
     if manifest.model.sha256 != identity["sha256"]:
         what = "; ".join(differences(manifest.model.model_dump(mode="json"), identity))
@@ -438,7 +442,7 @@ def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
 
 
 def read_json(path: Path, manifest: Manifest, key: str) -> Any:
-    """What a checkpoint says under `key` beside tensors, unchecked."""
+    """JSON value of a checkpoint under `key`, unchecked."""
     stored = manifest.tensors.get(key)
     if stored is None or stored.dtype != "U8" or len(stored.shape) != 1 or len(stored.chunks) != 1:
         raise CheckpointError(f"{path}: holds no {key}")
@@ -449,13 +453,13 @@ def read_json(path: Path, manifest: Manifest, key: str) -> Any:
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """`work` in a thread that does not keep the process alive."""
+    """Runs `work` in a thread that does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # whoever asks for the result is told
+        except BaseException as error:  # passed on to the reader of the result
             future.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
@@ -463,13 +467,13 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _parts_of(planner: DefaultSavePlanner, share: Any, *, copy: bool) -> list[_Part]:
-    """What a rank writes. copy: into host memory of its own, so that the tensors may change meanwhile."""
+    """Parts that a rank writes. copy: into host memory of its own, so that the tensors may change meanwhile."""
     parts = []
     for item in share.items:
         key, chunk = item.index.fqn, item.tensor_data.chunk
         shape, offsets = list(item.tensor_data.size), list(chunk.offsets)
         entry = key if list(chunk.sizes) == shape else f"{key}@{','.join(map(str, offsets))}"
-        tensor = cast(Tensor, planner.resolve_data(item))  # all that is saved are tensors
+        tensor = cast(Tensor, planner.resolve_data(item))  # only tensors are saved
         parts.append(_Part(key, entry, shape, offsets, tensor.detach().to("cpu", copy=True) if copy else tensor))
     return parts
 

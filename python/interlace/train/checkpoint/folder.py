@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: their names, which of them are whole, and how one takes the place of another.
+"""Checkpoint folder of a run: names of the checkpoints, the complete ones, and replacement of one by another.
 
 step-00000100                finished              .step-00000100.<nonce>.tmp    a draft
-step-00000100.torn           found damaged         .step-00000100.old            stepped aside for a newer one
-step-00000100.superseded     of a run that went on from an earlier step
+step-00000100.torn           found damaged         .step-00000100.old            set aside for a newer one
+step-00000100.superseded     of a run that resumed from an earlier step
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from interlace.train.checkpoint.storage import MANIFEST, TornCheckpoint, digest,
 
 TORN, SUPERSEDED = ".torn", ".superseded"
 _OLD = ".old"
-LATE_SECONDS = 65.0  # a file of another host may be hidden for so long: Linux caches NFS attributes for up to 60 s
+LATE_SECONDS = 65.0  # time that a file of another host may be hidden: Linux caches NFS attributes for up to 60 s
 
 
 def name_of(step: int) -> str:
-    """``step-00000100``."""
+    """Name of a step's folder: ``step-00000100``."""
     return f"step-{step:08d}"
 
 
@@ -38,10 +38,10 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path, *, settle: bool = False) -> Path | None:
-    """The newest checkpoint under `folder` that passes `verify`; torn ones on the way are named on stderr.
+    """The newest checkpoint under `folder` that passes `verify`; torn ones are named on stderr.
 
-    `settle`: torn ones are also set aside, and what a crash left half renamed is put right. Only the job whose run it
-    is may do that: anybody else may look at a moment that passes.
+    `settle`: torn ones are also set aside, and half-finished renames after a crash are repaired. Only the job that
+    holds the run may do that: other processes may see a transient state.
     """
     if settle:
         restore(folder)
@@ -58,7 +58,7 @@ def newest(folder: Path, *, settle: bool = False) -> Path | None:
 
 
 def restore(folder: Path) -> None:
-    """Brings back a checkpoint that had stepped aside when its replacement was cut short, drops those replaced."""
+    """Restores a checkpoint that was set aside if its replacement was interrupted; deletes those already replaced."""
     for old in folder.glob(f".step-*{_OLD}"):
         target = old.with_name(old.name[1 : -len(_OLD)])
         if target.exists():
@@ -68,7 +68,7 @@ def restore(folder: Path) -> None:
 
 
 def verify(path: Path, deadline: float | None = None) -> None:
-    """Checks that every file is there with the size and SHA-256 of the manifest. Raises TornCheckpoint naming it.
+    """Verifies that every file exists with the size and SHA-256 of the manifest. Raises TornCheckpoint with its name.
 
     A missing or short file may only be late on this host: it is waited for until `deadline` (of time.monotonic;
     default: `LATE_SECONDS` from now).
@@ -85,15 +85,15 @@ def verify(path: Path, deadline: float | None = None) -> None:
 
 
 def listing(folder: Path) -> str:
-    """The names of the finished checkpoints, for a message."""
+    """Names of the finished checkpoints, for a message."""
     return ", ".join(path.name for path in complete(folder)) or f"none in {folder}"
 
 
 def settled(path: Path, size: int | None = None, deadline: float | None = None) -> bool:
-    """Whether a file or folder is there (with `size` bytes), waiting for it until `deadline` (of time.monotonic).
+    """True if a file or folder exists (with `size` bytes); waits for it until `deadline` (of time.monotonic).
 
-    What another host wrote over NFS may be hidden by what this one remembers of the folder or file. Opening them makes
-    it ask the server on most mounts; on the others, what it remembers grows old.
+    This host's NFS cache of the folder or file may hide writes of another host. Opening them makes it query the server
+    on most mounts; on the others, the cache expires.
     """
     deadline = time.monotonic() + LATE_SECONDS if deadline is None else deadline
     told = False
@@ -116,7 +116,7 @@ def settled(path: Path, size: int | None = None, deadline: float | None = None) 
 
 
 def replace(source: Path, target: Path) -> None:
-    """Renames a folder over another, which steps aside first; `restore` brings it back after a crash in between."""
+    """Renames a folder over another, which is set aside first; `restore` brings it back after a crash in between."""
     old = target.with_name(f".{target.name}{_OLD}")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The states of the global generators of random numbers, as a checkpoint holds them."""
+"""States of the global random number generators, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from interlace import _device
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of python, numpy and torch, as JSON-able values; that of this rank's GPU where it has one.
+    """State of the global generators of python, numpy and torch, and of this rank's GPU if it has one, as JSON values.
 
-    A checkpoint without the latter, written on a CPU, leaves a GPU's as it was seeded, and a CPU passes it over.
+    If the state has no GPU generator (written on a CPU), a GPU keeps its seeded one. A CPU ignores a GPU's state.
     """
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     module = torch.get_device_module(_device.KIND)
@@ -28,11 +28,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts back what `rng_state` returned (also after a trip through JSON). Raises all sorts of errors for all else."""
+    """Restores the result of `rng_state` (also after a JSON round trip). Raises various errors for other values."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond them
+    if not 0 <= position <= len(keys):  # numpy does not check, and would read out of bounds
         raise ValueError(f"position {position} of {len(keys)}")
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""What a checkpoint is of: the architecture and the parameters, and how two of them differ."""
+"""Identity of a checkpoint: architecture and parameters, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 
 
 def identity_of(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree between a checkpoint and a model: the architecture table and every parameter's shape and dtype.
+    """Identity of a model, which must be equal for its checkpoints: architecture table, and each parameter's shape and
+    dtype.
 
-    `model` may live on the meta device. `architecture` is JSON-able (`build.architecture` makes it from a config).
+    `model` may be on the meta device. `architecture` is JSON-able (`build.architecture` makes it from a config).
     """
     parameters = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()}
     identity = {"architecture": json.loads(json.dumps(architecture)), "parameters": parameters}
@@ -31,7 +32,8 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
-    """How two identities differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
+    """Differences of two identities, in words, the most important first; at most `limit` lines and a count of
+    the rest."""
     lines = [
         f"model.{key} is {old!r} in the checkpoint, {new!r} in the config"
         for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(wanted["architecture"]))

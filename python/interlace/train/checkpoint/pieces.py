@@ -1,7 +1,7 @@
-"""Piece: a part of a tensor in a checkpoint, written once however many ranks hold it and read under any other cut.
+"""Piece: a part of a tensor in a checkpoint, written once if several ranks hold it, and readable under any other cut.
 
-torch.distributed.checkpoint's planners take it for what it is, rectangles of the whole; that two ranks hold the same
-ones, or that all of them together do not make up the whole, they find out.
+torch.distributed.checkpoint's planners treat pieces as rectangles of the whole. The planners find duplicates on several
+ranks, and detect if all pieces together do not cover the whole.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from interlace.parallel.region import Region
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a rank holds of a tensor: `tensor`, which lies in the whole as `region` says."""
+    """A rank's part of a tensor: `tensor`, placed in the whole by `region`."""
 
     tensor: Tensor
     region: Region
 
     def size(self) -> torch.Size:
-        """The shape of the whole: planners compare it with what is stored."""
+        """Shape of the whole: planners compare it with the stored shape."""
         return torch.Size(self.region.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -45,35 +45,35 @@ class Piece:
         ]
 
     def at(self, offsets: tuple[int, ...]) -> Tensor:
-        """What lies in the box that begins at `offsets` of the whole, a view."""
+        """View of the box that begins at `offsets` of the whole."""
         parts = self.region.parts(self.tensor)
         return next(part for box, part in zip(self.region.boxes, parts, strict=True) if box.offsets == offsets)
 
 
 def pieces_of(tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> dict[str, Tensor | Piece]:
-    """`tensors` by name, those of which `regions` says that they are parts as pieces."""
+    """`tensors` by name; those with an entry in `regions` are converted to pieces."""
     return {name: Piece(tensor, regions[name]) if name in regions else tensor for name, tensor in tensors.items()}
 
 
 def detached(value: Tensor | Piece) -> Tensor | Piece:
-    """The same without a gradient."""
+    """The same value without a gradient."""
     return Piece(value.tensor.detach(), value.region) if isinstance(value, Piece) else value.detach()
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Finds tensors and pieces."""
+    """Save planner that also finds pieces."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor, or what a piece has in the box that begins at the index's offset."""
+        """The tensor, or the box of a piece that begins at the index's offset."""
         value = self.state_dict[index.fqn]
         return _found(value, index) if isinstance(value, Piece) else super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Finds tensors and pieces."""
+    """Load planner that also finds pieces."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

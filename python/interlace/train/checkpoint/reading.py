@@ -1,4 +1,4 @@
-"""Fills tensors, and pieces of some, with what a checkpoint holds of them and with what it leaves to folders."""
+"""Fills tensors and pieces from a checkpoint, and from the folders of its base weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from interlace.train.checkpoint.pieces import LoadPlanner, Piece
 from interlace.train.checkpoint.storage import DTYPES, CheckpointError, Manifest, read_chunk
 
 if TYPE_CHECKING:
-    from interlace.train.pretrained import Source
+    from interlace.train.models.pretrained import Source
 
 
 def read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piece]) -> None:
-    """Fills `wanted` in place with what the checkpoint holds under these keys, all of which it has."""
+    """Fills `wanted` in place from the checkpoint's tensors with these keys, all of which it has."""
     deadline = time.monotonic() + LATE_SECONDS
     metadata = Metadata(
         {
@@ -56,7 +56,7 @@ def read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piec
 
 
 def read_base(wanted: Mapping[str, Tensor | Piece], base: Mapping[str, Source]) -> None:
-    """Fills `wanted` in place with what the folders of `base` have of it."""
+    """Fills `wanted` in place from the folders of `base`."""
     for name, value in wanted.items():
         tensor, region = (value.tensor, value.region) if isinstance(value, Piece) else (value, None)
         try:

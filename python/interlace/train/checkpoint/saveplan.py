@@ -1,6 +1,6 @@
-"""Which tensors a rank writes into a checkpoint, as values that JSON can hold: ranks tell each other nothing else.
+"""Save plan: the tensors that each rank writes into a checkpoint, as JSON values.
 
-torch.distributed.checkpoint's planners decide it and would have their plans pickled on the way.
+torch.distributed.checkpoint's planners make the plans. By default it sends them pickled; JSON avoids that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from interlace.train.checkpoint.storage import DTYPES, code_of
 
 
 def items_of(plan: SavePlan) -> list[list[Any]]:
-    """Of each tensor or shard: key, offsets in its index (or None), hint, kind, offsets, sizes, shape, dtype."""
+    """For each tensor or shard: key, offsets in its index (or None), hint, kind, offsets, sizes, shape, dtype."""
     rows = []
     for item in plan.items:
         data, index = item.tensor_data, item.index
@@ -31,7 +31,7 @@ def items_of(plan: SavePlan) -> list[list[Any]]:
 
 
 def plan_of(items: Sequence[Sequence[Any]]) -> SavePlan:
-    """The plan that `items_of` described. Raises ValueError, KeyError or TypeError for what describes none."""
+    """The plan described by `items_of`. Raises ValueError, KeyError or TypeError for an invalid description."""
     return SavePlan([
         WriteItem(
             MetadataIndex(key, None if offset is None else torch.Size(offset), hint),

@@ -1,11 +1,11 @@
-"""What a checkpoint's files hold: a safetensors file per rank, and a manifest in JSON. No pickle: nothing in them runs.
+"""Files of a checkpoint: a safetensors file per rank, and a manifest in JSON. No pickle: no code in them can run.
 
-``manifest.json`` lists every file with its size and SHA-256, and for every tensor which bytes of which file hold it
-(whole, or cut into chunks by rank). It is checked when it is read, as what it says may come from anybody: types, names
-of files, and that all bytes it speaks of lie inside the files. Nothing larger than these is ever allocated for it.
+``manifest.json`` lists every file with its size and SHA-256, and for every tensor the bytes and files that hold it
+(whole, or cut into chunks by rank). Manifests may come from untrusted sources, so reading checks types, names of files,
+and that all byte ranges are inside the files. Allocations never exceed the sizes of these files.
 
 The files are in the safetensors format, so that the weights can be read without Interlace. They are read with plain
-reads, not through a memory map: a file that is cut short meanwhile is an error then; a map would kill the process.
+reads, not through a memory map: if a file is truncated meanwhile, a read is an error, but a map would kill the process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Size = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message says which file or what differs, and what to do."""
+    """A checkpoint cannot be used; the message names the file or the difference, and a remedy."""
 
 
 class TornCheckpoint(CheckpointError):
@@ -58,14 +58,14 @@ class _Entry(BaseModel):
 
 
 class File(_Entry):
-    """A file of a checkpoint: how many bytes, and their SHA-256 in hexadecimal."""
+    """A file of a checkpoint: its size in bytes, and its SHA-256 in hexadecimal."""
 
     size: Size
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class StoredChunk(_Entry):
-    """A rectangle of a tensor: where it begins and how long it is along each dimension, its file, its first byte."""
+    """A rectangle of a tensor: its offset and length along each dimension, its file, its first byte."""
 
     offsets: list[Size]
     sizes: list[Size]
@@ -74,7 +74,7 @@ class StoredChunk(_Entry):
 
 
 class Stored(_Entry):
-    """A tensor: safetensors' name of its dtype, its shape, and the chunks that make it up."""
+    """A tensor: safetensors' name of its dtype, its shape, and its chunks."""
 
     dtype: str
     shape: list[Size]
@@ -98,10 +98,11 @@ class Stored(_Entry):
 
 
 def _tiled(shape: Sequence[int], chunks: Sequence[StoredChunk]) -> bool:
-    """Whether chunks inside a tensor, together of its volume, are all of it: none empty, no place twice, no hole.
+    """True if chunks inside a tensor, whose volumes add up to its volume, tile it: none empty, no overlap, no hole.
 
-    By their corners: where chunks meet, these come in pairs. What is left are those of the places that an odd number
-    of chunks cover; if these are the whole's corners, every place is covered, and the volume says that it is once.
+    The check uses corners: where chunks touch, corners come in pairs. The remaining corners are those of the region
+    that an odd number of chunks cover. If these are the whole's corners, every place is covered, and the volume shows
+    that it is covered once.
     """
     if len(chunks) == 1:
         return True
@@ -117,15 +118,18 @@ def _tiled(shape: Sequence[int], chunks: Sequence[StoredChunk]) -> bool:
 
 
 class BaseWeight(_Entry):
-    """A frozen weight that lies in a folder of weights and not in the checkpoint: the folder, and a print of what that
-    has of it (`interlace.train.checkpoint.base`)."""
+    """A frozen weight that is stored in a folder of weights and not in the checkpoint.
+
+    It has the folder, and a print of the folder's values (`interlace.train.checkpoint.base`).
+    """
 
     folder: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class Manifest(_Entry):
-    """The manifest of a checkpoint. `model` is the identity of the model it is of, `base` what of it lies elsewhere."""
+    """Manifest of a checkpoint. `model` is the identity of its model; `base` lists its weights that are stored
+    elsewhere."""
 
     format: int
     step: int = Field(ge=0)
@@ -155,7 +159,7 @@ class Manifest(_Entry):
 
 
 class Identity(_Entry):
-    """What must agree between a checkpoint and a model: the architecture table, every parameter's shape and dtype."""
+    """Identity of a checkpoint's model: the architecture table, every parameter's shape and dtype."""
 
     sha256: str
     architecture: dict[str, Any]
@@ -171,7 +175,7 @@ def length_of(stored: Stored, chunk: StoredChunk) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict[str, int]]:
-    """Writes a safetensors file and syncs it to disk. Returns its entry for the manifest and where each tensor begins.
+    """Writes a safetensors file and syncs it to disk. Returns its entry for the manifest and the start of each tensor.
 
     Raises OSError, and ValueError for a dtype that the format lacks.
     """
@@ -204,7 +208,7 @@ def read_chunk(
 ) -> Tensor:
     """One chunk of a tensor, on the CPU, or the `part` of it with these (offsets, sizes).
 
-    Of the file only the rows of the part are read. Raises TornCheckpoint when it is not as long as the manifest says.
+    Reads only the rows of the part. Raises TornCheckpoint if the file is shorter than in the manifest.
     """
     offsets, sizes = part if part is not None else ([0] * len(chunk.sizes), chunk.sizes)
     row = math.prod(chunk.sizes[1:]) * DTYPES[stored.dtype].itemsize
@@ -214,7 +218,7 @@ def read_chunk(
     try:
         with path.open("rb") as file:
             left = os.fstat(file.fileno()).st_size - begin
-            buffer = bytearray(length if left >= length else 0)  # never more than there is to read
+            buffer = bytearray(length if left >= length else 0)  # never larger than the remaining file
             file.seek(begin)
             left = min(left, file.readinto(buffer))
     except FileNotFoundError:
@@ -237,7 +241,7 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 
 
 def make_manifest(**table: Any) -> Manifest:
-    """A manifest of this version's format. Raises CheckpointError when something in it is wrong or missing."""
+    """A manifest of this version's format. Raises CheckpointError if an entry is wrong or missing."""
     try:
         return Manifest.model_validate({"format": FORMAT, **table})
     except ValidationError as error:
@@ -247,7 +251,7 @@ def make_manifest(**table: Any) -> Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The text of a manifest, with a checksum of itself."""
+    """Text of a manifest, with a checksum of itself."""
     table = manifest.model_dump()
     return json.dumps({**table, "sha256": _digest_of(table)})
 
@@ -255,7 +259,7 @@ def dump_manifest(manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises TornCheckpoint when there is none or a damaged one, CheckpointError when this version cannot read it.
+    Raises TornCheckpoint if it is missing or damaged, CheckpointError if this version cannot read it.
     """
     path = folder / MANIFEST
     damaged = TornCheckpoint(f"checkpoint {folder} is torn: {path} is damaged")

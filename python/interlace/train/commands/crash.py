@@ -1,8 +1,8 @@
-"""``interlace doctor --crash FOLDER``: who waited for whom when a run failed, from what its ranks' recorders left.
+"""``interlace doctor --crash FOLDER``: analysis of a failed run from the flight recorders of its ranks.
 
-Every rank that could still write left ``rank-N.json`` (`interlace.comm.recorder`). What it had begun and not ended says
-for whom it waited; the chain of these waits ends at the rank that waited for nobody, or that left no file: the likely
-culprit. Files are read as what they are, from anywhere: checked against a schema, never executed.
+Every rank that could still write left ``rank-N.json`` (`interlace.comm.process.recorder`). An event that was begun and
+not ended shows the peers that a rank waited for. The chain of these waits ends at a rank that waited for no other, or
+that left no file: the likely culprit. Files are untrusted: they are checked against a schema, never executed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from interlace.comm.lost import named
-from interlace.resilience.faults import reached
-from interlace.train.config import ConfigError
+from interlace.comm.process.lost import named
+from interlace.resilience.supervisor.faults import reached
+from interlace.train.config.load import ConfigError
 
 LARGEST = 16 << 20  # bytes of a file
 MOST_RANKS = 1 << 20
-LAST = 5  # events of a rank that are shown
+LAST = 5  # events shown per rank
 _NAME = re.compile(r"rank-(\d{1,7})\.json")
-_BLOCKING = ("receive", "exchange", "wait", "finish", "compute")  # until these are over a rank does nothing else
-_UNDER_WAY = ("send", "all_reduce", "reduce_scatter", "gather", "all_gather")  # begun, while the rank goes on
-_SHOWN = 20  # ranks of a list
+_BLOCKING = ("receive", "exchange", "wait", "finish", "compute")  # blocking: the rank does nothing else until they end
+_UNDER_WAY = ("send", "all_reduce", "reduce_scatter", "gather", "all_gather")  # asynchronous: the rank goes on
+_SHOWN = 20  # ranks shown in a list
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 
 
@@ -66,11 +66,11 @@ class Wait(_Table):
 
 
 class Crash(_Table):
-    """What a folder says.
+    """Analysis of a folder.
 
-    world: ranks of the run, as far as the files tell. damaged: file name -> why it cannot be used. missing: ranks
-    without a usable file. waits: of each rank that waited. culprits: the likely ones, most likely first. cycle: ranks
-    that wait for each other in this order, where no rank is to blame but their lists.
+    world: ranks of the run, as far as the files show. damaged: file name -> reason why it cannot be used. missing:
+    ranks without a usable file. waits: of each rank that waited. culprits: likely ones, most likely first. cycle: ranks
+    that wait for each other in this order; then no rank but their action lists are to blame.
     """
 
     world: int
@@ -83,7 +83,7 @@ class Crash(_Table):
 
 
 def read(folder: Path) -> Crash:
-    """Raises ConfigError when there is nothing to read in `folder`."""
+    """Reads and analyses the files in `folder`. Raises ConfigError if it has none."""
     try:
         paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     except OSError as error:
@@ -126,7 +126,7 @@ def _read(path: Path) -> Dump:
 
 
 def _wait_of(dump: Dump, dumps: Mapping[int, Dump]) -> Wait | None:
-    """For whom a rank waited at its end. None: for nobody, it was busy, failed by itself, or all had come."""
+    """Peers that a rank waited for at its end. None: it was busy, failed by itself, or all peers had joined."""
     event = next((each for each in reversed(dump.events) if each.state == "waiting" and each.kind in _BLOCKING), None)
     if event is None:
         return None
@@ -135,8 +135,8 @@ def _wait_of(dump: Dump, dumps: Mapping[int, Dump]) -> Wait | None:
 
 
 def _came(event: Event, other: Dump | None, rank: int) -> bool:
-    """Whether another rank has joined the collective that `rank` waits in."""
-    if other is None or rank not in event.ranks:  # a message has its peer alone in `ranks`
+    """True if another rank has joined the collective that `rank` waits in."""
+    if other is None or rank not in event.ranks:  # for a message, `ranks` contains only the peer
         return False
     same = [each for each in other.events if (each.what, each.ranks) == (event.what, event.ranks)]
     return any(each.state == "waiting" or (each.end is not None and each.end >= event.begin) for each in same)
@@ -147,7 +147,7 @@ def _blame(missing: Sequence[int], waits: Sequence[Wait], dumps: Mapping[int, Du
     after: dict[int, set[int]] = {}
     for wait in waits:
         after.setdefault(wait.rank, set()).update(wait.peers)
-    waiting_for: dict[int, int] = {}  # end of a chain -> ranks that wait for it, directly or not
+    waiting_for: dict[int, int] = {}  # end of a chain -> number of ranks that wait for it, directly or not
     for rank in after:
         for end in reached(rank, after):
             if end not in after:
@@ -164,7 +164,7 @@ def _blame(missing: Sequence[int], waits: Sequence[Wait], dumps: Mapping[int, Du
 
 
 def report(crash: Crash) -> list[str]:
-    """The lines that a person reads, the verdict first."""
+    """Lines of the report, the verdict first."""
     lines = [*_verdict(crash), ""]
     lines += [f"{name}: {why}" for name, why in crash.damaged.items()]
     if crash.missing:
@@ -222,7 +222,7 @@ def _clock(seconds: float) -> str:
 
 
 def crash(folder: Path) -> int:
-    """Prints the report of a folder; exit code 0. Raises ConfigError when there is nothing to read."""
+    """Prints the report of a folder; exit code 0. Raises ConfigError if it has no files to read."""
     for line in report(read(folder)):
         print(line)
     return 0

@@ -1,8 +1,8 @@
-"""``interlace data check``: what is in a config's files, or in files alone, before anything is trained on it.
+"""``interlace data check``: examines the files of a config, or files alone, before training.
 
-``interlace data index``: where records begin and how large they are, made once for large data.
+``interlace data index``: record offsets and sizes, computed once for large data.
 
-``interlace data folder``: chats about the pictures of a folder, for those who have nothing but pictures.
+``interlace data folder``: makes chats from a folder of pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from interlace.train.config import ConfigError, load
+from interlace.train.config.load import ConfigError, load
 
 CLEAN, BROKEN = 0, 1
 MOST_NAMED = 20
@@ -28,10 +28,10 @@ HELD_OUT = ".held-out"
 
 
 def check(options: argparse.Namespace) -> int:
-    """Reports on the data and writes a page of samples; 0 when all is well, 1 when records or files are broken."""
-    from interlace.data import chats_page
-    from interlace.data.chats import SEEN
-    from interlace.data.chats_records import Rules
+    """Reports on the data and writes a page of samples; 0 if all is well, 1 if records or files are broken."""
+    from interlace.data.chats import page as chats_page
+    from interlace.data.chats.dataset import SEEN
+    from interlace.data.chats.files.sources import Rules
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples}: 0 or more")
@@ -54,12 +54,12 @@ def check(options: argparse.Namespace) -> int:
     shown: list[Any] = []
     trained: dict[str, set[int]] = {}
     tokens: dict[str, np.ndarray] = {}
-    hashes: dict[str, list[int]] = {}  # of the records that `tokens` is of
+    hashes: dict[str, list[int]] = {}  # of the records counted in `tokens`
     overlaps = False
     for place, split in enumerate(splits):
         own = chats_page.Findings(strict, chats)
         seen = 0
-        room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # of each split some
+        room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # some samples of each split
         before = trained.setdefault(split.source, set())
         for one in _examined(split.files, chats, split.rules, None if config is None else config.data.cache):
             own.add(one)
@@ -75,7 +75,7 @@ def check(options: argparse.Namespace) -> int:
             tokens[split.source] = np.array(own.lengths, np.int64)
         listed = own.listing() if options.list else []
         print("\n".join([split.name + ", ".join(map(str, split.files)), *own.lines(), *listed]))
-        if 100 * seen > own.usable:  # some few are chance: a hash has 32 bits
+        if 100 * seen > own.usable:  # a few matches may be collisions of the 32-bit hash
             overlaps = True
             print(SEEN.format(seen, own.usable))
     if config is not None and len(config.data.sources) > 1:
@@ -92,7 +92,7 @@ def check(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Split:
-    """Files that are checked together. kind: "train", "validation" or, of files alone, ""; source: of which source."""
+    """Files checked together. kind: "train", "validation" or, for files alone, ""; source: name of the source."""
 
     source: str
     kind: str
@@ -106,7 +106,7 @@ class _Split:
 
 
 def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
-    """Lines of text: what an epoch draws of each source, before any is held out for validation."""
+    """Lines of text: draws of an epoch from each source, before the validation split."""
     from interlace.data.mixture import share_of
 
     sources = [(each.name, each.weight, lengths) for each in data.sources if len(lengths := tokens[each.name])]
@@ -128,10 +128,10 @@ def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
-    """Lines of text: what a run says of the batches that it makes of records with these lengths and hashes."""
+    """Lines of text: notes of a run on its batches from records with these lengths and hashes."""
     from interlace.data import MixedDataset, Part
-    from interlace.data.chats import train_picks
-    from interlace.train.feed import batch_notes, loader
+    from interlace.data.chats.dataset import train_picks
+    from interlace.train.data.feed import batch_notes, loader
 
     data, parts = config.data, list[Part]()
     for each in data.each_source():
@@ -148,7 +148,7 @@ def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str,
 
 @dataclass(frozen=True)
 class _Lengths:
-    """A dataset of which nothing is known but how long its samples are."""
+    """A dataset with known sample lengths only."""
 
     token_lengths: np.ndarray
 
@@ -157,9 +157,11 @@ class _Lengths:
 
 
 def index(options: argparse.Namespace) -> int:
-    """Indexes the files of a config, or files alone; 0 when all records can be used, 1 when some are broken."""
-    from interlace.data import cache_folder, chats_files, chats_index
-    from interlace.data.chats_records import Rules
+    """Indexes the files of a config, or files alone; 0 if all records can be used, 1 if some are broken."""
+    from interlace.data import cache_folder
+    from interlace.data.chats.files import index as chats_index
+    from interlace.data.chats.files import records as chats_files
+    from interlace.data.chats.files.sources import Rules
 
     configs = [path for path in options.files if path.suffix == ".toml"]
     if configs and len(options.files) > 1:
@@ -201,9 +203,9 @@ def index(options: argparse.Namespace) -> int:
 
 
 def folder(options: argparse.Namespace) -> int:
-    """Writes JSON lines of chats about a folder's pictures; 0 when all of them are in, 1 when some are left out."""
-    from interlace.data import chats_folder
-    from interlace.data.chats_shapes import TAG
+    """Writes JSON lines of chats about a folder's pictures; 0 if all of them are included, 1 if some are left out."""
+    from interlace.data.chats.files import picture_folder as chats_folder
+    from interlace.data.chats.files.shapes import TAG
 
     share, question = options.held_out, options.question
     if not 0 <= share < 1:
@@ -216,7 +218,7 @@ def folder(options: argparse.Namespace) -> int:
     for out in outs:
         if out.exists():
             raise ConfigError(f"--out: {out} is there already: remove it, or give another name")
-        if not out.parent.is_dir():  # found out before every picture is read
+        if not out.parent.is_dir():  # checked before every picture is read
             raise ConfigError(f"--out {out}: cannot write there: no folder {out.parent}")
     try:
         found = chats_folder.look_through(options.folder)
@@ -245,7 +247,7 @@ def folder(options: argparse.Namespace) -> int:
 
 
 def _write(texts: Mapping[Path, str]) -> None:
-    """Writes all of the files or nothing. Raises ConfigError."""
+    """Writes all of the files or none. Raises ConfigError."""
     temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     done: list[Path] = []
     path = next(iter(texts))
@@ -266,13 +268,13 @@ def _write(texts: Mapping[Path, str]) -> None:
 
 
 def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], Any, Any]:
-    """What a config trains on and measures with, how its model reads chats, and the config. Raises ConfigError."""
+    """Training and validation files of a config, the chat format of its model, and the config. Raises ConfigError."""
     from dataclasses import replace
 
-    from interlace.train.build import build
-    from interlace.train.feed import chat_format, chat_sources
-    from interlace.train.media_specs import check_inputs
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.data.feed import chat_format, chat_sources
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build
+    from interlace.train.models.media_specs import check_inputs
 
     config = load(path, overrides)
     if config.data.dataset != "chats":
@@ -290,7 +292,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
 
 
 def _check_out(out: Path, inputs: list[Path]) -> None:
-    """Raises ConfigError when the page would be written over a config or data, or into them."""
+    """Raises ConfigError if the page would overwrite a config or data, or lie in a data folder."""
     place = out.expanduser().resolve()
     for path in inputs:
         there = path.expanduser().resolve()
@@ -299,7 +301,9 @@ def _check_out(out: Path, inputs: list[Path]) -> None:
 
 
 def _examined(files: list[Path], chats: Any, rules: Any, cache: str | None) -> Iterator[Any]:
-    from interlace.data import cache_folder, chats_examine, chats_files
+    from interlace.data import cache_folder
+    from interlace.data.chats import examine as chats_examine
+    from interlace.data.chats.files import records as chats_files
 
     media = cache_folder(cache) / "chats" / "media"
     try:

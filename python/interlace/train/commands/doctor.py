@@ -1,4 +1,4 @@
-"""``interlace doctor``: what this machine can run, and why not the rest. Every check is tried, none is assumed."""
+"""``interlace doctor``: features of this machine, and reasons why others are unavailable. Every check really runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-Check = tuple[bool | None, str]  # on, off, or None = does not matter here; and the reason or version
+Check = tuple[bool | None, str]  # on, off, or None = not relevant here; and the reason or version
 
 
 def doctor() -> int:
-    """Prints the table; exit code 0 when training can run here, else 1."""
+    """Prints the table; exit code 0 if training can run here, else 1."""
     from rich.console import Console
     from rich.table import Table
 
@@ -37,7 +37,7 @@ def doctor() -> int:
         table.add_section()
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a pipe has no width, and a path cut short helps nobody
+        console.width = 200  # a pipe has no width; avoids truncated paths
     console.print(table)
     if broken:
         console.print(f"training cannot run here: {', '.join(broken)}")
@@ -52,7 +52,7 @@ REQUIRED = {"python", "torch", "transformers", "interlace._core", "interlace.tra
 def _tried(check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except Exception as error:  # a doctor reports what it finds, whatever that is
+    except Exception as error:  # any error is a result of the check
         return False, " ".join(str(error).split())[:160] or type(error).__name__
 
 
@@ -67,7 +67,7 @@ def _basics() -> dict[str, Callable[[], Check]]:
         return True, f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
 
     def transformers() -> Check:
-        from interlace.train.build import transformers_missing
+        from interlace.train.models.build import transformers_missing
 
         missing = transformers_missing()
         return not missing, missing or importlib.metadata.version("transformers")
@@ -78,7 +78,7 @@ def _basics() -> dict[str, Callable[[], Check]]:
         return True, str(_core.__file__)
 
     def train() -> Check:
-        for part in ("commands.train", "feed", "rank"):  # which import all that a run needs
+        for part in ("commands.train", "data.feed", "rank"):  # these import everything that a run needs
             importlib.import_module(f"interlace.train.{part}")
         return True, "can be imported"
 
@@ -94,7 +94,7 @@ def _basics() -> dict[str, Callable[[], Check]]:
 
 
 def _versions() -> Check:
-    """Whether all that is installed lies in the ranges that this installation of Interlace declares."""
+    """Checks that installed libraries are in the version ranges declared by this installation of Interlace."""
     from packaging.requirements import Requirement
 
     others = []
@@ -121,7 +121,7 @@ def _attention() -> dict[str, Callable[[], Check]]:
 
             device = "cuda" if name in ("triton", "gluon") and torch.cuda.is_available() else "cpu"
             q = torch.randn(1, 2, 16, 16, device=device)
-            if name == "gluon":  # it has no fp32, which would be the reason that it gives first
+            if name == "gluon":  # without fp32 support; fp32 would hide the actual reason
                 q = q.bfloat16()
             out = bitfield_attention(q, q, q, BitfieldMask.causal(1, 16).to(device), backend=name)
             assert isinstance(out, torch.Tensor)
@@ -139,7 +139,7 @@ def _attention() -> dict[str, Callable[[], Check]]:
 
 
 def _chosen() -> Check:
-    """What backend=None takes for the commonest shape, and why nothing faster."""
+    """Backend chosen by backend=None for the most common shape, and reasons against faster ones."""
     import torch
 
     from interlace.attention._self_check import verdicts
@@ -163,7 +163,7 @@ def _chosen() -> Check:
 
 
 def _self_checks() -> Check:
-    """Cached verdicts about the kernels of this card, those of the rows above among them."""
+    """Cached verdicts on the kernels of this card, including those run by the rows above."""
     import torch
 
     from interlace.attention._self_check import verdicts
@@ -242,7 +242,7 @@ def _data() -> dict[str, Callable[[], Check]]:
         tools = [tool for tool in ("apt-get", "dpkg", "dpkg-deb") if shutil.which(tool) is None]
         if tools:
             return False, f"no {' and '.join(tools)}: stamps fall back to digits"
-        command = ["apt-get", "--print-uris", "update"]  # reads the sources and asks nobody
+        command = ["apt-get", "--print-uris", "update"]  # reads the sources without network access
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
         lists = [line for line in done.stdout.splitlines() if line.startswith("'")]
         if done.returncode or not lists:

@@ -1,4 +1,4 @@
-"""``interlace train CONFIG --elastic``, one node of a run that others join and leave; ``interlace coordinator``."""
+"""``interlace train CONFIG --elastic`` (one node of an elastic run) and ``interlace coordinator``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from interlace.train.config import ConfigError, dumps
-from interlace.train.elastic_config import check, settings_of
+from interlace.train.config.load import ConfigError, dumps
+from interlace.train.config.sections import Config
+from interlace.train.elastic.config import check, settings_of
 from interlace.train.launch import launcher
-from interlace.train.schema import Config
 
-KILL_AFTER = 5.0  # seconds beyond a node's notice
+KILL_AFTER = 5.0  # seconds after a node's notice
 
 
 def coordinate(options: argparse.Namespace) -> int:
-    """``interlace coordinator``: until its run is over."""
-    from interlace.resilience.coordinator import Coordinator
+    """``interlace coordinator``: serves until its run is over."""
+    from interlace.resilience.coordinator.process import Coordinator
     from interlace.resilience.errors import ResilienceError
 
     if options.state is not None and not options.port:
@@ -46,11 +46,11 @@ def coordinate(options: argparse.Namespace) -> int:
 
 
 def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
-    """One node of an elastic run; without a coordinator all of them, with one."""
+    """Runs one node of an elastic run. If no coordinator is configured, runs one and all nodes on this machine."""
     check(config, source=str(path))
     if config.resilience.coordinator is None:
         return _on_this_machine(options, config, path)
-    from interlace.resilience.supervisor import Supervisor
+    from interlace.resilience.supervisor.process import Supervisor
 
     own = config.resilience
     environment = {launcher.CONFIG: dumps(config), launcher.SOURCE: str(path)}
@@ -70,9 +70,9 @@ def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
 
 
 def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) -> int:
-    """The coordinator, in this process, and all nodes of the run, to try it out."""
-    from interlace.resilience.coordinator import PREEMPTED, Coordinator
-    from interlace.train.feed import prepare
+    """Runs the coordinator in this process and all nodes on this machine, for trials."""
+    from interlace.resilience.coordinator.process import PREEMPTED, Coordinator
+    from interlace.train.data.feed import prepare
 
     prepare(config, lambda line: launcher.note(f"interlace: {line}"), source=str(path))
     own = config.resilience
@@ -101,8 +101,8 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
 
 @contextmanager
 def _passing_on(nodes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C, which are listed, ask all nodes to go, which saves and stops the run; a second Ctrl-C ends it
-    at once."""
+    """Forwards SIGTERM and Ctrl-C to all nodes, which save and stop the run; a second Ctrl-C ends it at once. Yields
+    the list of received signals."""
     came: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -129,7 +129,7 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _command(options: argparse.Namespace, path: Path) -> list[str]:
-    """What a rank runs; its config comes in the environment."""
+    """Command line of a rank. Its config is passed in the environment."""
     command = [sys.executable, "-m", "interlace", "train", str(path)]
     command += ["--debug"] if options.debug else []
     return [*command, "--resume", options.resume] if options.resume is not None else command

@@ -1,4 +1,4 @@
-"""``interlace export``: the model of a run's checkpoint, as HuggingFace loads it again."""
+"""``interlace export``: exports the model of a run's checkpoint for HuggingFace."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from interlace.train.commands.generate import checkpoint_of
-from interlace.train.config import ConfigError, load
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, load
+from interlace.train.config.sections import Config
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""What says how an encoder's input is made, the first before the second."""
+"""Files with an encoder's preprocessing, the first preferred."""
 
 
 def export(options: argparse.Namespace) -> int:
-    """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module.
+    """``interlace export RUN FOLDER``: a whole checkpoint with its original keys, other models as one folder per
+    module.
 
-    Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
-    ``--check``: 1 where HuggingFace's own classes are asked or answer otherwise from the folder (`reloaded`).
+    Adapters (``train.lora``) are merged into the weights; with ``--adapter`` only the adapters are written, for peft.
+    ``--check``: exit code 1 if HuggingFace's own classes get another prompt or give another answer (`reloaded`).
     """
     from safetensors import SafetensorError
 
+    from interlace.model.checkpoints.module_folder import PROJECTOR
     from interlace.model.lora import adapter_files, merge_adapters
-    from interlace.model.module_folder import PROJECTOR
     from interlace.model.naming import LANGUAGE_MODEL
-    from interlace.model.whole import dtype_of, new_folder
-    from interlace.train.chosen import choose, fill
+    from interlace.model.whole.model import dtype_of, new_folder
     from interlace.train.commands.reloaded import ask, check
+    from interlace.train.selection import choose, fill
 
     run, at = checkpoint_of(options.run)
     target: Path = options.folder
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty: name a new folder")  # before minutes of reading
+        raise ConfigError(f"{target} exists and is not empty: name a new folder")  # checked before minutes of reading
     if options.step is not None and at is not None:
         raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     source = str(run / "config.toml")
@@ -59,7 +60,7 @@ def export(options: argparse.Namespace) -> int:
     chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
     model = _model(config, source)
     step = fill(config, model, chosen, source=source)
-    asked = None if options.check is None else ask(model, config, options.check, source)  # as trained: not yet merged
+    asked = None if options.check is None else ask(model, config, options.check, source)  # adapters not yet merged
     try:
         if options.adapter:
             parts = model.modules_order() if config.model.path is not None else [LANGUAGE_MODEL]
@@ -73,7 +74,7 @@ def export(options: argparse.Namespace) -> int:
                 model.save_pretrained(made)
                 if config.model.path is None:
                     _companions(config, model, made, source)
-                elif config.data.chat_template is not None:  # else it would be asked as before the training
+                elif config.data.chat_template is not None:  # otherwise the old template is exported
                     shutil.copyfile(config.data.chat_template, made / "chat_template.jinja")
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
@@ -89,9 +90,9 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
-    """A line about each part of an exported model that transformers 4 would misread; source: the whole checkpoint."""
-    from interlace.model.kept_config import ROTATION, for_transformers_5
-    from interlace.train.pretrained import shapes_of
+    """Warnings on parts of an exported model that transformers 4 would misread; source: the whole checkpoint."""
+    from interlace.model.checkpoints.config_file import ROTATION, for_transformers_5
+    from interlace.train.models.pretrained import shapes_of
 
     lines = [
         f"{file}: load it with transformers 5; transformers 4 ignores {ROTATION} and rotates by its defaults"
@@ -108,17 +109,17 @@ def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
 
 
 def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
-    """Write what a model of modules is asked with into `folder`: tokenizer, chat template, and how pixels are scaled.
+    """Writes the companion files of a model of modules to `folder`: tokenizer, chat template and pixel scaling.
 
-    Each module that was read from a folder keeps that folder's config.json. Of chats the run's own tokenizer, which
-    knows the placeholders; else that of the language model's folder. Beside each encoder what its folder says of
-    pixels, with the config's mean and std where it gives them.
+    Each module that was read from a folder keeps that folder's config.json. For chats the run's own tokenizer (with the
+    placeholders) is written, else that of the language model's folder. Each encoder gets its folder's preprocessing
+    files, with the config's mean and std if given.
     """
-    from interlace.model.kept_config import keep_config
+    from interlace.model.checkpoints.config_file import keep_config
     from interlace.model.naming import LANGUAGE_MODEL
-    from interlace.model.whole import copy_companions
-    from interlace.train.media_specs import pixels
-    from interlace.train.texts import tokenizer_of
+    from interlace.model.whole.model import copy_companions
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.media_specs import pixels
 
     for name, module in config.model.modules().items():
         if module.path is not None:
@@ -143,14 +144,14 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
 
 
 def _model(config: Config, source: str) -> Any:
-    """The run's model on the CPU, with any weights."""
+    """The run's model on the CPU, with arbitrary weights."""
     import torch
 
     from interlace.model import MultimodalModel
-    from interlace.train.build import build, freeze, materialize
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build, freeze, materialize
 
-    if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
+    if config.model.path is not None:  # loaded by HuggingFace's classes, so that it is saved under its original keys
         try:
             model = MultimodalModel.from_pretrained(config.model.path).to(torch.float32)
         except ValueError as error:

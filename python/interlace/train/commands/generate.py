@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from interlace.train.config import ConfigError, load
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError, load
+from interlace.train.config.sections import Config
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -16,10 +16,10 @@ def generate(options: argparse.Namespace) -> int:
     import torch
 
     from interlace.data import IGNORE, Sample
-    from interlace.train.answers import answer
-    from interlace.train.build import build, materialize
-    from interlace.train.chosen import choose, fill
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build, materialize
+    from interlace.train.report.answers import answer
+    from interlace.train.selection import choose, fill
 
     folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
@@ -40,7 +40,7 @@ def generate(options: argparse.Namespace) -> int:
     ids, media = read(config, model, tokenizer, options, folder)
     materialize(model, seed=config.run.seed)
     step = fill(config, model, chosen, source=source)
-    if chosen.words:  # on stderr: the answer is alone on stdout
+    if chosen.words:  # on stderr: stdout has only the answer
         print(f"interlace: step {step} of {folder} ({chosen.words})", file=sys.stderr)
     longest, room = options.max_new_tokens, model.max_length
     if room is not None:
@@ -57,12 +57,12 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
-    """Ids and media of what the digits teach: media and a text."""
+    """Ids and media of a prompt for the digits data: media and a text."""
     import torch
 
     from interlace import data
-    from interlace.data.digits import ASKED_IN
-    from interlace.train.media_specs import kinds, media_specs
+    from interlace.data.builtin.digits import ASKED_IN
+    from interlace.train.models.media_specs import kinds, media_specs
 
     specs = media_specs(config, model, source=str(folder / "config.toml"))
     items: list[tuple[str, Any]] = []
@@ -85,12 +85,12 @@ def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Names
 
 
 def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
-    """Ids and media of a chat in which it is the model's turn."""
+    """Ids and media of a chat that ends where the model answers."""
     import torch
 
     from interlace.data import Media
-    from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
-    from interlace.train.feed import chat_format
+    from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn
+    from interlace.train.data.feed import chat_format
 
     files = [("image", path) for path in options.image] + [("audio", path) for path in options.speech]
     parts = [Part(kind, path=str(path)) for kind, path in files]
@@ -110,7 +110,7 @@ def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespac
 
 
 def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
-    """(run folder, checkpoint or None if none is named) of what the user named."""
+    """(run folder, checkpoint or None if none is named) from the user's path."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run folder")
     at = path if path.name.startswith("step-") else None

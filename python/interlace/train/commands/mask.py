@@ -1,17 +1,17 @@
-"""``interlace mask``: a picture of who sees what in a row of training samples."""
+"""``interlace mask``: a picture of the attention mask of packed training samples."""
 
 from __future__ import annotations
 
 import argparse
 
-from interlace.train.config import ConfigError, load
+from interlace.train.config.load import ConfigError, load
 
 
 def mask(options: argparse.Namespace) -> int:
     """``interlace mask``: the attention mask of the first training samples of a config, packed into one row."""
-    from interlace.train.build import build
-    from interlace.train.feed import datasets, indexed
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build
 
     if options.samples < 1:
         raise ConfigError(f"--samples {options.samples}: at least 1")

@@ -1,10 +1,10 @@
-"""``interlace export --check N``: whether what was written answers outside of Interlace as it does inside.
+"""``interlace export --check N``: compares answers of the exported model outside Interlace with Interlace's own.
 
-Everything is loaded from the folder by HuggingFace's own classes and computed by their own forward and ``generate``,
-item by item and prompt by prompt, without packing. A whole checkpoint is asked as its model card shows: the processor
-of the folder renders the chat with a generation prompt and prepares its media. Of a folder of modules only the
-projectors' classes are Interlace's, which no other library has. So this is also how such a folder is served: encode,
-project, put the features where the placeholders stand, and let ``generate`` go on.
+HuggingFace's own classes load the folder and run their own forward and ``generate``, item by item and prompt by prompt,
+without packing. A whole checkpoint is used as its model card shows: the processor of the folder renders the chat with a
+generation prompt and prepares its media. For a folder of modules only the projector classes come from Interlace; no
+other library has them. The steps to serve such a folder are the same: encode, project, put the features at the
+placeholders, and call ``generate``.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace.model.checkpoints.module_folder import FACTS
 from interlace.model.collate import JOINED, check_bidirectional
-from interlace.model.module_folder import FACTS
 from interlace.model.projector import PROJECTORS, ItemProjector
-from interlace.train import answers, report
-from interlace.train.config import ConfigError
-from interlace.train.schema import Config
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.report import answers
+from interlace.train.report import closing as report
 
 KINDS = "mm_token_type_ids"
 TIE = 1e-4
-"""Logits that are no further apart may change places: sums in another order are other in their last bits."""
+"""Logits within this relative distance may swap their order: another summation order changes the last bits."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How many answers were compared, how many of them are equal token by token, how many of the others only began to
-    differ where two tokens were equally likely, and how many were to another prompt."""
+    """Result of a check.
+
+    compared: answers. equal: answers equal token by token. ties: further answers that first differ where two tokens
+    were equally likely. other_prompts: answers to another prompt.
+    """
 
     compared: int
     equal: int
@@ -47,7 +51,7 @@ class Checked:
         return self.equal + self.ties == self.compared
 
     def words(self, folder: Path) -> str:
-        """One line."""
+        """Summary in one line."""
         ties = f", {self.ties} up to a tie of two tokens" if self.ties else ""
         who = f"held-out questions answered by HuggingFace's own classes from {folder}"
         other = f", {self.other_prompts} were asked with another prompt" if self.other_prompts else ""
@@ -56,7 +60,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample that ends where the answer begins. chat: what it was made of, for a whole checkpoint's processor."""
+    """A sample that ends where the answer begins. chat: its source, for a whole checkpoint's processor."""
 
     sample: Any
     chat: Any = None
@@ -64,7 +68,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompts, Interlace's own answers to them, the token that ends one, how long it may be, and with its prompt."""
+    """Prompts and Interlace's own answers. end: token that ends an answer. most: maximum answer length. max_length:
+    maximum length of prompt and answer."""
 
     prompts: list[Prompt]
     own: list[list[int]]
@@ -74,9 +79,9 @@ class Asked:
 
 
 def ask(model: Any, config: Config, count: int, source: str) -> Asked:
-    """Interlace's answers to `count` held-out samples, kinds in turn. Raises ConfigError."""
-    from interlace.train.feed import datasets
-    from interlace.train.texts import tokenizer_of
+    """Interlace's answers to `count` held-out samples, round-robin over the kinds. Raises ConfigError."""
+    from interlace.train.data.feed import datasets
+    from interlace.train.data.texts import tokenizer_of
 
     tokenizer = tokenizer_of(config, source=source)
     _, held_out = datasets(config, model, tokenizer, source=source)
@@ -102,7 +107,7 @@ def _is_plain(part: Any) -> bool:
 
 
 def check(asked: Asked, folder: Path) -> Checked:
-    """Asks the folder the same. Raises ConfigError for what it cannot load."""
+    """Compares the folder's answers to the same prompts. Raises ConfigError if it cannot be loaded."""
     end, most, equal, ties, others = asked.end, asked.most, 0, 0, 0
     try:
         other = Reloaded(folder) if (folder / FACTS).is_file() else ReloadedWhole(folder)
@@ -121,23 +126,23 @@ def check(asked: Asked, folder: Path) -> Checked:
 
 
 class Outside(ABC):
-    """A model that was exported, without Interlace."""
+    """An exported model, run without Interlace."""
 
     @abstractmethod
     def ids(self, prompt: Prompt) -> list[int]:
-        """The token ids that it is asked the prompt with."""
+        """Token ids of the prompt."""
 
     @abstractmethod
     def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
-        """The tokens that ``generate`` writes after the prompt, without `end`."""
+        """Tokens that ``generate`` writes after the prompt, without `end`."""
 
     @abstractmethod
     def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
-        """[V], of the token after the prompt and the tokens `said`."""
+        """Logits [V] of the token after the prompt and the tokens `said`."""
 
     @torch.no_grad()
     def tied(self, prompt: Prompt, first: list[int], second: list[int], end: int) -> bool:
-        """Whether the two answers begin to differ at two tokens that are equally likely, up to TIE."""
+        """True if the answers first differ at two tokens that are equally likely, up to TIE."""
         first, second = [*first, end], [*second, end]
         place = next((i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), None)
         if place is None:
@@ -150,8 +155,8 @@ class ReloadedWhole(Outside):
     """An exported whole checkpoint. Raises ValueError for a folder that cannot be loaded."""
 
     def __init__(self, folder: Path) -> None:
-        from interlace.data.chats_load import load_processor
-        from interlace.model.whole import whole_class
+        from interlace.data.chats.encoding.load import load_processor
+        from interlace.model.whole.model import whole_class
 
         kind = whole_class(folder)[0]
         self.model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -160,9 +165,9 @@ class ReloadedWhole(Outside):
         self.rate = int(getattr(hearing, "sampling_rate", 16_000))
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
-        from interlace.data.chats_media import read_clip, read_picture
+        from interlace.data.chats.encoding.media import read_clip, read_picture
 
-        def given(part: Any) -> Any:  # members of tars, too, which transformers cannot open
+        def given(part: Any) -> Any:  # also members of tar files, which transformers cannot open
             if part.kind == "text":
                 return part.text
             return read_picture(part.path) if part.kind == "image" else read_clip(part.path, self.rate)
@@ -199,7 +204,7 @@ class ReloadedWhole(Outside):
 
 
 class Reloaded(Outside):
-    """An exported folder of modules. Raises ValueError for modules that it does not know how to ask.
+    """An exported folder of modules. Raises ValueError for unsupported modules.
 
     Encoders take pictures [3, H, W], or mel frames [bins, frames] as Whisper does.
     """
@@ -226,7 +231,7 @@ class Reloaded(Outside):
         embeds, mask = self._inputs(prompt.sample.input_ids, _data(prompt.sample))
 
         def look_both_ways(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            reads = kwargs.get("inputs_embeds")  # the prompt; later calls are given ids
+            reads = kwargs.get("inputs_embeds")  # the prompt; later calls get ids
             return args, kwargs if reads is None else kwargs | {"attention_mask": mask}
 
         hook = self.language_model.register_forward_pre_hook(look_both_ways, with_kwargs=True)
@@ -251,7 +256,7 @@ class Reloaded(Outside):
         return found
 
     def _inputs(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
-        """Embeddings [1, n, D] with the media in their places, and what sees what: [1, 1, n, n], added to scores."""
+        """Embeddings [1, n, D] with the media in their places, and the additive attention mask [1, 1, n, n]."""
         embeds = self.language_model.get_input_embeddings()(ids)
         sees = torch.ones(len(ids), len(ids)).tril().bool()
         for name, items in media.items():
@@ -268,7 +273,7 @@ class Reloaded(Outside):
         return embeds[None], mask[None, None]
 
     def features(self, name: str, item: Tensor) -> Tensor:
-        """What the language model is given of an item: [tokens, D]."""
+        """Input of the language model for an item: [tokens, D]."""
         encoder, said = self.modules[name], self.said[name]
         made, grid = _clip(encoder, item) if item.dim() == 2 else _picture(encoder, item)
         joined = said["downsample"]
@@ -294,10 +299,10 @@ def _data(sample: Any) -> dict[str, list[Tensor]]:
 
 
 def _load(folder: Path, path: str) -> Any:
-    """A module by HuggingFace's own class."""
+    """Loads a module with HuggingFace's own class."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a line says how it went
+    logging.disable_progress_bar()  # a line reports the result
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     return kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -312,12 +317,15 @@ def _picture(encoder: Any, pixels: Tensor) -> tuple[Tensor, tuple[int, int]]:
     own = getattr(encoder.config, "image_size", None)
     more = {} if list(pixels.shape[1:]) == [own, own] else {"interpolate_pos_encoding": True}
     features = encoder(pixel_values=pixels[None], **more).last_hidden_state[0]
-    return features[len(features) - grid[0] * grid[1] :], grid  # class tokens stand first
+    return features[len(features) - grid[0] * grid[1] :], grid  # class tokens come first
 
 
 def _clip(encoder: Any, mel: Tensor) -> tuple[Tensor, None]:
-    """Features [n, D] of a clip [bins, frames] alone. HuggingFace's Whisper wants all clips padded to one length, and
-    attends to the padding; with its positions cut to the clip it takes just that."""
+    """Features [n, D] of a single clip [bins, frames].
+
+    HuggingFace's Whisper expects all clips padded to one length, and attends to the padding. Cutting its positions to
+    the clip avoids that.
+    """
     config, positions = encoder.config, getattr(encoder, "embed_positions", None)
     if not isinstance(positions, torch.nn.Embedding) or not hasattr(config, "max_source_positions"):
         raise ValueError(f"{type(encoder).__name__} takes other inputs than mel frames (bins, frames)")

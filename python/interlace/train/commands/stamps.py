@@ -1,18 +1,18 @@
-"""``interlace data stamps``: a folder of chats about pictures and speech, such as one's own data would be."""
+"""``interlace data stamps``: a folder of chats about pictures and speech, in the form of a user's own data."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from interlace.train.config import ConfigError
-from interlace.train.feed import data_log
+from interlace.train.config.load import ConfigError
+from interlace.train.data.feed import data_log
 
 
 def stamps(options: argparse.Namespace) -> int:
-    """Writes the folder, or leaves it as it is where it was made of the same with the same options."""
-    from interlace.data import stamps_folder
-    from interlace.data.stamps import Settings
+    """Writes the folder, or keeps it if it was made from the same sources with the same options."""
+    from interlace.data.builtin import stamps_folder
+    from interlace.data.builtin.stamps import Settings
 
     given = {name: getattr(options, name) for name in ("records", "seed", "languages")}
     given["languages"] = None if options.languages is None else tuple(options.languages)

@@ -1,4 +1,4 @@
-"""``interlace train``: starts the ranks of a config, or is one of them."""
+"""``interlace train``: starts the ranks of a config, or runs as one of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import sys
 from pathlib import Path
 
 from interlace.resilience.environment import NODE
-from interlace.train import runfolder, trackers
-from interlace.train.config import ConfigError, dumps, load, loads
+from interlace.train import runfolder
+from interlace.train.config.load import ConfigError, dumps, load, loads
+from interlace.train.config.sections import Config
 from interlace.train.launch import launcher, lock
-from interlace.train.schema import Config
+from interlace.train.report import trackers
 
 
 def train(options: argparse.Namespace) -> int:
-    """``interlace train``: a rank when torchrun's variables are set, or those of an elastic run's supervisor, else the
-    launcher of the config's ranks."""
+    """``interlace train``: runs as a rank if the variables of torchrun or of an elastic run's supervisor are set; else
+    launches the ranks of the config."""
     if NODE in os.environ and launcher.CONFIG in os.environ:
-        from interlace.train.elastic import run as run_elastic
+        from interlace.train.elastic.rank import run as run_elastic
 
         source = os.environ[launcher.SOURCE]
         config = loads(os.environ[launcher.CONFIG], source=source)
@@ -40,7 +41,7 @@ def train(options: argparse.Namespace) -> int:
     try:
         with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
             code = _in_folder(options, config, path, folder, at, held)
-    except BaseException as error:  # of other failures there is something to look at, once there is a config
+    except BaseException as error:  # other failures keep the folder for inspection, once it has a config
         if new and (isinstance(error, ConfigError) or not (folder / "config.toml").exists()):
             runfolder.discard(folder)
         raise
@@ -53,12 +54,12 @@ def _in_folder(
     options: argparse.Namespace, config: Config, path: Path, folder: Path, at: Path | None, held: lock.RunLock
 ) -> int:
     """Prepares and runs the training of `config` in a run folder that is locked."""
-    from interlace.train.feed import prepare
+    from interlace.train.data.feed import prepare
 
     prepare(config, _say, source=str(path))
     launcher.say(f"run folder: {folder}")
     if config.parallel.auto:
-        from interlace.train.auto.settle import settle
+        from interlace.train.auto.resolve import settle
 
         config = settle(config, source=str(path), folder=folder, lock=options.lock, say=_say)
     elif options.lock is not None:
@@ -116,7 +117,7 @@ def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
 
 
 def _as_rank(options: argparse.Namespace) -> int:
-    """A rank: of the launcher, which has chosen and locked the folder, or of torchrun."""
+    """Runs a rank of the launcher (which has chosen and locked the folder) or of torchrun."""
     from interlace.train.rank import run
 
     resume, folder = options.resume, os.environ.get(launcher.RUN_FOLDER)

@@ -1,9 +1,7 @@
-"""Ranks come up, stay together and end: nothing here knows what they train.
+"""Launching: starts ranks, monitors them and ends them. Independent of the training itself.
 
-launcher.py    starts the local ranks, watches them, says which one died
-startup.py     how ranks come together before the first step
-peers.py       what they tell each other afterwards
-lock.py        one job at a time in a run folder
+- `launcher`: starts and monitors the local ranks; reports the one that failed. `startup`: before the first step.
+- `peers`: gathers and broadcasts afterwards. `lock`: run lock, one job at a time in a run folder.
 
 Import the modules directly: the CLI needs `launcher` at once and none of the others.
 """

@@ -1,13 +1,13 @@
-"""Starts the local ranks of a run, watches them, and says what happened when one dies.
+"""Launcher: starts the local ranks of a run, monitors them, and reports the cause when one dies.
 
 The ranks are processes with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so the same
-command line is a rank whether this launcher or torchrun started it. Rank 0 shares the terminal; what every rank writes
-to stderr goes to ``logs/rank-N.log`` (rank 0's to the terminal as well).
+command line works under this launcher and under torchrun. Rank 0 shares the terminal. The stderr of every rank goes to
+``logs/rank-N.log`` (rank 0's to the terminal as well).
 
-When a rank dies, the others notice through their transport and end by themselves; what has not ended when the grace
-runs out is killed. The launcher then names the rank that died first, by which signal or with which code, and its last
-words. The first SIGTERM or SIGINT is passed on: the ranks finish their step, save and exit with 128 + the signal, and
-so does the launcher. A repeated SIGTERM must not cut that save short (see `StopSignals`); a second Ctrl-C does.
+When a rank dies, the others detect it through their transport and exit by themselves. Ranks that have not exited when
+the grace period ends are killed. The launcher then names the rank that died first, its signal or exit code, and its
+last words. The first SIGTERM or SIGINT is passed on: the ranks finish their step, save and exit with 128 + the signal,
+and so does the launcher. A repeated SIGTERM does not interrupt that save (see `StopSignals`); a second Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from typing import IO, Any
 LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
 RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
 LOCK = "INTERLACE_RUN_LOCK"  # the nonce of the launcher's lock on it
-CONFIG = "INTERLACE_CONFIG_TOML"  # the resolved config: unlike a file, gone with the processes
-SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's messages
+CONFIG = "INTERLACE_CONFIG_TOML"  # the resolved config; unlike a file, it disappears with the processes
+SOURCE = "INTERLACE_CONFIG"  # the user's name for the config, for a rank's messages
 STOPPED = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}  # exit codes of a rank that has saved
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
-COPY_SECONDS = 10.0  # for the rest of rank 0's stderr, which a process of its own may hold open for longer
-PATIENCE_SECONDS = 600.0  # so long after the first signal a repeated SIGTERM takes the last save for stuck
+COPY_SECONDS = 10.0  # for the rest of rank 0's stderr, which a child process may hold open for longer
+PATIENCE_SECONDS = 600.0  # after the first signal; then a repeated SIGTERM treats the last save as hung
 
 
 class StopSignals:
-    """What SIGTERMs and SIGINTs mean, for the launcher and for a rank alike.
+    """Interpretation of SIGTERM and SIGINT, for the launcher and for a rank.
 
-    The first asks for a last save. Whoever manages processes repeats SIGTERM and does not know of the save, so that
-    changes nothing for `PATIENCE_SECONDS`; only a person at the keyboard, by a second Ctrl-C, gives the save up.
+    The first signal requests a last save. Process managers repeat SIGTERM without regard to the save, so repeats are
+    ignored for `PATIENCE_SECONDS`. Only a second Ctrl-C, from a person at the keyboard, aborts the save.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class StopSignals:
         self.interrupts = 0
 
     def insists(self, number: int) -> bool:
-        """Notes a signal; whether it wants an end at once rather than after the last save."""
+        """Records a signal. Returns True if it requires an immediate exit instead of the last save."""
         now = time.monotonic()
         self.interrupts += number == signal.SIGINT
         if not self.number:
             self.number, self.since = number, now
             again = "once more" if number == signal.SIGINT else "twice"
-            if LAUNCHER not in os.environ:  # not print: it may be what was interrupted
+            if LAUNCHER not in os.environ:  # not print: the signal may have interrupted a print
                 with contextlib.suppress(OSError):
                     os.write(2, f"interlace: saving after this step; Ctrl-C {again} stops at once\n".encode())
             return False
@@ -69,13 +69,13 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The rank that ended a run: its number, how it ended and its last words."""
+    """Rank that ended a run: its number, how it ended and its last words."""
 
     rank: int
     code: int
     words: str
     user_error: bool = False
-    hung: tuple[int, ...] = ()  # ranks that did not end by themselves and were killed
+    hung: tuple[int, ...] = ()  # ranks that did not exit by themselves and were killed
 
     def __str__(self) -> str:
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
@@ -83,10 +83,11 @@ class RankFailure:
 
 
 class RankProcesses:
-    """The processes of one run.
+    """Processes of one run.
 
-    `command` is what every rank runs, `count` how many, `folder` where ``logs/`` goes, `timeout` the seconds that the
-    other ranks get to end once one has died, `threads` per rank (default: cores // ranks, at least 1).
+    `command` is the command of every rank, `count` the number of ranks, and `folder` the parent of ``logs/``. `timeout`
+    is the grace period in seconds for the other ranks once one has died. `threads` is per rank (default: cores //
+    ranks, at least 1).
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class RankProcesses:
             old.unlink()
         base = {**os.environ, **(environment or {}), **rendezvous(count), LAUNCHER: str(os.getpid())}
         if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""):
-            base.setdefault("GLOO_SOCKET_IFNAME", loopback)  # all ranks are here: none has to listen to the network
+            base.setdefault("GLOO_SOCKET_IFNAME", loopback)  # all ranks are local: none has to listen to the network
         base["OMP_NUM_THREADS"] = str(threads or default_threads(count))
         self.processes: list[subprocess.Popen[bytes]] = []
         self.stop = StopSignals()
@@ -118,7 +119,7 @@ class RankProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=subprocess.PIPE if rank == 0 else log,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+                start_new_session=True,  # only the launcher receives Ctrl-C and forwards it once
             )
             self.processes.append(process)
             if process.stderr is not None:
@@ -128,7 +129,7 @@ class RankProcesses:
                 log.close()
 
     def forward(self, number: int) -> None:
-        """Passes the first signal on to all ranks as SIGTERM (they save and exit); kills them when one insists."""
+        """Forwards the first signal to all ranks as SIGTERM (they save and exit); kills them if a later one insists."""
         first = not self.stop.number
         if self.stop.insists(number):
             self._send(signal.SIGKILL)
@@ -136,7 +137,8 @@ class RankProcesses:
             self._send(signal.SIGTERM)
 
     def wait(self) -> RankFailure | None:
-        """Waits until all ranks have ended; None when all ended well or saved, else the failure that ended the run."""
+        """Waits until all ranks have ended. Returns None if all finished or saved, else the failure that ended
+        the run."""
         while True:
             codes = [process.poll() for process in self.processes]
             if any(code not in (None, 0, *STOPPED) for code in codes):
@@ -147,12 +149,12 @@ class RankProcesses:
             time.sleep(POLL_SECONDS)
 
     def signal(self) -> int:
-        """The signal for which ranks that have all ended stopped early; 0: none."""
+        """Signal for which all ranks saved and stopped early; 0: none."""
         codes = [process.returncode for process in self.processes]
         return next((self.stop.number or STOPPED[code] for code in codes if code in STOPPED), 0)
 
     def _failure(self) -> RankFailure:
-        """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
+        """After the death of a rank: waits up to the timeout for the others, kills the rest, finds the first cause."""
         at_once = {rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0}
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline and any(
@@ -167,7 +169,8 @@ class RankProcesses:
         dead = [rank for rank, code in enumerate(codes) if code not in (0, *STOPPED) and rank not in killed]
 
         def suspicion(rank: int) -> tuple[bool, float]:
-            """A signal from outside comes before any exception; of exceptions, the earliest; silence last."""
+            """Sort key: a signal from outside before any exception; of exceptions, the earliest; ranks without a report
+            last."""
             return rank not in at_once and codes[rank] >= 0, reports[rank].get("time", float("inf"))
 
         first = min(dead, key=suspicion)
@@ -202,11 +205,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
-    """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
+    """Runs `count` ranks of `command` to their end and returns the launcher's exit code.
 
-    That is 0 for a finished run, 128 + the signal for one that was asked to stop and has saved, else a failure's.
-    `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
-    a rank has died.
+    The code is 0 for a finished run, 128 + the signal for one that was asked to stop and has saved, else the code of
+    the failure. `resume` returns the command line to resume from the last checkpoint ("" if there is no checkpoint). It
+    is shown to the user if a rank has died.
     """
     say = say or say_error
     ranks = RankProcesses(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
@@ -248,7 +251,8 @@ def run(
 
 @contextlib.contextmanager
 def leaving_on_sigterm() -> Iterator[None]:
-    """Where there is nothing to save yet, SIGTERM ends the process as an exception does: what is open is closed."""
+    """While there is nothing to save yet, SIGTERM ends the process like an exception, so that open resources are
+    closed."""
     previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield
@@ -257,12 +261,17 @@ def leaving_on_sigterm() -> Iterator[None]:
 
 
 def under_launcher() -> bool:
-    """Whether this process is a rank that torchrun or this launcher started."""
+    """True if this process is a rank that torchrun or this launcher started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def local_ranks(world: int) -> int:
+    """Number of the `world` ranks on this machine: all of them, except for torchrun on several machines."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) if under_launcher() else world
+
+
 def rendezvous(count: int) -> dict[str, str]:
-    """torchrun's variables for `count` local ranks, with a port that is free now."""
+    """Variables of torchrun for `count` local ranks, with a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -275,15 +284,15 @@ def rendezvous(count: int) -> dict[str, str]:
 
 
 def default_threads(ranks: int) -> int:
-    """Threads of one rank: the cores this process may use, shared by the local ranks."""
+    """Threads of one rank: the cores this process may use, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
 
 def report_error(error: BaseException, *, user_error: bool, known: bool = False) -> None:
-    """In a rank: leaves its last words where the launcher looks for them (and torchrun's logs show them).
+    """In a rank: writes its last words to the place that the launcher reads (torchrun's logs show them, too).
 
-    `user_error`: the user can mend it. `known`: one line says it all; else the traceback is printed.
+    `user_error`: the user can correct it. `known`: one line is enough; else the traceback is printed.
     """
     rank, folder = os.environ.get("RANK", "0"), os.environ.get(RUN_FOLDER)
     if not (user_error or known):
@@ -299,7 +308,7 @@ def report_error(error: BaseException, *, user_error: bool, known: bool = False)
 
 
 def follow_launcher(timeout: float) -> None:
-    """In a rank: when the launcher is gone, asks this rank to save and stop, and ends it after `timeout` seconds."""
+    """In a rank: if the launcher has exited, makes this rank save and stop, and kills it after `timeout` seconds."""
     parent = os.environ.get(LAUNCHER)
     if parent is None:
         return
@@ -309,7 +318,7 @@ def follow_launcher(timeout: float) -> None:
             time.sleep(1.0)
         folder = os.environ.get(RUN_FOLDER)
         log = Path(folder) / "logs" / f"rank-{os.environ.get('RANK', '0')}.log" if folder else Path(os.devnull)
-        with log.open("ab") as file:  # stderr may be a pipe that nobody reads any more
+        with log.open("ab") as file:  # stderr may be a closed pipe
             os.dup2(file.fileno(), 2)
         print("the launcher is gone; stopping", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -320,7 +329,7 @@ def follow_launcher(timeout: float) -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line of a run, which goes on when nobody reads it."""
+    """Prints a line of a run; ignores a closed stdout."""
     try:
         print(line, flush=True)
     except OSError:
@@ -328,18 +337,18 @@ def say(line: str) -> None:
 
 
 def note(line: str) -> None:
-    """The same of what the user should know beside it."""
+    """Prints a line of additional information for the user; else as `say`."""
     say(f"interlace: {line}")
 
 
 def say_error(line: str) -> None:
-    """The same on stderr."""
+    """As `say`, on stderr."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def mute() -> None:
-    """Sends the rest of stdout nowhere (what is still in its buffer would fail again when the process ends)."""
+    """Redirects stdout to the null device: text in its buffer would fail again when the process ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):
         os.dup2(nowhere, sys.stdout.fileno())
@@ -351,17 +360,17 @@ def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:
         for line in iter(pipe.readline, b""):
             log.write(line)
             log.flush()
-            with contextlib.suppress(OSError):  # nobody reads it any more: the rank must still get rid of it
+            with contextlib.suppress(OSError):  # stdout may be closed: the buffer must still be flushed
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is suspended (SIGSTOP, a debugger): it will not end by itself, however long one waits."""
+    """True if a process is suspended (SIGSTOP, a debugger): it cannot exit by itself."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except (OSError, IndexError):
-        return False  # gone, or a system without /proc
+        return False  # exited, or a system without /proc
 
 
 def _signal_name(number: int) -> str:

@@ -1,15 +1,15 @@
-"""One job at a time in a run folder: a lock file that says who holds it, also over NFS.
+"""Run lock: one job at a time in a run folder. The lock file names its holder; also works over NFS.
 
-Two jobs that write one run's checkpoints would leave a mixture, so ``interlace train`` holds ``run.lock`` as long as it
-runs. Kernel locks (flock, fcntl) will not do: on some mounts of NFS they hold within one host only, and do not say so.
+Checkpoints of one run from two jobs would be mixed, so ``interlace train`` holds ``run.lock`` as long as it runs.
+Kernel locks (flock, fcntl) are not sufficient: on some NFS mounts they hold within one host only, without an error.
 
-- The file is written under another name and then linked to its own, which exactly one job can do on any file system.
+- The file is written under another name and then linked to its own. On any file system only one job can succeed.
 - It names its processes. If they have died on this machine (same boot, same process ids), the lock is taken over at
-  once. Of another machine nobody can tell, and clocks differ: so a holder changes the file every few seconds, and who
-  wants the folder watches, by its own clock, whether it still changes.
-- Who takes a lock over replaces the file in one step, and first makes a claim on just this lock, as only one job can.
-  A job that was taken for dead and is not (it was stopped for minutes, say) finds another's name in the file: it
-  looks every few seconds and before it makes a checkpoint visible, and ends with an error.
+  once. The state of processes on another machine is unknown, and clocks differ. A holder therefore changes the file
+  every few seconds (heartbeat). A job that wants the folder watches, by its own clock, for changes.
+- A takeover replaces the file in one step. Before that, the job makes a claim on exactly this lock, which only one job
+  can do. A job that was wrongly considered dead (stopped for minutes, for example) finds another job's name in the
+  file. It checks every few seconds and before it makes a checkpoint visible, and ends with an error.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 
 NAME = "run.lock"
-BEAT_SECONDS = 5.0  # between two signs of life
-STALE_SECONDS = 60.0  # without a sign of life a job on another machine is taken for dead
-CLAIM_SECONDS = 10.0  # more than a job needs to take a lock over
-_SLOT = 1024  # bytes for the record of one process, which writes only its own
+BEAT_SECONDS = 5.0  # between two heartbeats
+STALE_SECONDS = 60.0  # a job on another machine without a heartbeat for this time is considered dead
+CLAIM_SECONDS = 10.0  # longer than a takeover takes
+_SLOT = 1024  # bytes for the record of one process; each process writes only its own record
 _FIELDS = {"nonce": str, "host": str, "machine": str, "process": int, "started": int, "since": str}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class RunLock:
-    """The lock of a run folder, held by this process: made by `take`, or by `join` in a rank of the job."""
+    """Lock of a run folder, held by this process: made by `take`, or by `join` in a rank of the job."""
 
     def __init__(self, path: Path, record: dict[str, Any], handle: int, slot: int) -> None:
         self.path, self.record, self.handle, self.slot = path, record, handle, slot
         self.nonce: str = record["nonce"]
         self.trouble = ""
-        """Why the run folder is no longer this job's; "" as long as it is (looked up every few seconds)."""
+        """Reason that the run folder is no longer this job's; "" while it is (checked every few seconds)."""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self.thread.start()
 
     def check(self) -> None:
-        """Raises TrainingError when the run folder is no longer this job's."""
+        """Raises TrainingError if the run folder is no longer this job's."""
         try:
             self._look()
         except OSError as error:
@@ -60,12 +60,12 @@ class RunLock:
             raise TrainingError(self.trouble)
 
     def release(self) -> None:
-        """Gives the run folder back, if no other process of the job still lives. Safe to call twice."""
+        """Releases the run folder, unless another process of the job is still alive. Safe to call twice."""
         if not self.leave():
             return
         claim = self.path.with_name(f"{NAME}.{self.nonce}.claim")
-        with contextlib.suppress(OSError):  # what is left of the file is seen to be of dead processes
-            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # who takes over has it, and is left alone
+        with contextlib.suppress(OSError):  # a remaining file is recognized as one of dead processes
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fails if a takeover has the claim
             try:
                 holders = _holders(_contents(self.path))
                 others = [holder for slot, holder in enumerate(holders) if slot != self.slot]
@@ -75,7 +75,10 @@ class RunLock:
                 claim.unlink(missing_ok=True)
 
     def leave(self) -> bool:
-        """Ends this process's part in it: another process of the job has joined, or will. Whether it had one still."""
+        """Ends this process's use of the lock: another process of the job has joined, or will.
+
+        Returns True if the job still had the lock.
+        """
         if self.over.is_set():
             return False
         self.over.set()
@@ -107,8 +110,9 @@ class RunLock:
 def take(folder: Path, *, take_over: bool = False, say: Callable[[str], None] = lambda _: None) -> RunLock:
     """Locks a run folder for this process and those that `join` it.
 
-    A job that holds it, and lives or may live, is a ConfigError that names it; `take_over` takes the folder from it. To
-    learn whether a job on another machine lives may take `STALE_SECONDS`, of which `say` is told.
+    Raises ConfigError, with the holder's name, if another job holds the lock and is alive or may be alive. `take_over`
+    takes the folder from it. Checking a job on another machine may take `STALE_SECONDS`, which is reported through
+    `say`.
     """
     path, record = folder / NAME, _record(secrets.token_hex(8))
     draft = folder / f".{NAME}.{record['nonce']}"
@@ -122,7 +126,7 @@ def take(folder: Path, *, take_over: bool = False, say: Callable[[str], None] = 
         while not (_publish(draft, path) or _replace(draft, path, take_over, say)):
             if time.monotonic() > deadline:
                 raise ConfigError(f"cannot lock {folder}: {path} changes all the time, or cannot be read; look at it")
-            time.sleep(0.05)  # what held it is gone, or has just changed
+            time.sleep(0.05)  # the previous lock is gone, or has just changed
     except OSError as error:
         os.close(handle)
         raise ConfigError(f"cannot lock the run folder {folder}: {error.strerror}") from None
@@ -135,9 +139,9 @@ def take(folder: Path, *, take_over: bool = False, say: Callable[[str], None] = 
 
 
 def join(folder: Path, nonce: str) -> RunLock:
-    """Makes this process one of the job that locked the run folder under `nonce`: its lock lasts as long as either.
+    """Adds this process to the job that locked the run folder under `nonce`: the lock lasts while any of them lives.
 
-    Raises TrainingError when another job has it by now.
+    Raises TrainingError if another job has the lock by now.
     """
     path, record = folder / NAME, _record(nonce)
     try:
@@ -153,7 +157,7 @@ def join(folder: Path, nonce: str) -> RunLock:
 
 
 def _record(nonce: str) -> dict[str, Any]:
-    """What this process writes about itself."""
+    """Record of this process in the lock file."""
     return {
         "nonce": nonce,
         "host": platform.node()[:64],
@@ -165,14 +169,14 @@ def _record(nonce: str) -> dict[str, Any]:
 
 
 def _sign(handle: int, record: dict[str, Any], slot: int) -> None:
-    """Writes a process's record, never twice the same: a sign of life."""
+    """Writes a process's record, different each time, as a heartbeat."""
     text = json.dumps({**record, "sign": secrets.token_hex(4)})
     os.pwrite(handle, text.encode().ljust(_SLOT - 1) + b"\n", slot * _SLOT)
     os.fsync(handle)
 
 
 def _publish(draft: Path, path: Path) -> bool:
-    """Gives the draft the name `path`, unless there is such a file."""
+    """Links the draft to the name `path`, unless that file exists."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -189,14 +193,14 @@ def _publish(draft: Path, path: Path) -> bool:
 
 
 def _replace(draft: Path, path: Path, take_over: bool, say: Callable[[str], None]) -> bool:
-    """Puts the draft in the place of a lock that nobody alive holds. False: that lock changed, so look again."""
+    """Replaces a lock without a living holder by the draft. Returns False if that lock changed: check again."""
     contents = _contents(path)
     if contents is None:
         return False
     holders = _holders(contents)
     nonce = holders[0]["nonce"] if holders else "damaged"
     if draft.name.endswith(nonce):
-        return True  # NFS may report that a name was there when it made it itself, asked a second time
+        return True  # a repeated NFS request may report that the name exists although this job created it
     lives = [_lives(holder) for holder in holders]
     unknown = None in lives or not lives
     if not take_over and (any(lives) or (unknown and not _stands_still(path, contents, say))):
@@ -231,7 +235,7 @@ def _replace(draft: Path, path: Path, take_over: bool, say: Callable[[str], None
 
 
 def _stands_still(path: Path, contents: bytes, say: Callable[[str], None]) -> bool:
-    """Whether a lock file does not change for `STALE_SECONDS` (or goes away meanwhile)."""
+    """True if a lock file does not change for `STALE_SECONDS` (or disappears meanwhile)."""
     say(
         f"{path.parent} is held by {_named(_holders(contents))}; "
         f"looking for {STALE_SECONDS:g} s whether that job still lives"
@@ -246,7 +250,7 @@ def _stands_still(path: Path, contents: bytes, say: Callable[[str], None]) -> bo
 
 
 def _contents(path: Path) -> bytes | None:
-    """What a lock file holds; None when there is none. Opening it makes NFS ask the server."""
+    """Contents of a lock file; None if it does not exist. Opening it makes NFS query the server."""
     try:
         with path.open("rb") as file:
             return file.read(4 * _SLOT)
@@ -255,7 +259,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _holders(contents: bytes | None) -> list[dict[str, Any]]:
-    """The records in a lock file, the one of the process that made it first; none when that one is damaged."""
+    """Records in a lock file, first the one of its creator; empty if that one is damaged."""
     found = []
     for line in (contents or b"").split(b"\n"):
         try:
@@ -282,7 +286,7 @@ def _named(holders: list[dict[str, Any]]) -> str:
 
 
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Whether a process lives; None when it cannot be known here."""
+    """True if a process is alive; None if this cannot be determined here."""
     if not holder["machine"] or holder["machine"] != _machine():
         return None
     try:
@@ -295,7 +299,7 @@ def _lives(holder: dict[str, Any]) -> bool | None:
 
 
 def _machine() -> str:
-    """This boot of this machine and its process ids (containers have their own); "" where that cannot be had."""
+    """Id of this boot of this machine and its process ids (containers have their own); "" if not available."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -304,7 +308,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> int:
-    """When a process began, in the kernel's ticks; -1 when it has ended, 0 when that cannot be seen."""
+    """Start time of a process, in the kernel's ticks; -1 if it has ended, 0 if that is not visible."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
         return -1 if fields[0] in "ZX" else int(fields[19])

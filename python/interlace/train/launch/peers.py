@@ -1,8 +1,9 @@
-"""What the ranks of a run tell each other outside the pipeline, with a bound on every wait.
+"""Gathers and broadcasts of the trainer outside the pipeline, with a timeout on every wait.
 
-Once ranks train (before that see `startup`), one that does not answer for ``parallel.timeout`` seconds is lost. The
-trainer and the checkpoints talk in a process group of their own, through rank 0, in JSON (`interlace.comm.star`), and
-whatever goes wrong there becomes a `TrainingError` here: this rank, what it waited for, and who did not answer.
+During training (before that see `startup`), a rank that does not answer for ``parallel.timeout`` seconds is lost. The
+trainer and the checkpoints use a process group of their own. Messages are JSON and go through rank 0
+(`interlace.comm.channels.star`). Errors there become a `TrainingError` here: this rank, the operation it waited for,
+and the ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from interlace.comm.lost import RollCall, reason_of
-from interlace.comm.star import Star
-from interlace.comm.transports.base import CommError
+from interlace.comm.channels.star import Star
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.lost import RollCall, reason_of
 from interlace.train.errors import TrainingError
 
 T = TypeVar("T")
 
 
 class Peers:
-    """All ranks of the run as this one sees them (only itself without a process group).
+    """All ranks of the run, as seen by this one (only itself without a process group).
 
-    `timeout` is how many seconds one rank may be behind another, `allowance` how many more where a checkpoint is
-    written or read; `coordinated` as in `RollCall`. Making one is collective, and so is every method: all ranks call
-    the same in the same order.
+    `timeout` is the maximum delay of one rank behind another, in seconds. `allowance` is added to it while a checkpoint
+    is written or read. `coordinated` as in `RollCall`. The constructor and every method are collective: all ranks make
+    the same calls in the same order.
     """
 
     def __init__(self, timeout: float, allowance: float = 0.0, *, coordinated: bool = False) -> None:
@@ -45,11 +46,11 @@ class Peers:
                 self._star = Star(group, torch.device("cpu"), RollCall(group, "run", coordinated=coordinated))
 
     def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
-        """Every rank's `value`, by rank. `what` names the occasion, `patient` grants the allowance as well."""
+        """Every rank's `value`, by rank. `what` names the operation; `patient` adds the allowance."""
         return self._exchange(what, float(value), patient)
 
     def exchange_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """The same of several values, as many on every rank: by rank."""
+        """As `exchange` for several values, the same number on every rank: by rank."""
         found: list[list[float]] = self._exchange(what, [float(value) for value in values], False)
         return found
 
@@ -62,22 +63,22 @@ class Peers:
             raise TrainingError(str(error)) from error
 
     def barrier(self, what: str, *, patient: bool = False) -> None:
-        """Waits until every rank is here."""
+        """Waits for all ranks."""
         self.exchange(what, 0.0, patient=patient)
 
     def together(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> list[T]:
-        """What `work` returns on every rank, by rank (what JSON can hold). It may take the allowance.
+        """Result of `work` on every rank, by rank (any JSON value). It may use the allowance.
 
-        When it fails on any rank, all of them raise, and say which rank it was and why: an error of the type `expected`
-        with its own words, any other as a TrainingError.
+        If it fails on any rank, all of them raise, with that rank and the reason. An error of type `expected` keeps its
+        message; any other becomes a TrainingError.
         """
         text = "null"
         failure: BaseException | None = None
         try:
-            text = json.dumps(work())  # as text: ranks may return values of different forms
+            text = json.dumps(work())  # as text: results may differ in form between ranks
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # such as DCP's CheckpointException, which is no Exception
+        except BaseException as error:  # such as DCP's CheckpointException, which is not a subclass of Exception
             failure = error
         trouble = "" if failure is None else f"{type(failure).__name__}: {failure}"
         mine = [text, str(failure) if isinstance(failure, expected) else "", trouble]
@@ -91,13 +92,13 @@ class Peers:
         return [json.loads(text) for text, _, _ in everyone]
 
     def on_first(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> T:
-        """What `work` returns on rank 0, which alone runs it, on every rank; errors as in `together`."""
+        """Result of `work` on rank 0, which alone runs it, on every rank; errors as in `together`."""
         results: list[Any] = self.together(what, lambda: work() if self.rank == 0 else None, expected=expected)
         return results[0]
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turns the errors of torch's collectives inside the block into a TrainingError; others pass through."""
+        """Converts the errors of torch's collectives inside the block to a TrainingError; others pass through."""
         try:
             yield
         except RuntimeError as error:

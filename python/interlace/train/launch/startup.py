@@ -1,12 +1,12 @@
-"""How the ranks of a run come together before the first step, with a bound on every wait.
+"""Startup: synchronizes the ranks of a run before the first step, with a timeout on every wait.
 
-Until they train, ranks may do work of very different length: one fetches the data, others wait for it. So they wait
-for signs of life rather than under one long timeout: every rank counts up a number in the store that the group met
-through, and a rank whose number stands still for ``parallel.timeout`` seconds is lost, whatever it was doing. Rank 0
-watches all and tells the others whom it misses; they watch rank 0.
+Before training, ranks may do work of very different length: one downloads the data, others wait for it. One long
+timeout does not fit, so ranks send heartbeats: every rank increments a counter in the store of the process group. A
+rank whose counter is unchanged for ``parallel.timeout`` seconds is lost. Rank 0 watches all ranks and reports the
+missing ones to the others, which watch rank 0.
 
-What happens inside torch (meeting, making groups) cannot be watched so; there a timer ends this rank, with its last
-words, should torch's own timeout not hold (it does not when the host of the store is gone without closing).
+Calls inside torch (rendezvous, creation of groups) cannot be watched in this way. A timer ends this rank there, with
+its last words, if torch's own timeout fails (it does if the host of the store is gone without closing).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm.rendezvous import Rounds
-from interlace.comm.store import is_loopback, tcp_store
+from interlace.comm.process.rendezvous import Rounds
+from interlace.comm.process.store import is_loopback, tcp_store
 from interlace.train.errors import TrainingError
 from interlace.train.launch import launcher
 
-LONGEST_SECONDS = 1800.0  # of one wait, however lively the rank that is waited for
-SLACK_SECONDS = 5.0  # after its own timeout, for torch to say what went wrong
+LONGEST_SECONDS = 1800.0  # for one wait, even if the awaited rank sends heartbeats
+SLACK_SECONDS = 5.0  # after its own timeout, for torch to report the error
 _ANSWER = "all ranks"
 
 
 class Startup(Rounds):
-    """The ranks of a run until they train. Making one joins the default process group; alone it does nothing.
+    """The ranks of a run before training. Construction joins the default process group; a single rank does nothing.
 
-    `timeout` is how many seconds a rank may give no sign of life; `backend` what the process group is to speak. Raises
-    TrainingError when not all ranks come.
+    `timeout` is the maximum time in seconds without a heartbeat; `backend` is the backend of the process group. Raises
+    TrainingError if not all ranks join.
     """
 
     longest = 1 << 26
@@ -60,13 +60,14 @@ class Startup(Rounds):
         self.thread.start()
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value` (what JSON can hold), by rank. Collective; `what` says what a rank may still be doing.
+        """Every rank's `value` (any JSON value), by rank. Collective; `what` names the work that a rank may still be
+        doing.
 
-        Raises TrainingError, naming a rank that gives no sign of life for `timeout` seconds.
+        Raises TrainingError with the name of a rank that sends no heartbeat for `timeout` seconds.
         """
         if self.world == 1:
             return [value]
-        mine = json.dumps(value)  # as text: ranks may say values of different forms
+        mine = json.dumps(value)  # as text: values may differ in form between ranks
         self.begin(what, mine)
         others = range(1, self.world)
         if self.rank == 0:
@@ -94,9 +95,9 @@ class Startup(Rounds):
 
     @contextlib.contextmanager
     def bounded(self, what: str, alone: str = "") -> Iterator[None]:
-        """Bounds what torch does inside the block; its errors become a TrainingError that says `what` it was.
+        """Bounds the time of torch calls inside the block; their errors become a TrainingError that names `what`.
 
-        alone: what this rank does inside besides, without the others: that, too, may take long or fail.
+        alone: further work inside the block on this rank only; it may also take long or fail.
         """
         if self.world == 1:
             yield
@@ -127,17 +128,17 @@ class Startup(Rounds):
             timer.cancel()
 
     def close(self) -> None:
-        """Ends the signs of life: from here on the ranks talk every step. Safe to call twice.
+        """Stops the heartbeats: from here on the ranks communicate in every step. Safe to call twice.
 
-        A process must not end while a thread of it is inside the store: Python would end the thread there, which C++
-        answers with `terminate called` and SIGABRT.
+        A process must not exit while one of its threads is inside the store: Python would end the thread there, and C++
+        would call `terminate` (SIGABRT).
         """
         self.over.set()
         if self.thread is not None:
             self.thread.join(SLACK_SECONDS)
 
     def _wait(self, places: Sequence[int | str], ranks: Sequence[int], what: str) -> None:
-        """Returns when all `places` have been filled, by `ranks` in this order; raises when one of these is lost."""
+        """Returns when all `places` have been filled, by `ranks` in this order; raises if one of these is lost."""
         of = dict(zip(places, ranks, strict=True))
         begin = looked = time.monotonic()
         signs = dict.fromkeys(ranks, (-1, begin))
@@ -166,21 +167,21 @@ class Startup(Rounds):
         return self.bounded(what)
 
     def _linger(self) -> None:
-        """Rank 0 may hold the store: gives those who are not lost time to hear why it ends."""
+        """Gives ranks that are not lost time to read the reason for the end, because rank 0 may host the store."""
         deadline = time.monotonic() + SLACK_SECONDS
         while self.store.add("told", 0) < self.world - 2 and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: who waits for it will say so
+        with contextlib.suppress(RuntimeError):  # the store is gone: ranks that wait for it report this
             while not self.over.wait(min(1.0, self.timeout / 4)):
                 self.store.add(f"alive/{self.rank}", 1)
 
 
 def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -> dist.Store:
-    """The store at MASTER_ADDR, which rank 0 serves on that address alone, or torchrun's, which its agent serves.
+    """The store at MASTER_ADDR: served by rank 0 on that address alone, or torchrun's, served by its agent.
 
-    wait: for all ranks to come, rather than for rank 0 alone. Raises TrainingError.
+    wait: True to wait for all ranks, False for rank 0 alone. Raises TrainingError.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not wait:
         agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,0 +1,197 @@
+"""Carrier: a tensor that carries a plan through a model in place of the attention mask.
+
+It has the shape of a mask, [B, 1, Q, K], and no values. Reading its shape, moving it and selecting queries and keys
+work. Any computation with it raises an error that names the model. Such models make another mask from theirs (Doge),
+select keys with it (HY-V4), or count tokens with it (the auxiliary loss of a mixture of experts). Used as numbers, it
+would act as a mask that hides nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from interlace.attention.hf.active import TRACED
+from interlace.attention.hf.plans import changed
+from interlace.attention.plan import AttentionPlan, whole_graph
+
+# A dtype without arithmetic in torch. It also makes operations fail where __torch_function__ is not called (C++, a copy
+# that lost its class).
+DTYPE = torch.bits8
+
+_ITSELF = ("detach", "contiguous", "clone", "requires_grad_", "__deepcopy__")
+_VIEWS = ("T", "H", "mT", "mH", "real", "imag", "data")  # properties that return other tensors
+
+
+class Carrier(Tensor):
+    """See the module docstring. interlace_plan: the plan, and further values for the attention layers."""
+
+    interlace_plan: tuple[AttentionPlan, Any, Any]
+
+    @staticmethod
+    def of(plan: AttentionPlan, *more: Any) -> Carrier:
+        """A carrier of `plan`, on its device, together with the values `more`."""
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            raise ValueError(TRACED)
+        if torch.compiler.is_dynamo_compiling() and not whole_graph():
+            return _outside_graphs(plan, *more)
+        shape = (plan.batch, 1, plan.q_len, plan.k_len)
+        if isinstance(plan.q_bits, FakeTensor):
+            made: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
+        else:
+            made = torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
+        made.interlace_plan = (plan, *more)  # type: ignore[assignment]
+        return made
+
+    def with_plan(self, plan: AttentionPlan) -> Carrier:
+        """A carrier of another plan, with the same further values."""
+        return self if plan is self.interlace_plan[0] else Carrier.of(plan, *self.interlace_plan[1:])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Carrier.of, self.interlace_plan
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"Carrier({list(self.shape)}, device={str(self.device)!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if name == "__get__" and not torch.compiler.is_compiling():
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name == "shape":
+                _check_listener()
+            elif name in _VIEWS:
+                raise refusal(name)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        itself = args[0] if args else None
+        if isinstance(itself, Carrier):
+            if name in _ITSELF:
+                return itself
+            if name in ("to", "cpu", "cuda") and (device := _destination(name, args[1:], kwargs)) is not None:
+                return itself.with_plan(itself.interlace_plan[0].to(device))
+            if name == "__getitem__" and (sides := _sides(args[1])) is not None:
+                return itself.with_plan(_selected(itself.interlace_plan[0], *sides))
+        failure = None
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                result = func(*args, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                failure, result = error, None
+        if failure is not None:
+            raise refusal(name) from failure
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if name != "__get__" and any(isinstance(each, Tensor) for each in results):
+            raise refusal(name)
+        return result
+
+
+class _OfFakes(Carrier):
+    """A carrier for fake tensors, which torch cannot subclass: it has no storage at all."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise refusal(str(func))
+
+
+@torch.compiler.disable
+def _outside_graphs(plan: AttentionPlan, *more: Any) -> Carrier:
+    return Carrier.of(plan, *more)
+
+
+def refusal(operation: str) -> ValueError:
+    """Error for computations with a carrier. Names the model that made the call."""
+    inner, outer = _callers()
+    whom = inner if inner == outer else f"{inner} (in {outer})"
+    return ValueError(
+        f"{whom} computes with its attention mask ({operation}), but under interlace it is a plan, without numbers. "
+        "If the mask was yours, pass none and run the model inside interlace.attention.hf.use_plan(plan) (routers with "
+        "output_router_logits=True then count every token). If the model makes its masks itself and computes with "
+        f'them, its attention is none that a plan can say: use attn_implementation="sdpa" or "eager" for {outer}'
+    )
+
+
+def _check_listener() -> None:
+    """Raise ValueError if the model that reads a carrier's shape uses another attention, without support for plans."""
+    # Only HuggingFace models: other modules may have a config, too.
+    models = (x for x in _modules_on_stack() if hasattr(getattr(x, "config", None), "_attn_implementation"))
+    model = next(models, None)
+    if model is not None and not _is_switched(model.config):
+        name, has = type(model).__name__, getattr(model.config, "_attn_implementation", None)
+        raise ValueError(
+            f"{name} was given a plan for a mask, but its attention is {has!r}: only under "
+            'attn_implementation="interlace" is a plan understood. Where model.set_attn_implementation("interlace") '
+            "changes nothing, the model's attention cannot be switched (position biases such as ALiBi, for example): "
+            "give it a mask of numbers"
+        )
+
+
+def _is_switched(config: Any) -> bool:
+    """True if a HuggingFace config, or one of its sub-configs, selects this attention."""
+    if str(getattr(config, "_attn_implementation", "")).startswith("interlace"):
+        return True
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    return any(_is_switched(part) for part in parts if part is not None)
+
+
+def _modules_on_stack() -> Iterator[Any]:
+    """Modules whose methods are running, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
+        frame = frame.f_back
+
+
+def _callers() -> tuple[str, str]:
+    """Classes of the innermost module on the stack, and of the outermost HuggingFace model."""
+    modules = list(_modules_on_stack())
+    if not modules:
+        return "the code", "the model"
+    models = [module for module in modules if hasattr(module, "base_model_prefix")]
+    return type(modules[0]).__name__, type((models or modules)[-1]).__name__
+
+
+def _destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Target device of a carrier's move. None if the call also changes the type, or takes another tensor's."""
+    if name == "cpu":
+        return torch.device("cpu")
+    given = kwargs.get("device", args[0] if args else "cuda" if name == "cuda" else None)
+    if name == "cuda" and not isinstance(given, torch.device):
+        given = f"cuda:{given}" if isinstance(given, int) else "cuda"
+    changed = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
+    return torch.device(given) if isinstance(given, (str, int, torch.device)) and not changed else None
+
+
+def _sides(index: Any) -> tuple[Any, Any] | None:
+    """Queries and keys selected by an index of the form mask[:, :, queries, keys]; None for other indices."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if any(item is Ellipsis for item in given):
+        at = next(i for i, item in enumerate(given) if item is Ellipsis)
+        given[at : at + 1] = [slice(None)] * (5 - len(given))
+    given += [slice(None)] * (4 - len(given))
+    whole = all(isinstance(item, slice) and item == slice(None) for item in given[:2])
+    sides = given[2:]
+    if len(given) != 4 or not whole or not all(_is_piece(item) for item in sides):
+        return None
+    return sides[0], sides[1]
+
+
+def _is_piece(item: Any) -> bool:
+    return isinstance(item, slice) or (isinstance(item, Tensor) and item.dim() == 1)
+
+
+def _selected(plan: AttentionPlan, queries: Any, keys: Any) -> AttentionPlan:
+    """The plan for some queries and keys, which keep their positions."""
+    if all(isinstance(s, slice) and s.indices(n) == (0, n, 1) for s, n in ((queries, plan.q_len), (keys, plan.k_len))):
+        return plan
+    return changed(plan, lambda q, k: (q(lambda field: field[:, queries]), k(lambda field: field[:, keys])))

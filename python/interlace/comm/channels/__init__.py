@@ -1,0 +1,1 @@
+"""Channels: point-to-point messages of the executor, in one process or over torch.distributed."""

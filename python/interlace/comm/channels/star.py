@@ -1,0 +1,131 @@
+"""Exchange of small values of all ranks through rank 0: slow, but an error names the rank that does not answer.
+
+Messages are JSON behind a header of fixed size, checked before use. They are never executed, and no memory is allocated
+for a size above the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.comm.process.errors import CommError
+from interlace.comm.process.lost import RollCall, reason_of
+from interlace.comm.process.messages import decode, encode
+from interlace.comm.process.recorder import page_in_use
+
+HEADER = 18  # numbers in a header; tensors of `channels.process_group` on the same edges use the same size
+MESSAGE = 0x1A7E71ACF  # first number of a message header
+LONGEST = 1 << 28  # bytes of a message
+
+
+def header(device: torch.device, *numbers: int) -> Tensor:
+    return torch.tensor([*numbers, *(0,) * (HEADER - len(numbers))], device=device)
+
+
+class Star:
+    """All ranks of a process group (None: the default one), with rank 0 at the centre.
+
+    device: of messages in transit, as the group's backend requires. Errors are CommErrors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, roll: RollCall) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.device, self.roll = group, device, roll
+        self._told: list[tuple[dist.Work, Tensor, int]] = []
+
+    def exchange(self, value: Any, what: str, timeout: float) -> list[Any]:
+        """Every rank's ``value`` by rank; JSON-serializable, with the same types, keys and lengths on every rank.
+
+        timeout: seconds that one rank may be behind another. Raises CommError, on all ranks that still answer.
+        """
+        deadline = time.monotonic() + timeout
+        if self.rank > 0:
+            self._tell(what, value, 0, timeout)
+            # Rank 0 may be waiting for a lost rank and never receive this message: give it time to report that.
+            patience = timeout + min(timeout / 2, 10.0)
+            wrong, values = self._hear(what, ["", [value] * self.world], 0, patience, timeout)
+            if wrong:
+                raise CommError(f"{wrong}; rank 0 told rank {self.rank}, in {what}")
+        else:
+            values = [value]
+            try:
+                for peer in range(1, self.world):
+                    left = max(deadline - time.monotonic(), 1.0)  # receiving a message that has arrived also takes time
+                    values.append(self._hear(what, value, peer, left, timeout))
+            except CommError as error:
+                for peer in range(1, self.world):
+                    with contextlib.suppress(CommError):
+                        self._tell(what, [str(error), [value] * self.world], peer, timeout)
+                for work, *_ in self._told:
+                    with contextlib.suppress(RuntimeError):
+                        work.wait(timedelta(seconds=1))
+                raise
+            for peer in range(1, self.world):
+                self._tell(what, ["", values], peer, timeout)
+        told, self._told = self._told, []
+        for work, _, peer in told:
+            with self._waiting_for(peer, what, timeout):
+                work.wait(timedelta(seconds=timeout))
+        return values
+
+    def _tell(self, what: str, value: Any, peer: int, timeout: float) -> None:
+        raw = encode(what, value)
+        if len(raw) > LONGEST:
+            raise CommError(f"rank {self.rank}, {what}: a message has {len(raw)} bytes, at most {LONGEST} travel")
+        text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
+        for tensor in (header(self.device, MESSAGE, len(raw)), text):
+            with self._waiting_for(peer, what, timeout):
+                work = dist.isend(tensor, peer, group=self.group)
+            assert work is not None
+            self._told.append((work, tensor, peer))
+
+    def _hear(self, what: str, like: Any, peer: int, patience: float, timeout: float) -> Any:
+        """The message of `peer`, of the form of `like`, within `patience` seconds; errors mention `timeout` seconds."""
+        head = header(self.device)
+        self._receive(head, peer, what, patience, timeout)
+        magic, size, *_ = head.tolist()
+        if magic != MESSAGE or not 0 < size <= LONGEST:
+            raise CommError(f"rank {self.rank}, {what}: what rank {peer} sent is no message: its program differs")
+        payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._receive(payload, peer, what, patience, timeout)
+        try:
+            return decode(payload.cpu().numpy().tobytes(), what, like)
+        except ValueError as error:
+            raise CommError(f"rank {self.rank}, {what}: rank {peer} {error}") from error
+
+    def _receive(self, tensor: Tensor, peer: int, what: str, patience: float, timeout: float) -> None:
+        with self._waiting_for(peer, what, timeout):
+            work = dist.irecv(tensor, peer, group=self.group)
+            assert work is not None
+            work.wait(timedelta(seconds=patience))
+
+    @contextlib.contextmanager
+    def _waiting_for(self, peer: int, what: str, timeout: float) -> Iterator[None]:
+        """Converts errors of torch into a CommError that names the lost rank.
+
+        Rank 0 waits for one peer and names it at once. The others wait for rank 0, which may have ended because of
+        another rank. So they look for the lost rank in the reports.
+        """
+        page = page_in_use()
+        try:
+            if page is not None:
+                page.waiting((peer,))
+            yield
+            if page is not None:
+                page.computing()
+        except RuntimeError as error:
+            if self.rank == 0:
+                reason = reason_of(error, timeout)
+                self.roll.gave_up(reason, [peer])
+                lost = f"lost rank {peer} ({reason})"
+            else:
+                lost, _ = self.roll.lost(range(self.world), error, timeout)
+            raise CommError(f"rank {self.rank}, {what}: {lost}") from error

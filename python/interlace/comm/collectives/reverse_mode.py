@@ -1,0 +1,24 @@
+"""Rejects forward mode and torch.func: collectives are differentiable only by backward() and torch.autograd.grad."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def check_reverse_mode(name: str, *tensors: Tensor) -> None:
+    """Raises RuntimeError in forward mode and under a transform of torch.func.
+
+    In forward mode the operation would drop tangents (a derivative of 0). Under torch.func there are no bytes to move.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name} runs under no transform of torch.func (grad, vmap, jvp, ...): differentiate with "
+            "torch.autograd.grad or backward(), and give it a batch as a dimension of its tensors"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative (dual numbers): differentiate with torch.autograd.grad or "
+            "backward()"
+        )

@@ -1,0 +1,1 @@
+"""Communication overlap: chunked transfers under matrix products and attention; copy engines."""

@@ -1,0 +1,1 @@
+"""Process bookkeeping: rendezvous, groups, agreement between ranks, lost peers, the flight recorder."""

@@ -1,0 +1,251 @@
+"""Lost peers: finds the ranks that are gone when a wait fails, and the reason.
+
+A gloo wait that times out closes all connections of its group, and a failed collective does not name the faulty rank.
+So every rank that notices a failure reports it in the store of the group. A rank without a report after a few seconds
+is lost. A rank that left on its own has reported its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from interlace.comm.process.messages import decode, encode
+
+T = TypeVar("T")
+
+SLOW = "no answer within {:g} s: it hangs, or is slower than the timeout"
+_POLL = 0.05  # seconds
+_WHAT = "roll call"
+_DONE = "done"
+_LONGEST = 60.0  # extra seconds for ranks that have not noticed the failure yet
+_AT_ONCE = 2.0  # seconds in which a live rank that closed a connection reports the reason
+
+
+def reason_of(error: BaseException, timeout: float) -> str:
+    """The reason why a wait on a peer failed, from torch's error message."""
+    reason = first_line(error)
+    if "imeout" in reason or "imed out" in reason:
+        return SLOW.format(timeout)
+    return f"it died or closed the connection: {reason}"
+
+
+def is_slow(reason: str) -> bool:
+    """True if a reason of `reason_of` means that a wait timed out."""
+    return reason.startswith(SLOW.partition("{")[0])
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def named(ranks: Sequence[int | str]) -> str:
+    """ "rank 3" or "ranks 1, 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in ranks)}"
+
+
+def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, Any]:
+    """(name, store) shared by the ranks of a group for one purpose. All ranks request them in the same order.
+
+    A counter in the group's own store numbers them, so a group created again under its old name finds no old keys.
+    """
+    store = dist.distributed_c10d._get_process_group_store(group)
+    name = f"interlace/{name}/{store.add(f'interlace/{name} of rank {group.rank()}', 1)}"
+    return name, dist.PrefixStore(name, store)
+
+
+class Word(NamedTuple):
+    """Abort report of a rank: the reason, and the ranks it waited for in vain (empty: a reason of its own)."""
+
+    reason: str
+    waited: tuple[int, ...] = ()
+
+
+class RollCall:
+    """Failure reports of the ranks of a group. Created by all ranks in the same order.
+
+    A rank that was waited for in vain may itself have waited for another. So each rank reports whom it waited for when
+    it aborts. A search follows these reports from rank to rank, up to the one without a report.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, *, coordinated: bool = False) -> None:
+        """coordinated: an external supervisor finds the lost ranks, so ranks need not wait for each other's reports."""
+        self.rank, self.world, self._coordinated = group.rank(), group.size(), coordinated
+        self._store = private_store(group, f"roll call of the {name}")[1]
+        self._said: Word | None = None
+        self._silent = 0  # number of lost ranks without a report
+        self.traced = False  # whether the lost ranks are known
+
+    def leave(self, reason: str, timeout: float) -> None:
+        """This rank aborts for a reason of its own, unless it has aborted already. timeout: of the other ranks' waits.
+
+        Rank 0 may hold the store. If it has lost another rank, it stays until the rest have aborted too: they search
+        the store for lost ranks, and would report rank 0 otherwise. It stays at most as long as they may wait, notice,
+        and search.
+        """
+        if self._coordinated:
+            return
+        self._say(Word(reason))
+        grace = 2 * min(timeout, _LONGEST) + _grace(timeout)
+        # Only silent ranks: in a collective this rank waited for all, most of which are alive and will search.
+        away = self._silent
+        if self.rank > 0 or _is_kept_elsewhere():
+            bounded(lambda: self._store.add(_DONE, 1), 1.0)
+        elif self.traced:
+
+            def stay() -> bool:
+                deadline, pause = time.monotonic() + grace, _POLL
+                while self._store.add(_DONE, 0) < self.world - 1 - away and time.monotonic() < deadline:
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.5)
+                return True
+
+            bounded(stay, grace + 1.0)
+
+    def gave_up(self, reason: str, waited: Sequence[int]) -> None:
+        """This rank stops waiting for the ranks `waited`. reason: as from `reason_of`."""
+        self._say(Word(reason, tuple(rank for rank in waited if rank != self.rank)))
+
+    def lost(self, ranks: Sequence[int], error: BaseException, timeout: float) -> tuple[str, list[int]]:
+        """Reports that this rank stops waiting for `ranks`, and returns (description of the lost ranks, lost ranks).
+
+        Takes seconds: live ranks have to notice the failure too, for which each has its `timeout`.
+        """
+        return self.trace(reason_of(error, timeout), ranks, timeout)
+
+    def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
+        """As `lost`, for a known `reason`."""
+        self.gave_up(reason, ranks)
+        self.traced = True
+        if self._coordinated:
+            return f"lost {named(list(ranks))} ({reason})", list(ranks)
+        mine = Word(reason, tuple(rank for rank in ranks if rank != self.rank))
+        said: dict[int, Word] = {}
+        grace, begin = _grace(timeout), time.monotonic()
+        moved = [begin]  # last time the store answered
+
+        def listen() -> bool:
+            certain, pause = begin, _POLL
+            while True:
+                silent, surely, late = _trail(mine, said, self.rank)
+                for rank in silent:
+                    if self._store.check([_key(rank)]):
+                        said[rank] = _read(self._store.get(_key(rank)))
+                        certain, pause = time.monotonic(), _POLL
+                moved[0] = now = time.monotonic()
+                if any(rank in said for rank in silent):
+                    if any(not word.waited for word in said.values()):
+                        return True
+                    continue
+                # A closed connection and a single silent rank: that rank is dead. With several silent ranks, wait until
+                # the live ones have noticed, which may take each of them as long as this rank's own wait.
+                known = (surely or len(silent) == 1) and not late and now - certain > min(grace, _AT_ONCE)
+                if not silent or known or now - begin > grace + (0.0 if late else min(timeout, _LONGEST)):
+                    return True
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+
+        answered = _while_it_moves(listen, lambda: time.monotonic() - moved[0] < grace + 1.0)
+        left = next((rank for rank, word in list(said.items()) if not word.waited), None)
+        if left is not None:
+            return f"lost rank {left} (it gave up: {said[left].reason})", [left]
+        silent, surely, _ = _trail(mine, dict(said), self.rank)
+        culprits = sorted(surely or silent) or list(mine.waited)
+        if not answered and 0 not in said and self.rank > 0 and not _is_kept_elsewhere():
+            culprits = [0]  # it holds the store, which no longer answers
+        self._silent = sum(rank not in said for rank in culprits)
+        words = [mine, *said.values()]
+        of = next((word for word in words if set(culprits) & set(word.waited)), mine)
+        if not is_slow(of.reason):  # a closed connection, perhaps by a rank whose wait timed out
+            of = next((word for word in words if is_slow(word.reason) and set(culprits) & set(word.waited)), of)
+        return f"lost {named(culprits)} ({of.reason})", culprits
+
+    def _say(self, word: Word) -> None:
+        if self._said is None and not self._coordinated:
+            self._said = word
+            raw = encode(_WHAT, [word.reason[:500], " ".join(map(str, word.waited))])
+            bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)
+
+
+def _grace(timeout: float) -> float:
+    """Seconds after a timeout in which a live rank reports."""
+    return min(timeout / 2, 10.0)
+
+
+def _trail(mine: Word, said: Mapping[int, Word], me: int) -> tuple[list[int], dict[int, Word], bool]:
+    """Follows the reports: (silent ranks, ranks that died for certain, whether all waits for silent ranks timed out).
+
+    A rank died for certain if a rank that waited for it alone saw its connection close.
+    """
+    silent: dict[int, None] = {}
+    surely: dict[int, Word] = {}
+    late, seen, words = True, {me}, [mine]
+    while words:
+        word = words.pop()
+        for rank in word.waited:
+            if rank not in said and rank != me:
+                silent[rank] = None
+                late &= is_slow(word.reason)
+                if len(word.waited) == 1 and not is_slow(word.reason):
+                    surely[rank] = word
+            elif rank not in seen:
+                seen.add(rank)
+                words.append(said[rank])
+    return list(silent), surely, late
+
+
+def _while_it_moves(call: Callable[[], bool], moves: Callable[[], bool]) -> bool:
+    """The result of `call`; False if it fails or `moves` turns False.
+
+    Torch may block forever on a store whose host hangs.
+    """
+    ended, found = threading.Event(), [False]
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            found[0] = call()
+        ended.set()
+
+    threading.Thread(target=run, name="asking-the-store", daemon=True).start()
+    while not ended.wait(0.1) and moves():
+        pass
+    return found[0]
+
+
+def _is_kept_elsewhere() -> bool:
+    """True if the store outlives the ranks: torchrun's agent holds it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T | None:
+    """The result of `call`; None if it fails or takes longer (torch may block forever on a store whose host hangs)."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except (RuntimeError, OSError):
+            return
+
+    thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _key(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _read(raw: bytes) -> Word:
+    try:
+        reason, waited = decode(raw, _WHAT, ["", ""])
+        return Word(reason, tuple(map(int, waited.split())))
+    except ValueError as error:
+        return Word(str(error))

@@ -1,0 +1,208 @@
+"""Folder of chats about the stamps, for use in a config: made once, and again if the settings change.
+
+train.jsonl, validation.jsonl   records; media paths are relative to this folder, so it can be moved
+media/                          pictures and clips, no larger than needed
+tokenizer/                      byte-level BPE trained on the training texts, with a chat template
+README.md                       contents, licence, and what was left out and why
+made.json                       sources, settings, and a hash of the contents; written last
+
+A folder that was changed after it was written counts as user data: it is used as it is or refused, never overwritten.
+
+Without network or apt the folder has scikit-learn's digits in the same format, and states so, until stamps are
+available.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interlace.data.builtin.fetch import exclusive, find_or_fetch
+from interlace.data.builtin.stamps import Drawn, Record, Settings, draw, media_of, texts_of
+from interlace.data.builtin.stamps_index import load_index
+from interlace.data.chats.encoding.bpe import write_tokenizer
+
+FORMAT = 2
+MADE, README, TOKENIZER = "made.json", "README.md", "tokenizer"
+SPLITS = ("train.jsonl", "validation.jsonl")
+STAMPS, DIGITS = "stamps", "digits"
+CHANGED = (
+    "{} was changed by hand, or made by another version of Interlace: remove it, or name another folder; it is not "
+    "written over"
+)
+log = logging.getLogger("interlace.data")
+
+
+@dataclass(frozen=True)
+class Made:
+    """Contents of a folder. source: STAMPS or DIGITS; words: one line about it; settings: those it was made with."""
+
+    source: str
+    words: str
+    settings: Settings
+
+
+def look(folder: Path) -> Made | None:
+    """Contents of the folder; None if it was not made here, or is incomplete."""
+    told = _told(folder)
+    if told is None:
+        return None
+    table = told["key"]["settings"]
+    return Made(told["source"], told["words"], Settings(**table | {"languages": tuple(table["languages"])}))
+
+
+def make(
+    folder: str | Path, settings: Settings | None = None, *, cache: str | Path | None = None, timeout: float = 3600.0
+) -> Made:
+    """Writes the folder, unless it exists and was made with the same settings from the same files.
+
+    The package is fetched into `cache` (`fetch.find_or_fetch`). timeout: seconds to wait for another process that makes
+    the folder. Raises FileExistsError for a folder that has other contents, was changed by hand, or has stamps of other
+    settings while stamps are not available; ValueError for settings without records, TimeoutError, OSError.
+    """
+    folder, settings = Path(folder).expanduser().resolve(), settings or Settings()
+    _check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The lock file is never removed: otherwise a waiting process and a new one could lock two different files.
+    with exclusive(folder.with_name(f".{folder.name}.lock"), timeout):
+        _check_free(folder)
+        return _make(folder, settings, cache)
+
+
+def _check_free(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / MADE).exists():
+        raise FileExistsError(f"{folder} holds something else: name a new folder, or remove what is in it")
+    if _told(folder) is None:
+        raise FileExistsError(CHANGED.format(folder))
+
+
+def _make(folder: Path, settings: Settings, cache: str | Path | None) -> Made:
+    root, trouble = find_or_fetch(cache)
+    source = DIGITS if root is None else STAMPS
+    index = None if root is None else load_index(root)
+    key = {"format": FORMAT, "settings": settings.table(), "signature": "" if index is None else index.signature}
+    told = _told(folder)
+    key = json.loads(json.dumps(key))
+    if told is not None and told["source"] == source and told["key"] == key:
+        return Made(source, told["words"], settings)
+    if told is not None and told["source"] == STAMPS and root is None:  # do not replace stamps by digits
+        if told["key"]["settings"] != key["settings"]:
+            raise FileExistsError(
+                f"{folder} holds stamps made with other settings, and none can be had now ({trouble}): ask for the "
+                "same settings, or name a new folder"
+            )
+        log.info("kept as it is, as stamps cannot be had now: %s", trouble)
+        return Made(STAMPS, told["words"], settings)
+    if told is not None and told["contents"] != _contents(folder):
+        raise FileExistsError(CHANGED.format(folder))
+    began = time.monotonic()
+    mine = re.compile(rf"\.{re.escape(folder.name)}\.tmp-\d+")
+    for stale in folder.parent.iterdir():  # of a killed process: the lock shows that none is running
+        if mine.fullmatch(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        log.info("writing chats about the %s into %s", source, folder)
+        if index is None or root is None:
+            from interlace.data.builtin.digits_as_stamps import draw_digits
+
+            drawn = draw_digits(settings, temporary)
+        else:
+            from interlace.data.builtin.stamps_media import write_media
+
+            drawn = draw(index, settings)
+            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            failed, broken = write_media(root, temporary, drawn.files, settings.side, workers)
+            drawn.left_out |= broken
+            for records in (drawn.train, drawn.validation):
+                records[:] = [each for each in records if not failed.intersection(media_of(each))]
+        pieces = _write(temporary, drawn, settings)
+        words = _words(drawn, pieces, source, trouble)
+        (temporary / README).write_text(_readme(drawn, words, root), encoding="utf-8")
+        sizes = {name: (temporary / name).stat().st_size for name in SPLITS}
+        made = {"source": source, "words": words, "key": key, "sizes": sizes, "contents": _contents(temporary)}
+        (temporary / MADE).write_text(json.dumps(made, indent=1), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log.info("written in %.0f s", time.monotonic() - began)
+    return Made(source, words, settings)
+
+
+def _contents(folder: Path) -> str:
+    """A hash of the names and sizes of all files in the folder, except made.json."""
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    sizes = {path.relative_to(folder).as_posix(): path.lstat().st_size for path in paths}
+    sizes.pop(MADE, None)
+    return hashlib.sha256(json.dumps(sorted(sizes.items())).encode()).hexdigest()
+
+
+def _told(folder: Path) -> Any:
+    """made.json of a complete folder, else None."""
+    try:
+        told = json.loads((folder / MADE).read_text(encoding="utf-8"))
+        whole = all((folder / name).stat().st_size == told["sizes"][name] for name in SPLITS)
+        whole &= (folder / TOKENIZER / "tokenizer.json").is_file() and told["key"]["format"] == FORMAT
+        return {name: told[name] for name in ("source", "words", "key", "contents")} if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(folder: Path, drawn: Drawn, settings: Settings) -> int:
+    """Writes the records and the tokenizer; returns the number of its pieces."""
+    for name, records in zip(SPLITS, (drawn.train, drawn.validation), strict=True):
+        lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
+        (folder / name).write_text(lines, encoding="utf-8")
+    texts = dict.fromkeys(text for each in drawn.train for text in texts_of(each))
+    return write_tokenizer(folder / TOKENIZER, texts, settings.vocabulary)
+
+
+def _words(drawn: Drawn, pieces: int, source: str, trouble: str) -> str:
+    counts = f"{len(drawn.train):,} chats to train on, {len(drawn.validation):,} held out, {pieces:,} pieces of words"
+    if source == STAMPS:
+        return f"stamps: {counts}; {len(drawn.left_out):,} files left out, listed in {README}"
+    return f"stamps not available ({trouble}): scikit-learn's handwritten digits instead: {counts}"
+
+
+def _counts(records: Sequence[Record]) -> str:
+    found = Counter(each.get("kind") or "+".join(_kinds(each)) or "text" for each in records)
+    return ", ".join(f"{count:,} {kind}" for kind, count in found.most_common())
+
+
+def _kinds(each: Record) -> list[str]:
+    return [part["type"] for part in each["messages"][0]["content"] if part["type"] != "text"]
+
+
+def _readme(drawn: Drawn, words: str, root: Path | None) -> str:
+    licence = "" if root is None else f"Pictures, speech and captions are Tux Paint's, GPL-2: {root.parent}/copyright\n"
+    lines = [
+        "# Chats about pictures and speech",
+        "",
+        words,
+        "",
+        f"- {SPLITS[0]}: {_counts(drawn.train)}",
+        f"- {SPLITS[1]}: {_counts(drawn.validation)}",
+        "",
+        licence,
+        "## Left out",
+        "",
+        *(f"- {path}: {' '.join(why.split())}" for path, why in sorted(drawn.left_out.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+__all__ = ["DIGITS", "SPLITS", "STAMPS", "TOKENIZER", "Made", "look", "make"]

@@ -1,0 +1,245 @@
+"""Media of chats: reads files for processors, and splits a processor's output into items.
+
+`cut` assigns the tensors of a processor (processor.py) to the runs of placeholders. It uses the key names that all
+processors of transformers share (FIELDS); it has no code for single model families.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interlace.data.chats.encoding.headers import Size, check_file
+from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.data.media import DecodeError, _library
+from interlace.data.opened import opened
+
+BLANK = (200, 90, 30)  # no channel is 0 after normalisation, which distinguishes it from padding (0)
+Runs = list[tuple[int, int]]
+"""Runs of placeholders of one medium: (start, tokens)."""
+
+# Kind of media -> the processor's data tensor, and the encoder's extra arguments (key of the processor -> keyword of
+# the encoder's call). For a mask, the number of set entries is passed. If a processor returns video frames as pictures,
+# they are among its pictures.
+FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "image": (("pixel_values",), {"image_grid_thw": "grid_thw", "image_sizes": "image_sizes"}),
+    "video": (("pixel_values_videos",), {"video_grid_thw": "grid_thw", "second_per_grid_ts": "second_per_grid_ts"}),
+    "audio": (("input_features", "input_values"), {"feature_attention_mask": "frames"}),
+}
+COUNTED = ("feature_attention_mask",)
+# Per item, but not data of the encoder.
+MASKS = ("pixel_attention_mask",)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One item: its shape, its extra encoder arguments, and its data unless they are blank."""
+
+    shape: tuple[int, ...]
+    about: dict[str, tuple[float, ...]]
+    data: Tensor | None
+
+
+def read_picture(path: str) -> Any:
+    """The upright picture, as HuggingFace's processors load it. Raises DecodeError."""
+    from transformers.image_utils import load_image
+
+    try:
+        check_file(path)
+        with opened(path) as file:
+            return load_image(file if isinstance(file, str) else _library("PIL.Image").open(file))
+    except Exception as error:
+        raise DecodeError(f"{path}: {error}") from error
+
+
+def clip_length(path: str, samples: int, rate: int, wanted: int) -> int:
+    """Number of samples that `read_clip` returns. Raises ImportError with the missing resampling package."""
+    if rate != wanted and importlib.util.find_spec("soxr") is None:
+        raise ImportError(
+            f"{path}: has {rate} Hz, its model's processor wants {wanted}, and HuggingFace resamples with soxr: "
+            "pip install soxr"
+        )
+    return math.ceil(samples * wanted / rate)
+
+
+def read_clip(path: str, rate: int) -> Any:
+    """float32 [samples], mixed to mono, at `rate` Hz, by the same steps as HuggingFace's load_audio with
+    soundfile (which needs soxr even without resampling). Raises DecodeError, and ImportError."""
+    try:
+        with opened(path) as file:
+            samples, found = _library("soundfile").read(file, dtype="float32", always_2d=True)
+    except ImportError:
+        raise
+    except Exception as error:  # libsndfile's own error types
+        raise DecodeError(f"{path}: {error}") from error
+    mono = samples.T.mean(axis=0) if samples.shape[1] > 1 else samples[:, 0]
+    length = clip_length(path, len(mono), found, rate)
+    if found != rate:
+        mono = importlib.import_module("soxr").resample(mono, found, rate, quality="soxr_hq")
+        mono = np.pad(mono, (0, max(0, length - len(mono))))[:length]
+    return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def blank_clip(samples: int, part: Any) -> Any:
+    """A silent clip for a feature extractor, rounded to whole frames: the number of frames is the same."""
+    hop = int(getattr(part, "hop_length", 1))
+    return np.broadcast_to(np.float32(0), min(-(-samples // hop) * hop, int(getattr(part, "n_samples", samples + hop))))
+
+
+@lru_cache(maxsize=8)  # a large one takes a while to fill
+def blank_picture(size: Size) -> Any:
+    """A uniform picture of `size`."""
+    return _library("PIL.Image").new("RGB", size, BLANK)
+
+
+def shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
+    """Position of a character of the template's text after media were inserted into it."""
+    gained = 0
+    for replaced in moved:
+        if replaced["span"][1] > place:
+            break
+        gained = replaced["new_span"][1] - replaced["span"][1]
+    return place + gained
+
+
+def runs_in(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], span: tuple[int, int], wanted: Sequence[int]
+) -> tuple[int, Runs]:
+    """The first token of a span of characters, and the runs (start, count) of `wanted` ids in the span."""
+    start, end = span
+    inside = [place for place, (first, last) in enumerate(offsets) if first < end and last > start]
+    runs: list[tuple[int, int]] = []
+    for place in inside:
+        if ids[place] not in wanted:
+            continue
+        if runs and runs[-1][0] + runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((place, 1))
+    return (inside[0] if inside else 0), runs
+
+
+def in_tiles(runs: Sequence[Runs], raw: Mapping[str, Any], who: str) -> list[Runs]:
+    """The runs of each picture. If a processor writes all tiles of a picture as one run, the run is split into tiles.
+
+    raw: output of the processor's picture part, with tile counts. Raises ValueError when these do not fit.
+    """
+    if "num_patches" not in raw:
+        return list(runs)
+    counts = [int(count) for count in _tensor(raw["num_patches"]).flatten()]
+    if len(counts) != len(runs) or any(len(of) != 1 or of[0][1] % n for of, n in zip(runs, counts)):
+        raise ValueError(f"{who} counts {counts} tiles for {len(runs)} pictures in runs of {runs}")
+    pieces = [(start, tokens // n, n) for ((start, tokens),), n in zip(runs, counts, strict=True)]
+    return [[(start + k * tokens, tokens) for k in range(n)] for start, tokens, n in pieces]
+
+
+def source_of(kind: str, out: Mapping[str, Any]) -> str:
+    """The kind of media in FIELDS under which a processor's output has those of `kind`: frames may be pictures."""
+    frames = kind == "video" and not any(name in out for name in FIELDS["video"][0])
+    return "image" if frames else kind
+
+
+def cut(
+    kind: str,
+    out: Mapping[str, Any],
+    runs: Sequence[Runs],
+    who: str,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> list[Cut]:
+    """The items of one kind in a sample, in the order of their runs.
+
+    out: output of the processor; runs: of each medium; who: the processor, for messages; shapes: of the items,
+    if known from blank pictures. Raises ValueError for an output that does not show which rows belong to which run.
+    """
+    names, about = FIELDS[kind]
+    name = next((name for name in names if name in out), None)
+    if name is None:
+        raise ValueError(f"{who} returns {sorted(out)} for {kind}s and nothing of {', '.join(names)}")
+    values, told = _tensor(out[name]), {about[key]: _told(key, out[key]) for key in about if key in out}
+    for mask in MASKS:
+        if mask in out and not bool((_tensor(out[mask]) != 0).all()):
+            raise ValueError(f"{who} pads its {kind}s and says so in {mask}, which encoders here are not told")
+    single = [len(of_medium) for of_medium in runs] == [1] * len(runs)
+    if "grid_thw" in told:
+        return _by_grid(values, told, runs, who)
+    if "image_sizes" in told:
+        return _by_size(values, told["image_sizes"], single, who, shapes)
+    rows = values.flatten(0, 1) if values.dim() == 5 else values
+    total = sum(len(of_medium) for of_medium in runs)
+    if len(rows) != total or any(len(each) != total for each in told.values()):
+        raise ValueError(
+            f"{who} made {len(rows)} {kind}s of {name} {list(values.shape)} for {total} runs of placeholders"
+        )
+    return [
+        Cut(tuple(row.shape), {key: _numbers(each[place]) for key, each in told.items()}, row)
+        for place, row in enumerate(rows)
+    ]
+
+
+def _told(key: str, value: Any) -> Tensor:
+    told = _tensor(value)
+    return told.sum(-1) if key in COUNTED else told
+
+
+def _numbers(value: Tensor) -> tuple[float, ...]:
+    return tuple(value.reshape(-1).tolist())
+
+
+def _by_grid(values: Tensor, told: Mapping[str, Tensor], runs: Sequence[Runs], who: str) -> list[Cut]:
+    """For concatenated patches of all media. A video may have one run per frame, as many as its grid has frames."""
+    grids = [tuple(int(side) for side in row) for row in told["grid_thw"].reshape(-1, 3)]
+    counts = [math.prod(sides) for sides in grids]
+    fits = len(grids) == len(runs) and all(len(of) in (1, sides[0]) for of, sides in zip(runs, grids))
+    if not fits or values.dim() != 2 or sum(counts) != len(values):
+        raise ValueError(f"{who} made patches {list(values.shape)} for grids {grids}, which do not fit")
+    made = []
+    for place, (piece, sides, of) in enumerate(zip(values.split(counts), grids, runs, strict=True)):
+        more = {key: _numbers(each[place]) for key, each in told.items() if key != "grid_thw"}
+        parts = [piece] if len(of) == 1 else piece.chunk(len(of))
+        grid = (sides[0] // len(of), *sides[1:])
+        made += [Cut(tuple(part.shape), {"grid_thw": grid, **more}, part) for part in parts]
+    return made
+
+
+def _by_size(
+    values: Tensor, sizes: Tensor, single: bool, who: str, shapes: Sequence[tuple[int, ...]] | None
+) -> list[Cut]:
+    """Tiles [n, most, C, H, W], padded with zeros where a picture has fewer."""
+    pairs = [tuple(int(side) for side in row) for row in sizes.reshape(-1, 2)]
+    if not single or values.dim() not in (4, 5) or len(values) != len(pairs):
+        raise ValueError(f"{who} made pictures {list(values.shape)} of sizes {pairs}: it is not known which are padded")
+    if values.dim() == 4:  # one tile each
+        values = values.unsqueeze(1)
+    made = []
+    for place, (tiles, pair) in enumerate(zip(values, pairs, strict=True)):
+        used = int((tiles.flatten(1) != 0).any(1).sum()) if shapes is None else shapes[place][0]
+        made.append(Cut((used, *tiles.shape[1:]), {"image_sizes": pair}, tiles[:used]))
+    return made
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return torch.stack([torch.as_tensor(one) for one in value])
+    return torch.as_tensor(value)
+
+
+@contextlib.contextmanager
+def refused_by(who: str) -> Iterator[None]:
+    """Converts a processor's errors about a picture's size to errors of the sample."""
+    try:
+        yield
+    except BrokenSampleError:
+        raise
+    except (ValueError, ZeroDivisionError) as error:
+        raise BrokenSampleError("size", f"{who} refuses it: {error}") from None

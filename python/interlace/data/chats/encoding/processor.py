@@ -1,0 +1,438 @@
+"""Encodes chats for a whole HuggingFace checkpoint: ids, targets and media items as its own processor makes them.
+
+A processor is called twice, each time through its own apply_chat_template. For lengths it gets blank media of the right
+sizes: blank pictures, silent clips, and videos on the meta device, of which its own rules choose frames. Its results
+are cached by size. For data it gets the real media, on first access to an item. `media.cut` splits its output into
+items.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interlace.data.chats.encoding import media as chats_media
+from interlace.data.chats.encoding.headers import check_file
+from interlace.data.chats.encoding.load import NoVideos
+from interlace.data.chats.encoding.processor_parts import Part as ProcessorPart
+from interlace.data.chats.encoding.processor_parts import Remembered, RememberedClips, Videos, settings_of
+from interlace.data.chats.encoding.template import Messages, Spans, render_with
+from interlace.data.chats.encoding.tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
+from interlace.data.chats.encoding.video import Header, clip_of, frames_at, video_header
+from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part
+from interlace.data.media import DecodeError, _library
+
+DATED = re.compile(r"strftime_now\s*\(")
+ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
+"""Kind of media -> its encoder in a whole checkpoint."""
+PARTS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("audio_processor", "feature_extractor"),
+}
+"""Kind of media -> name of the processor's part for it."""
+MADE = ("_blank", "_real", "_parts", "_asking")
+"""Attributes that another process creates again from its copy of the processor."""
+
+
+class _Asked(NamedTuple):
+    """Output of a processor for a chat. frames: the frames taken of each of its videos."""
+
+    out: Any
+    moved: list[Mapping[str, Any]]
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    frames: list[list[int]]
+
+
+class ProcessorFormat(ChatFormat):
+    """Format for whole HuggingFace checkpoints: everything comes from the processor.
+
+    processor: with a tokenizer, and a part for each kind of media. Its template is used unless one is given. fps:
+    frames per second of a video; overrides the processor's own rule.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        template: str | None = None,
+        *,
+        name: str,
+        placeholders: Mapping[str, int | Sequence[int]],
+        tokens: Mapping[str, Tokens] | None = None,
+        fps: float | None = None,
+        end: str = "",
+    ) -> None:
+        from transformers import ProcessorMixin
+
+        template = processor._resolve_chat_template(template)
+        if DATED.search(template):  # its text would change from day to day
+            raise ValueError(
+                f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
+                "with a fixed date as data.chat_template"
+            )
+        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens, end=end)
+        self.who, self.fps, self._text = type(processor).__name__, fps, processor
+        # Some processors have another default, which they pass on as if the caller had set it.
+        self._unasked = inspect.signature(ProcessorMixin.apply_chat_template).parameters["return_tensors"].default
+        self._split()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in MADE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._split()
+
+    def _split(self) -> None:
+        """Creates the attributes in MADE from the processor."""
+        # Two copies of the processor: one that caches results for blank media, one for the real files.
+        self._blank, self._real = copy.copy(self._text), copy.copy(self._text)
+        self._parts = {kind: part for kind in PARTS if (part := self._part_of(kind))}
+        for kind, kept in (("image", Remembered), ("audio", RememberedClips), ("video", Videos)):
+            if kind in self._parts:
+                attribute, part = self._parts[kind]
+                setattr(self._blank, attribute, kept(part))
+                setattr(self._real, attribute, ProcessorPart(part))
+        self._asking = threading.Lock()
+
+    def _part_of(self, kind: str) -> tuple[str, Any] | None:
+        found = ((name, getattr(self._text, name, None)) for name in PARTS[kind])
+        return next(((name, part) for name, part in found if part is not None and not isinstance(part, NoVideos)), None)
+
+    def encoders_of(self, kind: str) -> list[str]:
+        if kind not in self._parts:
+            why = f"the chat has a file of kind {kind}, which {self.who} is not given"
+            if kind == "video" and PARTS[kind][0] in type(self._text).get_attributes():
+                why = f"{self.who} reads videos with torchvision, which is not installed: pip install torchvision"
+            raise BrokenSampleError("no encoder", why)
+        if ENCODER_OF[kind] not in self.placeholders:
+            raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
+        return [ENCODER_OF[kind]]
+
+    indexed = ("image", "audio")  # for videos, frames are counted, too
+
+    def look(self, kind: str, path: str, *, decode: bool) -> Any:
+        if kind != "video":
+            return super().look(kind, path, decode=decode)
+        check_file(path)
+        return video_header(path, decode=decode)
+
+    # ------------------------------------------------------------------ calling the processor
+
+    def _messages(self, chat: Chat, media: Sequence[Any]) -> Messages:
+        """Typed content with the media, real or blank."""
+        left, made = iter(media), []
+        for turn in chat.turns:
+            content = [
+                {"type": "text", "text": part.text}
+                if part.kind == "text"
+                else {"type": part.kind, part.kind: next(left)}
+                for part in turn.parts
+            ]
+            made.append(
+                {"role": turn.role, "content": self.writing.ended(content) if turn.role == "assistant" else content}
+            )
+        return made
+
+    def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], videos: Mapping[str, Any]) -> _Asked:
+        """HuggingFace's own model inputs for a chat, and the positions of its texts. Not thread-safe: parts keep their
+        last result."""
+        from jinja2 import TemplateError as JinjaError
+
+        for kind, (attribute, part) in self._parts.items():
+            sampling = bool(videos.get("do_sample_frames", True))
+            getattr(processor, attribute).asked = [
+                settings_of(one, part, self.who, sampling=sampling) for one in chat.media if one.kind == kind
+            ]
+        try:
+            out = processor.apply_chat_template(
+                self._messages(chat, media),
+                chat_template=self.template,
+                add_generation_prompt=chat.is_prompt,
+                tokenize=True,
+                return_dict=True,
+                return_tensors=self._unasked,
+                processor_kwargs={
+                    "return_offsets_mapping": True,
+                    "return_text_replacement_offsets": True,
+                    # Only for these parts: some processors would convert the offsets to tensors, too.
+                    "images_kwargs": {"return_tensors": "pt"},
+                    "audio_kwargs": {"return_tensors": "pt"},
+                    **videos,
+                },
+            )
+        except JinjaError as error:
+            raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
+        moved = (out.get("text_replacement_offsets") or [[]])[0]
+        if [one["type"] for one in moved] != [part.kind for part in chat.media]:
+            raise ValueError(
+                f"{self.who} wrote {len(moved)} media into a text that has {len(chat.media)}, or in another order: it "
+                "does not say where they stand, or its template leaves some out"
+            )
+        ids = [int(token) for token in out["input_ids"][0]]
+        offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
+        frames = [[int(number) for number in one.frames_indices] for one in _metadata(processor)] if videos else []
+        return _Asked(out, moved, ids, offsets, frames)
+
+    def _ask_blank(self, chat: Chat, sizes: Sequence[Any]) -> _Asked:
+        """Output for blank media of these sizes. Raises BrokenSampleError for media that the processor refuses."""
+        media = [self._blank_of(part, size) for part, size in zip(chat.media, sizes, strict=True)]
+        videos: dict[str, Any] = {}
+        headers = [size for _, size in self._clips(chat, sizes)]
+        if headers:
+            every = [_told(header, range(header.frames)) for header in headers]
+            videos = {"videos_kwargs": {"return_tensors": "pt", "video_metadata": every}}
+            if self.fps is not None:
+                videos["fps"] = self.fps
+        try:
+            return self._ask(self._blank, chat, media, videos)
+        except (RuntimeError, TypeError, ZeroDivisionError, ValueError) as error:
+            if isinstance(error, BrokenSampleError):
+                raise
+            self._check_frames(headers)
+            raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
+
+    def _clips(self, chat: Chat, sizes: Sequence[Any]) -> list[tuple[int, Header]]:
+        """For each video of a chat: the first frame shown, and the header of the part shown."""
+        pairs = zip(chat.media, sizes, strict=True)
+        return [clip_of(part.path, size, part.limits) for part, size in pairs if part.kind == "video"]
+
+    def _check_frames(self, headers: Sequence[Header]) -> None:
+        """Raises BrokenSampleError for a video with fewer frames than are merged into one. Processors would take zero
+        frames then, and divide by their number."""
+        merged = getattr(self._parts["video"][1], "temporal_patch_size", 1) if headers else 1
+        for header in headers:
+            if header.frames < merged:
+                raise BrokenSampleError(
+                    "size",
+                    f"a video has {header.frames} of the {merged} frames that {self.who} makes one of: give it as a "
+                    "picture",
+                )
+
+    def _blank_of(self, part: Part, size: Any) -> Any:
+        if part.kind == "image":
+            return chats_media.blank_picture(self._size(part, size))
+        if part.kind == "video":
+            _, size = clip_of(part.path, size, part.limits)
+            return torch.empty((size.frames, 3, size.height, size.width), dtype=torch.uint8, device="meta")
+        _, hearing = self._parts["audio"]
+        samples, rate = size
+        length = chats_media.clip_length(part.path, samples, rate, self._rate)
+        most = getattr(hearing, "n_samples", length)
+        if length > most:
+            raise BrokenSampleError(
+                "size",
+                f"{part.path}: {length / self._rate:.1f} s, of which {self.who} keeps {most / self._rate:g}: cut it",
+            )
+        return chats_media.blank_clip(length, hearing)
+
+    def _size(self, part: Part, size: chats_media.Size) -> chats_media.Size:
+        """(width, height) of a picture as passed to the processor. `resized_width` and `resized_height` are rounded to
+        a size that the processor does not change."""
+        if part.limits.resized == (0, 0):
+            return size
+        reader = self._parts["image"][1]
+        made = reader([chats_media.blank_picture(part.limits.resized)], return_tensors="pt")
+        _, rows, columns = (int(side) for side in made["image_grid_thw"][0])
+        return columns * reader.patch_size, rows * reader.patch_size
+
+    @property
+    def _rate(self) -> int:
+        """Sample rate of clips, in Hz."""
+        return int(getattr(self._parts["audio"][1], "sampling_rate", 16_000))
+
+    def _ask_real(self, chat: Chat) -> _Asked:
+        """Output for the real files. Raises DecodeError."""
+        videos: dict[str, Any] = {}
+        frames: list[Any] = []
+        if any(part.kind == "video" for part in chat.media):
+            sizes = [self.look(part.kind, part.path, decode=False) for part in chat.media]
+            taken = self._ask_blank(chat, sizes).frames
+            clips = self._clips(chat, sizes)
+            paths = [part.path for part in chat.media if part.kind == "video"]
+            frames = [
+                torch.from_numpy(frames_at(path, [first + number for number in chosen]))
+                for path, (first, _), chosen in zip(paths, clips, taken, strict=True)
+            ]
+            told = [_told(header, chosen) for (_, header), chosen in zip(clips, taken, strict=True)]
+            videos = {
+                "do_sample_frames": False,
+                "videos_kwargs": {"return_tensors": "pt", "video_metadata": told},
+            }
+        left = iter(frames)
+        media = [next(left) if part.kind == "video" else self._read(part) for part in chat.media]
+        return self._ask(self._real, chat, media, videos)
+
+    def _read(self, part: Part) -> Any:
+        if part.kind == "audio":
+            return chats_media.read_clip(part.path, self._rate)
+        picture = chats_media.read_picture(part.path)
+        size = self._size(part, picture.size)
+        return picture if size == picture.size else picture.resize(size, resample=_library("PIL.Image").BICUBIC)
+
+    # ------------------------------------------------------------------ reading its output
+
+    def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
+        for part in chat.media:
+            self.encoders_of(part.kind)
+            settings_of(part, self._parts[part.kind][1], self.who, sampling=True)  # raises for others
+            if part.path.lower().endswith(".svg"):
+                raise BrokenSampleError(
+                    "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
+                )
+        spans: Spans = []
+        if not chat.is_prompt:
+            messages = self._messages(chat, [part.path for part in chat.media])
+            text = render_with(self.template, self.writing.special)(messages, False)
+            spans = self.writing.answers(chat, messages, text)
+        with self._asking:
+            asked = self._ask_blank(chat, sizes)
+            items = self._items(chat, asked)
+        moved = asked.moved
+        spans = [(chats_media.shifted(start, moved), chats_media.shifted(end, moved)) for start, end in spans]
+        wanted = {token for encoder in self.placeholders.values() for token in encoder}
+        found, told = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
+        if found != told:
+            raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
+        return Encoded(asked.ids, self._targets(chat, spans, asked.offsets, asked.ids), items)
+
+    def _why(self, chat: Chat) -> str:
+        """Error kind of a chat that the processor refuses."""
+        words = "".join(part.text for turn in chat.turns for part in turn.parts)
+        if any(token in words for token in self.writing.ends):
+            return "placeholder"
+        return "size" if chat.media else "template"
+
+    def _runs(self, chat: Chat, asked: _Asked, processor: Any) -> tuple[list[int], list[chats_media.Runs]]:
+        """For each medium: its first token, and its runs of placeholders, one run per item."""
+        begins, runs = [], []
+        for medium, replaced in zip(chat.media, asked.moved, strict=True):
+            wanted = self.placeholders[ENCODER_OF[medium.kind]]
+            begin, of_medium = chats_media.runs_in(asked.ids, asked.offsets, replaced["new_span"], wanted)
+            begins.append(begin)
+            runs.append(of_medium)
+            if of_medium:
+                continue
+            if not replaced["replacement"]:
+                raise BrokenSampleError("size", f"{medium.path}: too short, {self.who} makes no token of it")
+            if medium.kind == "video":
+                raise BrokenSampleError(
+                    "no encoder",
+                    f"{self.who} writes videos with placeholders of their own, and their features are made by code of "
+                    "the model that is not called here: save the frames as pictures",
+                )
+            raise ValueError(
+                f"{self.who} wrote no placeholder (id {wanted}) for a file of kind {medium.kind}: these are not "
+                "the placeholders of its model"
+            )
+        pictures = [place for place, medium in enumerate(chat.media) if medium.kind == "image"]
+        if pictures:
+            tiled = chats_media.in_tiles([runs[i] for i in pictures], processor.image_processor.last, self.who)
+            for place, of_medium in zip(pictures, tiled, strict=True):
+                runs[place] = of_medium
+        return begins, runs
+
+    def _pieces(
+        self,
+        chat: Chat,
+        asked: _Asked,
+        runs: Sequence[chats_media.Runs],
+        known: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[chats_media.Cut]:
+        """The processor's output, cut in the order of the runs. known: the shapes, if known from blank media."""
+        sources = [chats_media.source_of(medium.kind, asked.out) for medium in chat.media]
+        places = [medium for medium, of_medium in enumerate(runs) for _ in of_medium]
+        made = {}
+        for source in dict.fromkeys(sources):
+            theirs = [of_medium for of_medium, its in zip(runs, sources) if its == source]
+            shapes = None if known is None else [known[i] for i, at in enumerate(places) if sources[at] == source]
+            try:
+                made[source] = iter(chats_media.cut(source, asked.out, theirs, self.who, shapes))
+            except ValueError as error:
+                if "video" not in {medium.kind for medium in chat.media}:
+                    raise
+                # Some pad videos to one length, or return a chat's videos instead of its pictures.
+                raise BrokenSampleError(
+                    "no encoder", f"{self.who} does not tell this chat's videos from its other media: {error}"
+                ) from None
+        return [next(made[sources[medium]]) for medium in places]
+
+    def _items(self, chat: Chat, asked: _Asked) -> list[Item]:
+        """The media items of the processor's output for the whole chat."""
+        begins, runs = self._runs(chat, asked, self._blank)
+        pieces = self._pieces(chat, asked, runs)
+        places = [(medium, run) for medium, of_medium in enumerate(runs) for run in of_medium]
+        return [
+            self._check_tokens(
+                Item(
+                    ENCODER_OF[chat.media[medium].kind],
+                    medium,
+                    start,
+                    count,
+                    begins[medium],
+                    piece.shape,
+                    piece.about,
+                )
+            )
+            for (medium, (start, count)), piece in zip(places, pieces, strict=True)
+        ]
+
+    def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
+        with self._asking:
+            asked = self._ask_real(chat)
+            if asked.ids[: len(encoded.ids)] != encoded.ids:
+                raise DecodeError(
+                    f"{self.who} makes other tokens of this chat than when it was prepared: a file of it has changed, "
+                    f"such as {chat.media[0].path}; prepare the data again (remove its folder in the cache)"
+                )
+            _, runs = self._runs(chat, asked, self._real)
+        known = [item.shape for item in encoded.items]
+        known += [(1,)] * (sum(map(len, runs)) - len(known))  # items that were cut off are dropped below
+        pieces = self._pieces(chat, asked, runs, known)[: len(encoded.items)]
+        return [piece.data.float() for piece in pieces if piece.data is not None]
+
+    def signature(self) -> str:
+        said = {name: part.to_dict() for name, part in self._parts.values()}
+        return json.dumps(
+            [
+                tokenizer_text(self.tokenizer),
+                self.template,
+                self.writing.end,
+                self._text.to_dict(),
+                said,
+                self.placeholders,
+                self.who,
+                self.fps,
+            ],
+            default=str,
+            sort_keys=True,
+        )
+
+
+def _told(header: Header, frames: Sequence[int]) -> Any:
+    """Metadata of a video with these frames, for a processor."""
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=header.frames,
+        fps=header.fps,
+        width=header.width,
+        height=header.height,
+        duration=header.frames / header.fps,
+        frames_indices=np.array(frames),
+    )
+
+
+def _metadata(processor: Any) -> Sequence[Any]:
+    part = processor.video_processor
+    return part.metadata if isinstance(part, Videos) else ()

@@ -1,0 +1,193 @@
+"""Frames of videos: their number follows from the length of the video and a token budget.
+
+A video of s seconds gives fps * s frames, at least one and at most as many as the budget allows. They are the middle
+frames of as many equal parts of the video. Size and length come from headers, so token counts need no decoding. Frames
+are decoded from the start to the last one needed (a frame depends on those before it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from interlace.data.chats.files.keys import NO_LIMITS, Limits
+from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.data.media import DecodeError, _library
+from interlace.data.opened import opened
+
+MOST_SECONDS = 7 * 86_400.0
+
+
+@dataclass(frozen=True)
+class VideoSpec:
+    """fps: frames taken per second; max_tokens: maximum number of language-model tokens for all frames of a video."""
+
+    fps: float = 1.0
+    max_tokens: int = 512
+
+    def frames(self, seconds: float, tokens: int, limits: Limits = NO_LIMITS) -> int:
+        """Number of frames of a video of this length, with `tokens` tokens each. Raises BrokenSampleError."""
+        most = max(1, self.max_tokens // tokens)
+        if limits.nframes is None:
+            return max(1, min(round(seconds * (limits.fps or self.fps)), most))
+        if limits.nframes > most:
+            raise BrokenSampleError(
+                "key", f"nframes = {limits.nframes}, of which data.max_video_tokens = {self.max_tokens} hold {most}"
+            )
+        return limits.nframes
+
+
+def shown(path: str, seconds: float, limits: Limits) -> tuple[float, float]:
+    """(start, length) in seconds of the part of a video that is shown. Raises BrokenSampleError."""
+    start = limits.video_start or 0.0
+    end = seconds if limits.video_end is None else min(limits.video_end, seconds)
+    if start >= end:
+        raise BrokenSampleError("key", f"{path}: {limits.said()}, and it lasts {seconds:g} s")
+    return start, end - start
+
+
+def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
+    """(width, height, seconds) of a video, upright. decode: also decode all frames. Raises BrokenSampleError."""
+    av = _av(path)
+    try:
+        with opened(path) as file, av.open(file) as container:
+            stream = container.streams.video[0]
+            seconds = _seconds(container, stream)
+            frames = container.decode(stream)
+            first = next(frames)
+            _time(first)
+            width, height = _upright(first).size
+            if decode:
+                for frame in frames:
+                    _time(frame)
+    except (av.FFmpegError, OSError, IndexError, StopIteration, ValueError) as error:
+        reason = str(error) or "no picture in it"
+        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {reason}") from None
+    if not 0 < seconds <= MOST_SECONDS:
+        raise BrokenSampleError("broken file", f"{path}: says it lasts {seconds:g} s")
+    return width, height, seconds
+
+
+class Header(NamedTuple):
+    """Size of a video, upright; frames: number of frames shown; fps: average frames per second."""
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+
+
+def video_header(path: str, *, decode: bool) -> Header:
+    """Header for processors, which choose frames by number. decode: also decode all frames. Raises BrokenSampleError.
+
+    Frames are counted by packets, without decoding. A file's own frame count may include frames that its edit list
+    leaves out.
+    """
+    width, height, _ = video_size(path, decode=False)
+    av = _av(path)
+    try:
+        with opened(path) as file, av.open(file) as container:
+            stream = container.streams.video[0]
+            fps = float(stream.average_rate or stream.guessed_rate or 0)
+            frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        if decode:
+            with opened(path) as file, av.open(file) as container:
+                found = sum(1 for _ in container.decode(container.streams.video[0]))
+            if found != frames:
+                raise ValueError(f"{found} of its {frames} frames can be decoded")
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {error}") from None
+    if not fps or not frames:
+        raise BrokenSampleError("broken file", f"{path}: says it has {frames} frames, {fps:g} a second")
+    return Header(width, height, frames, fps)
+
+
+def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
+    """Index of the first frame shown, and the header of a file with only the frames shown: those that begin in the
+    part. Raises BrokenSampleError."""
+    start, length = shown(path, header.frames / header.fps, limits)
+    first, end = (math.ceil(round(seconds * header.fps, 6)) for seconds in (start, start + length))
+    if first >= min(end, header.frames):
+        raise BrokenSampleError("key", f"{path}: {limits.said()}: no frame begins in there")
+    return first, header._replace(frames=min(end, header.frames) - first)
+
+
+def frames_at(path: str, numbers: Sequence[int]) -> np.ndarray:
+    """uint8 [len(numbers), 3, H, W], upright, of the frames with these numbers, from 0. Raises DecodeError."""
+    av = _av(path)
+    wanted, found = set(numbers), dict[int, Any]()
+    try:
+        with opened(path) as file, av.open(file) as container:
+            for number, frame in enumerate(container.decode(container.streams.video[0])):
+                if number in wanted:
+                    found[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
+                if len(found) == len(wanted):
+                    break
+        if len(found) < len(wanted):
+            raise ValueError(f"has no frame {min(wanted - found.keys())}")
+        return np.stack([found[number] for number in numbers])
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise DecodeError(f"{path}: {error}") from error
+
+
+def read_frames(path: str, count: int, limits: Limits = NO_LIMITS) -> list[Any]:
+    """`count` frames as upright pictures (PIL), from the middles of equal parts. Raises DecodeError."""
+    av = _av(path)
+    try:
+        with opened(path) as file, av.open(file) as container:
+            stream = container.streams.video[0]
+            start, seconds = shown(path, _seconds(container, stream), limits)
+            times = [start + (part + 0.5) * seconds / count for part in range(count)]
+            return _at(container.decode(stream), times)
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise DecodeError(f"{path}: {error}") from error
+
+
+def _at(frames: Any, times: Sequence[float]) -> list[Any]:
+    """For each time, the last frame that begins no later."""
+    taken: list[Any] = []
+    last = begin = None
+    for frame in frames:
+        now = _time(frame)
+        begin = now if begin is None else begin
+        while last is not None and len(taken) < len(times) and now - begin > times[len(taken)]:
+            taken.append(_upright(last))
+        last = frame
+        if len(taken) == len(times):
+            return taken
+    if last is None:
+        raise ValueError("no picture in it")
+    return [*taken, *[_upright(last)] * (len(times) - len(taken))]
+
+
+def _time(frame: Any) -> float:
+    if frame.time is None:
+        raise ValueError("it has a frame that does not say when it is shown")
+    return float(frame.time)
+
+
+def _upright(frame: Any) -> Any:
+    """A frame as displayed, with the rotation given in the file."""
+    turns = round(getattr(frame, "rotation", 0) / 90) % 4
+    image_module = _library("PIL.Image")
+    return image_module.fromarray(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
+
+
+def _seconds(container: Any, stream: Any) -> float:
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    if container.duration is not None:
+        return float(container.duration) / 1e6
+    raise ValueError("it does not say how long it is")
+
+
+def _av(path: str) -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(f"{path}: PyAV is needed to read videos: pip install av ({error})") from error
+    return av

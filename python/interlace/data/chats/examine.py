@@ -1,0 +1,194 @@
+"""Examination of records: each one's chat, sizes and tokens, or the reason why it is left out.
+
+Records are processed in blocks: threads inspect the files of a block, and its texts are tokenised together. For large
+data, processes build an index (`files/index.py`) first; files in the index are not inspected again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from interlace.data.chats.encoding.headers import look_at
+from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
+from interlace.data.chats.files import index as chats_index
+from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.records import ChatFileError, Raw
+from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
+from interlace.data.opened import container_of
+
+BLOCK = 256  # records per block; several threads inspect its files
+Known = tuple[Stamp, tuple[float, ...]]
+"""Index entry of a medium: the stamp of its file at that time, and its size."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Result for one record: its chat and tokens, or why it is left out.
+
+    length: before it was cut. media: path -> state of its files at the time of inspection (`stamp`).
+    """
+
+    raw: Raw
+    chat: Chat | None = None
+    encoded: Encoded | None = None
+    broken: BrokenSampleError | None = None
+    length: int = 0
+    media: Mapping[str, Stamp] = field(default_factory=dict)
+
+    @property
+    def was_cut(self) -> bool:
+        return self.encoded is not None and len(self.encoded.ids) < self.length
+
+
+def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media: Path) -> Iterator[Examined]:
+    """The result for each record of `files`; without `chats`, records are not tokenised.
+
+    `media`: see `records.records`; the index of large data is stored beside it. Raises ChatFileError, and
+    ImportError with the package to install.
+    """
+    index = chats_index.of_large(files, rules, media)
+    if index is None:
+        for path in files:
+            yield from examine_records(chats_files.records(path, media, rules.prompt), chats, rules)
+        return
+    with _lookers() as pool:
+        for start in range(0, len(index), BLOCK):
+            raws, known = index.block(start, min(start + BLOCK, len(index)))
+            yield from _examine_block(raws, chats, rules, pool, known)
+
+
+def examine_records(found: Iterator[Raw], chats: ChatFormat | None, rules: Rules) -> Iterator[Examined]:
+    """Like `examine`, for records."""
+    with _lookers() as pool:
+        while block := list(islice(found, BLOCK)):
+            yield from _examine_block(block, chats, rules, pool, None)
+
+
+def _lookers() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(max(2, cores), "interlace-look")
+
+
+def _examine_block(
+    block: list[Raw],
+    chats: ChatFormat | None,
+    rules: Rules,
+    pool: ThreadPoolExecutor,
+    known: list[list[Known]] | None,
+) -> Iterator[Examined]:
+    read: list[Chat | BrokenSampleError] = []
+    for raw in block:
+        try:
+            read.append(chat_of(raw, rules))
+        except BrokenSampleError as error:
+            read.append(error)
+    stated = {  # sizes given in the records themselves: these files are not inspected
+        (place, number): part.stated
+        for place, chat in enumerate(read)
+        if rules.sizes == "records" and isinstance(chat, Chat)
+        for number, part in enumerate(chat.media)
+        if part.stated and (chats is None or part.kind in chats.indexed)
+    }
+    files: dict[tuple[str, str], Known | None] = {}
+    for place, chat in enumerate(read):
+        media = chat.media if isinstance(chat, Chat) else []
+        told: list[Known] = known[place] if known is not None and len(known[place]) == len(media) else []
+        for number, part in enumerate(media):
+            if (place, number) not in stated:
+                files.setdefault((part.kind, part.path), told[number] if told else None)
+
+    def look(file: tuple[str, str]) -> tuple[Stamp, Any]:
+        was = stamp(file[1])  # taken before the read, so that a change during the read is detected
+        before = files[file]
+        try:
+            if chats is not None:
+                chats.encoders_of(file[0])
+            if before is not None and before[1] and before[0] == was and (chats is None or file[0] in chats.indexed):
+                return was, before[1]
+            return was, (look_at if chats is None else chats.look)(*file, decode=rules.decode)
+        except BrokenSampleError as error:
+            return was, error
+
+    looked = dict(zip(files, pool.map(look, files), strict=True))
+
+    def size_of(place: int, number: int, part: Part) -> Any:
+        if (place, number) not in stated:
+            return looked[part.kind, part.path][1]
+        try:
+            if chats is not None:
+                chats.encoders_of(part.kind)
+        except BrokenSampleError as error:
+            return error
+        return stated[place, number]
+
+    made: list[Examined] = []
+    ready: list[tuple[Chat, list[Any]]] = []
+    places: list[int] = []  # indices in the block, parallel to `ready`
+    for place, (raw, chat) in enumerate(zip(block, read, strict=True)):
+        if isinstance(chat, BrokenSampleError):
+            made.append(Examined(raw, broken=chat))
+            continue
+        parts = list(enumerate(chat.media))
+        sizes = [size_of(place, number, part) for number, part in parts]
+        unstated = [part for number, part in parts if (place, number) not in stated]
+        stamps = {container_of(part.path): looked[part.kind, part.path][0] for part in unstated}
+        bad = next((size for size in sizes if isinstance(size, BrokenSampleError)), None)
+        made.append(Examined(raw, chat, broken=bad, media=stamps))
+        if bad is None and chats is not None:
+            ready.append((chat, sizes))
+            places.append(place)
+    encoded = chats.encode_many(ready) if chats is not None and ready else []
+    results = dict(zip(places, encoded, strict=True))
+    for place, one in enumerate(made):
+        result = results.get(place)
+        if isinstance(result, BrokenSampleError):
+            yield replace(one, broken=result)
+        elif isinstance(result, ValueError):  # of the processor or template: affects all records
+            raise ChatFileError(f"{one.raw.where}: {result}") from None
+        elif result is not None:
+            assert one.chat is not None
+            yield replace(_fitted(one.raw, one.chat, result, rules), media=one.media)
+        else:
+            yield one
+
+
+def _fitted(raw: Raw, chat: Chat, encoded: Encoded, rules: Rules) -> Examined:
+    """Applies the limit on the length of a record."""
+    length, most = len(encoded.ids), rules.max_tokens
+    if most is None or length <= most:
+        return Examined(raw, chat, encoded, length=length)
+    if rules.on_too_long == "cut":
+        shorter = shortened(encoded, most)
+        if shorter is not None:
+            return Examined(raw, chat, shorter, length=length)
+        why = f"has {length} tokens, and none to learn among the first {most}"
+    else:
+        why = f"has {length} tokens, more than data.max_tokens = {most}"
+    return Examined(raw, chat, encoded, BrokenSampleError("too long", why), length)
+
+
+def shortened(encoded: Encoded, most: int) -> Encoded | None:
+    """The beginning of a sample: at most `most` tokens, media items whole or dropped, the last token a target.
+
+    Tokens after the last target have no effect. None when no target is left.
+    """
+    end = most
+    for item in encoded.items:
+        if item.start + item.tokens > end:  # all items of one picture are dropped together
+            first = next(one for one in encoded.items if one.medium == item.medium)
+            end = min(end, first.before)
+            break
+    learnt = [place for place in range(min(end, len(encoded.ids))) if encoded.targets[place]]
+    # The first token is never predicted.
+    if not learnt or learnt[-1] == 0:
+        return None
+    end = learnt[-1] + 1
+    items = [item for item in encoded.items if item.start < end]
+    return Encoded(encoded.ids[:end], encoded.targets[:end], items)

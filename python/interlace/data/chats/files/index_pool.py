@@ -1,0 +1,170 @@
+"""Process pool that makes an index: sends orders, collects answers, handles dead and hung processes.
+
+The processes are separate programs (`index_worker`), not forks: the training process may have threads, and user
+scripts need no main guard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from interlace.data.chats.files.records import ChatFileError, Piece
+from interlace.data.chats.files.sources import Rules
+
+SILENT = 600.0
+"""Seconds without a heartbeat after which a process counts as hung; while it reads it sends one every two seconds."""
+SAY_EVERY = 10.0  # seconds between progress messages
+TRIES = 2
+"""Number of attempts for a piece before a process's death is attributed to the piece."""
+
+
+def run(
+    pieces: Sequence[tuple[Piece, Path]],
+    rules: Rules,
+    media: Path,
+    processes: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Indexes all pieces into their files, with `processes` at a time (default: one per core).
+
+    Raises ChatFileError with the file and the problem; pieces finished by then are kept.
+    """
+    if not pieces:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    orders: queue.SimpleQueue[tuple[Piece, Path] | None] = queue.SimpleQueue()
+    for each in pieces:
+        orders.put(each)
+    answers: queue.SimpleQueue[dict[str, int] | BaseException] = queue.SimpleQueue()
+    stopping = threading.Event()
+    count = min(processes or cores, len(pieces))
+    threads = [
+        threading.Thread(target=_serve, args=(orders, answers, rules, media, stopping), name=f"interlace-index-{n}")
+        for n in range(count)
+    ]
+    for thread in threads:
+        orders.put(None)
+        thread.start()
+    done = records = broken = 0
+    said = began = time.monotonic()
+    try:
+        while done < len(pieces):
+            answer = answers.get()  # every server sends one answer per order, or the error that ended it
+            if isinstance(answer, BaseException):
+                raise answer
+            done, records, broken = done + 1, records + answer["records"], broken + answer["broken"]
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                rate = records / max(said - began, 1e-9)
+                say(f"{done} of {len(pieces)} pieces, {records:,} records ({rate:,.0f}/s), {broken:,} of them broken")
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()
+
+
+def _serve(orders: Any, answers: Any, rules: Rules, media: Path, stopping: threading.Event) -> None:
+    """Sends orders to one process until none are left, and forwards its answers."""
+    worker: _Worker | None = None
+    try:
+        while not stopping.is_set() and (order := orders.get()) is not None:
+            for attempt in range(TRIES):
+                worker = worker or _Worker()
+                try:
+                    answers.put(worker.ask(order, rules, media, stopping))
+                    break
+                except _DiedError as error:
+                    worker.close()
+                    worker = None
+                    if attempt + 1 == TRIES:
+                        raise ChatFileError(
+                            f"{order[0].file}: the process that indexes it from byte {order[0].start:,} on {error}; "
+                            "what is done is kept, start again to go on"
+                        ) from None
+    except BaseException as error:  # forwarded, not swallowed
+        answers.put(error)
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+class _DiedError(Exception):
+    """A dead or hung worker; the message describes it."""
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([entry for entry in sys.path if entry])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "interlace.data.chats.files.index_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        self._read = b""
+
+    def ask(self, order: tuple[Piece, Path], rules: Rules, media: Path, stopping: threading.Event) -> dict[str, int]:
+        """The result of an order. Raises ChatFileError for a problem with the file, _DiedError."""
+        piece, place = order
+        said = asdict(piece) | {"path": str(piece.path), "file": str(piece.file), "excluded": sorted(piece.excluded)}
+        about = {"max_tokens": None, "on_too_long": "skip", "on_broken": "skip"}  # does not affect the index
+        text = {"piece": said, "place": str(place), "rules": asdict(rules) | about, "media": str(media)}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write((json.dumps(text) + "\n").encode())
+            self._process.stdin.flush()
+        except OSError:
+            raise _DiedError(f"ended with code {self._process.wait()}") from None
+        while True:
+            answer = json.loads(self._line(stopping))
+            if "error" in answer:
+                error = (
+                    ImportError
+                    if answer["kind"] == "ModuleNotFoundError" or "Import" in answer["kind"]
+                    else ChatFileError
+                )
+                raise error(answer["error"])
+            if "done" in answer:
+                found: dict[str, int] = answer["done"]
+                return found
+
+    def _line(self, stopping: threading.Event) -> bytes:
+        assert self._process.stdout is not None
+        number = self._process.stdout.fileno()
+        last = time.monotonic()
+        while b"\n" not in self._read:
+            if stopping.is_set():
+                raise _DiedError("was stopped")
+            if time.monotonic() - last > SILENT:
+                raise _DiedError(f"has given no sign for {SILENT:g} s")
+            if select.select([number], [], [], 0.5)[0]:
+                data = os.read(number, 1 << 16)
+                if not data:
+                    raise _DiedError(f"ended with code {self._process.wait()}")
+                self._read, last = self._read + data, time.monotonic()
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass

@@ -1,0 +1,152 @@
+"""Worker process that indexes pieces of data files: one order per line on stdin, one answer per line on stdout.
+
+It does not import torch, so it starts in a fraction of a second and takes little memory. Orders and answers are JSON. A
+piece's file is written atomically. See `index_pool`, which starts it, and `index`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from interlace.data.chats.encoding import headers as chats_look
+from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.index import FORMAT, MEDIA, RECORDS, digest_of
+from interlace.data.chats.files.records import Piece
+from interlace.data.chats.files.shapes import KINDS, BrokenSampleError
+from interlace.data.chats.files.sources import Rules, chat_of, stamp
+from interlace.data.chats.files.tar import Fields
+
+ALIVE = 2.0  # seconds between two heartbeats
+
+
+def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Callable[[], None]) -> dict[str, int]:
+    """Indexes a piece into `place`; returns the numbers of its records and of its broken records.
+
+    Raises ChatFileError, and ImportError with the package to install.
+    """
+    stat = piece.file.stat()  # taken before the read, so that a change during the read is detected
+    rows: list[tuple[int, ...]] = []  # columns in the order of RECORDS
+    found: dict[str, list[Any]] = {name: [] for name in MEDIA}
+    lines: list[bytes] = []
+    broken: list[bytes] = []
+    looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]] = {}
+    copied = numbers = 0
+    stop = piece.start
+    closed = True
+    for raw, number in chats_files.numbered(piece, media, rules.prompt):
+        numbers = number
+        if raw is None:
+            continue
+        alive()
+        line, offset = raw.line, raw.offset
+        if raw.broken:
+            line = raw.broken.encode("utf-8", "replace")
+        if offset < 0:
+            lines.append(line)
+            offset, copied = copied, copied + len(line)
+        else:
+            stop, closed = offset + len(line), line.endswith(b"\n")
+        text, count = 0, -1
+        first = len(found["kind"])
+        try:
+            chat = chat_of(raw, rules)
+            for part in chat.media:
+                _look(part, rules, looked, found)
+            text, count = sum(len(part.text) for turn in chat.turns for part in turn.parts), len(chat.media)
+        except BrokenSampleError as error:
+            broken.append(json.dumps([raw.number, error.kind, str(error)]).encode())
+        origin = 0 if raw.offset >= 0 else 2 if raw.broken else 1
+        rows.append((raw.number, offset, len(line), zlib.crc32(line), text, count, first, origin))
+    about = {
+        "format": FORMAT,
+        "path": str(piece.file),
+        "end": piece.end,
+        "stamp": [stat.st_size, stat.st_mtime_ns],
+        "numbers": numbers,
+        "stop": stop,
+        "closed": closed,
+        "digest": "" if piece.end < 0 else digest_of(piece.file, piece.start, stop),
+    }
+    names = [name for name in RECORDS if name != "file"]
+    table = np.array(rows, np.int64).reshape(-1, len(names))
+    arrays: dict[str, Any] = {name: table[:, column].astype(RECORDS[name]) for column, name in enumerate(names)}
+    arrays |= {name: np.array(found[name], kind.base).reshape(-1, *kind.shape) for name, kind in MEDIA.items()}
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        np.savez(
+            file,
+            **arrays,
+            lines=np.frombuffer(b"".join(lines), np.uint8),
+            broken=np.frombuffer(b"\n".join(broken), np.uint8),
+            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+        )
+    os.replace(temporary, place)
+    return {"records": len(arrays["size"]), "broken": len(broken)}
+
+
+def _look(part: Any, rules: Rules, looked: dict[tuple[str, str], Any], found: dict[str, list[Any]]) -> None:
+    """Adds the size of a medium, as stated in its record or found in its file. A broken medium adds no size; its error
+    is reported when its sample is prepared."""
+    size: tuple[float, ...] = ()
+    when = (-1, -1)
+    if part.stated and rules.sizes == "records":
+        size = part.stated
+    else:
+        key = (part.kind, part.path)
+        if key not in looked:  # one picture may belong to several questions
+            before = stamp(part.path)
+            try:
+                looked[key] = (chats_look.look_at(*key, decode=rules.decode), before or when)
+            except BrokenSampleError:
+                looked[key] = ((), before or when)
+        size, when = looked[key]
+    found["kind"].append(KINDS.index(part.kind))
+    found["sizes"].append((*size, *[float("nan")] * (3 - len(size))))
+    found["stamp"].append(when)
+
+
+def main() -> int:
+    """Processes orders until standard input ends."""
+    told = time.monotonic()
+
+    def answer(**said: Any) -> None:
+        nonlocal told
+        told = time.monotonic()
+        print(json.dumps(said), flush=True)
+
+    def alive() -> None:
+        if time.monotonic() - told > ALIVE:
+            answer(alive=True)
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        fields = order["piece"].pop("fields")
+        piece = Piece(
+            Path(order["piece"]["path"]),
+            Path(order["piece"]["file"]),
+            order["piece"]["start"],
+            order["piece"]["end"],
+            None if fields is None else Fields(**fields),
+            frozenset(order["piece"]["excluded"]),
+        )
+        try:
+            answer(done=index_piece(piece, Path(order["place"]), Rules(**order["rules"]), Path(order["media"]), alive))
+        except (ValueError, ImportError, OSError) as error:
+            answer(error=str(error), kind=type(error).__name__)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (BrokenPipeError, KeyboardInterrupt):  # the parent is gone
+        os._exit(1)

@@ -1,0 +1,334 @@
+"""Store of prepared chats: checked, measured and tokenised into a cache folder, then read sample by sample.
+
+Preparation goes through the files in order. Each record is parsed and its media files are inspected (by default
+decoded). Its tokens are counted without pixels. Then it is kept, cut or left out, as configured. So the training
+samples are known by file and line before the first step, on every rank, and lengths are known for packing. The store
+has ids, targets and item shapes; texts and media stay in their files.
+
+A folder is keyed by the data files (path, size, time) and by everything that the tokens depend on. It is built under
+a lock and renamed into place. It is valid as long as every media file is unchanged (size and time, or missing), and the
+encoders still make the same number of tokens for each shape. Otherwise it is built again.
+
+ids.bin  int32, all samples concatenated      targets.bin  uint8, 1 = has a loss
+items.jsonl  one line per sample: location of its record, its items      starts.bin, lines.bin  offsets into these
+hashes.bin  hashes of the records      cut.bin  indices of the samples that were cut
+records.jsonl  records of files that are not read in place      media.jsonl  [path, size and time, or null: missing]
+left_out.jsonl  [where, kind, reason]      store.json  the rest; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from interlace.data.builtin.fetch import exclusive
+from interlace.data.chats.encoding.tokens import ChatFormat, Encoded, Item
+from interlace.data.chats.examine import Examined, examine
+from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.records import ChatFileError, Raw
+from interlace.data.chats.files.shapes import Chat
+from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
+
+FORMAT = 6
+KEPT_STORES = 8
+COLUMNS = {"starts": "<i8", "lines": "<i8", "hashes": "<u4", "cut": "<i8"}
+READ = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")
+SAY_EVERY = 30.0  # seconds between progress messages
+RECENT = 10_000  # media remembered, so that each is recorded once
+log = logging.getLogger("interlace.data")
+
+
+# --- the folder -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ChatStore:
+    """Prepared chats in a folder.
+
+    starts: int64 [n + 1], offsets into ids; lines: int64 [n + 1], offsets into items.jsonl; hashes: uint32 [n], crc32
+    of the records; cut: int64, indices of the samples that were cut. All are memory-mapped, so only pages that are read
+    occupy memory. left_out: (file:line, kind, reason).
+    """
+
+    folder: Path
+    rules: Rules
+    starts: np.ndarray
+    lines: np.ndarray
+    hashes: np.ndarray
+    cut: np.ndarray
+    left_out: list[tuple[str, str, str]]
+    fingerprint: str
+    _files: dict[str, IO[bytes]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}, **dict.fromkeys(COLUMNS)}  # open and mapped files are not pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        try:
+            now = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))["fingerprint"]
+            for name, kind in COLUMNS.items():
+                setattr(self, name, _mapped(self.folder / f"{name}.bin", kind))
+        except OSError as error:
+            raise ChatFileError(f"{self.folder}: is no longer there ({error.strerror}); start the run anew") from None
+        if now != self.fingerprint:
+            raise ChatFileError(f"{self.folder}: other chats were prepared there meanwhile; start the run anew")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n], tokens of each sample."""
+        return np.diff(self.starts)
+
+    def lengths_of(self, index: int) -> int:
+        """Number of tokens of a sample."""
+        return int(self.starts[index + 1] - self.starts[index])
+
+    def encoded(self, index: int) -> Encoded:
+        """The tokens and items of a sample."""
+        start, count = int(self.starts[index]), self.lengths_of(index)
+        ids = np.frombuffer(self._read("ids.bin", 4 * start, 4 * count), np.int32)
+        targets = np.frombuffer(self._read("targets.bin", start, count), np.uint8)
+        items = [
+            Item(**{**item, "shape": tuple(item["shape"]), "about": _numbers(item["about"])})
+            for item in self.line(index)["items"]
+        ]
+        return Encoded(ids.tolist(), (targets != 0).tolist(), items)
+
+    def line(self, index: int) -> dict[str, Any]:
+        """Metadata of a sample: file, number, offset, size, items, kind."""
+        start, end = int(self.lines[index]), int(self.lines[index + 1])
+        found: dict[str, Any] = json.loads(self._read("items.jsonl", start, end - start))
+        return found
+
+    def chat(self, index: int) -> Chat:
+        """The chat of a sample, read again from its file. Raises BrokenSampleError, OSError when the file has
+        changed."""
+        line = self.line(index)
+        place = "records.jsonl" if line["copied"] else line["file"]
+        data = self._read(place, line["offset"], line["size"])
+        if zlib.crc32(data) != int(self.hashes[index]):
+            raise OSError(f"{self.where(index)}: is another record than the one that was prepared; start the run anew")
+        return chat_of(Raw(Path(line["file"]), line["number"], data, line["offset"]), self.rules)
+
+    def where(self, index: int) -> str:
+        """file:line of a sample."""
+        line = self.line(index)
+        return f"{line['file']}:{line['number']}"
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file of the folder, or one given by its full path. It stays open, so replacing it on disk has no effect."""
+        file = self._files.get(name)
+        if file is None:  # threads may open it at once: all use the first one's
+            file = self._files.setdefault(name, open(self.folder / name, "rb", buffering=0))
+        return file
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        data = os.pread(self.open(name).fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(f"{self.folder / name}: is shorter than when it was prepared; start the run anew")
+        return data
+
+
+def _numbers(about: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    return {key: tuple(values) for key, values in about.items()}
+
+
+def prepare(
+    files: Sequence[Path], chats: ChatFormat, rules: Rules, cache: Path, *, timeout: float = 86_400.0
+) -> ChatStore:
+    """The store of these files, built first if it is not in `cache`. timeout: seconds to wait for another builder.
+
+    Raises ChatFileError for files that cannot be read or have no sample, ValueError for a processor or template that
+    does not fit. Raises ChatFileError with the reason of a BrokenSampleError if the rules say "error".
+    """
+    said = [FORMAT, [chats_files.signature(path) for path in files], chats.signature(), repr(rules)]
+    folder = cache / "chats" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:20]
+    store = _load(folder, rules, chats)
+    if store is None:
+        (cache / "chats").mkdir(parents=True, exist_ok=True)
+        with exclusive(folder.with_suffix(".lock"), timeout):
+            store = _load(folder, rules, chats)
+            if store is None:
+                _build(folder, files, chats, rules)
+                store = _load(folder, rules, chats)
+                _prune(folder.parent)
+        if store is None:
+            raise ChatFileError(
+                f"{folder}: was written and cannot be used; is the disk full, or does somebody change the media?"
+            )
+    if not len(store):
+        raise ChatFileError(f"{_named(files)}: no sample is left{_most_common(store)}")
+    return store
+
+
+def _named(files: Sequence[Path]) -> str:
+    return ", ".join(str(path) for path in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+
+
+def _most_common(store: ChatStore) -> str:
+    if not store.left_out:
+        return ": the files are empty"
+    where, _, reason = store.left_out[0]
+    return f" of {len(store.left_out)}; the first, {where}: {reason}"
+
+
+def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
+    try:
+        record = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        arrays: dict[str, Any] = {name: _mapped(folder / f"{name}.bin", kind) for name, kind in COLUMNS.items()}
+        for name, array in arrays.items():
+            if zlib.crc32(array.data) != record["checksums"][name]:
+                raise ValueError(f"{name}.bin is damaged")
+        left_out = [tuple(json.loads(line)) for line in (folder / "left_out.jsonl").read_text("utf-8").splitlines()]
+        whole = (folder / "ids.bin").stat().st_size == 4 * int(arrays["starts"][-1])
+        whole &= (folder / "targets.bin").stat().st_size == int(arrays["starts"][-1])
+        whole &= (folder / "items.jsonl").stat().st_size == int(arrays["lines"][-1])
+        if not whole:
+            raise ValueError("cut short")
+        changed = _changed(folder, record["counts"], chats)
+        if changed:
+            log.info("%s; preparing the data anew", changed)
+            return None
+        os.utime(folder)  # marks it as used: pruning sorts by this time
+        store = ChatStore(folder, rules, **arrays, left_out=left_out, fingerprint=record["fingerprint"])
+        for name in READ:
+            store.open(name)
+        return store
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        log.warning("%s: damaged; preparing it again", folder)
+        return None
+
+
+def _mapped(path: Path, kind: str) -> np.ndarray:
+    return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)  # an empty file cannot be mapped
+
+
+def _changed(folder: Path, counts: Sequence[Any], chats: ChatFormat) -> str:
+    """Description of what has changed since the folder was written; empty: nothing."""
+    with open(folder / "media.jsonl", encoding="utf-8") as media:
+        for line in media:
+            path, was = json.loads(line)
+            now = stamp(path)
+            if (None if now is None else list(now)) != was:
+                return f"{path[:200]} has changed since it was looked at"
+    return chats.other_count(counts)
+
+
+def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules) -> None:
+    # Leftovers of killed processes: the lock shows that no builder is running.
+    for stale in folder.parent.glob(f".tmp-{folder.name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        _write(temporary, examine(files, chats, rules, folder.parent / "media"), rules, chats)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, found: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:
+    began = said = time.monotonic()
+    left_out: list[tuple[str, str, str]] = []
+    digest = hashlib.sha256()
+    copied = count = tokens = size = cut = 0
+    with ExitStack() as stack:
+        names = (*READ, *(f"{name}.bin" for name in COLUMNS), "media.jsonl")
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
+        ids, targets, items, records = (files[name] for name in READ)
+        told: dict[str, Stamp] = {}  # media written last; neighbouring records often share them
+        for name in ("starts", "lines"):
+            files[f"{name}.bin"].write(np.int64(0).tobytes())
+        for one in found:
+            if len(told) > RECENT:
+                told.clear()
+            for path, was in one.media.items():
+                if path not in told or told[path] != was:
+                    told[path] = was
+                    files["media.jsonl"].write((json.dumps((path, was)) + "\n").encode())
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                log.info("prepared %d samples, left out %d", count, len(left_out))
+            if one.broken is not None or one.encoded is None:
+                assert one.broken is not None
+                refuse(one, rules)
+                left_out.append((one.raw.where, one.broken.kind, str(one.broken)))
+                continue
+            if one.was_cut:
+                files["cut.bin"].write(np.int64(count).tobytes())
+                cut += 1
+            raw, encoded = one.raw, one.encoded
+            data = [np.array(encoded.ids, np.int32).tobytes(), np.array(encoded.targets, np.uint8).tobytes()]
+            shapes = [vars(item) for item in encoded.items]
+            line = {
+                "file": str(raw.path),
+                "number": raw.number,
+                "copied": raw.offset < 0,
+                "offset": copied if raw.offset < 0 else raw.offset,
+                "size": len(raw.line),
+                "items": shapes,
+                "kind": one.chat.kind if one.chat is not None else "",
+            }
+            if raw.offset < 0:
+                copied += records.write(raw.line)
+            ids.write(data[0])
+            targets.write(data[1])
+            count, tokens = count + 1, tokens + len(encoded.ids)
+            size += items.write((json.dumps(line) + "\n").encode())
+            files["starts.bin"].write(np.int64(tokens).tobytes())
+            files["lines.bin"].write(np.int64(size).tobytes())
+            files["hashes.bin"].write(np.uint32(zlib.crc32(raw.line)).tobytes())
+            for piece in (*data, repr(shapes).encode()):
+                digest.update(piece)
+    text = "".join(json.dumps(entry) + "\n" for entry in left_out)
+    (folder / "left_out.jsonl").write_text(text, encoding="utf-8")
+    record = {
+        "fingerprint": digest.hexdigest()[:16],
+        "counts": chats.counts(),
+        "checksums": {name: zlib.crc32(_mapped(folder / f"{name}.bin", kind).data) for name, kind in COLUMNS.items()},
+    }
+    (folder / "store.json").write_text(json.dumps(record), encoding="utf-8")
+    kinds = Counter(kind for _, kind, _ in left_out)
+    log.info(
+        "prepared %d chats in %.1f s, %d cut, %d left out%s",
+        count,
+        time.monotonic() - began,
+        cut,
+        len(left_out),
+        "".join(f", {kind}: {number}" for kind, number in kinds.most_common()),
+    )
+
+
+def refuse(one: Examined, rules: Rules) -> None:
+    """Raises ChatFileError for a record that must not be left out."""
+    assert one.broken is not None
+    long = one.broken.kind == "too long"
+    if (rules.on_too_long if long else rules.on_broken) == "error":
+        key = 'on_too_long = "cut" or "skip"' if long else 'on_broken = "skip"'
+        raise ChatFileError(f"{one.raw.where}: {one.broken}; mend it, or set data.{key}")
+
+
+def _prune(folder: Path) -> None:
+    """Removes the least recently used stores. Processes that use one have its files open and keep their data."""
+    stores = sorted((p for p in folder.glob("*/") if (p / "store.json").exists()), key=lambda p: p.stat().st_mtime)
+    for store in stores[:-KEPT_STORES]:
+        shutil.rmtree(store, ignore_errors=True)

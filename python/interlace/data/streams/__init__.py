@@ -1,0 +1,1 @@
+"""Streams of samples without a known length: order, shards, packing into batches, decoding."""

@@ -1,0 +1,257 @@
+"""Batches from producers: requested ahead, assembled in order in the trainer.
+
+A thread requests the next `prefetch` batches. When a batch is made, it requests the media items that this process
+computes with. The result is a list of samples exactly as from the loader's own thread: same ids, same numbers.
+Everything in flight is dropped when the loader closes or loads another position.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from interlace.data.workers.ahead import LONGEST, AheadThread
+from interlace.data.workers.tasks import Bare, Loaded, Made, Task, bare_of, whole
+from interlace.model.sample import Media
+
+SAY_EVERY = 5.0  # seconds of waiting before a message
+log = logging.getLogger("interlace.data")
+
+
+class Producers(Protocol):
+    """Interface of producers: `pool.WorkerPool`, `ray_tasks.RayTasks`."""
+
+    restarts: int
+
+    def ask(self, task: Task) -> Future[Any]:
+        """Future of the task's answer."""
+
+    def kept(self, task: Task, place: tuple[str, int]) -> Tensor | None:
+        """An item that was not sent with the answer; None if it was evicted."""
+
+    def waiting_for(self) -> str:
+        """Current task of each producer, for messages."""
+
+    def close(self) -> None:
+        """Stops the producers; drops what is in flight."""
+
+
+class Ahead(AheadThread):
+    """The batches from (epoch, position) on, with `depth` of them requested ahead.
+
+    wanted: the media of a batch that this process computes with; None: all. pinned: items are put into pinned memory.
+    """
+
+    def __init__(
+        self,
+        producers: Producers,
+        dataset: Any,
+        place: tuple[int, int],
+        depth: int,
+        wanted: Callable[[list[Any]], Iterable[Media]] | None,
+        pinned: bool,
+    ) -> None:
+        self.producers, self.dataset, self.wanted, self.pinned = producers, dataset, wanted, pinned
+        self._batches: dict[int, int] = {}
+        self.depth = max(0, depth - 1)  # besides the one in the queue
+        super().__init__(1, *place)
+
+    def _run(self, epoch: int, position: int) -> None:
+        asked: deque[_Batch | BaseException] = deque()
+        try:
+            self._ask_ahead(asked, epoch, position)
+        finally:
+            for batch in asked:  # no longer needed
+                if isinstance(batch, _Batch):
+                    batch.drop()
+
+    def _ask_ahead(self, asked: deque[_Batch | BaseException], epoch: int, position: int) -> None:
+        making, place = self.producers.ask(Task("make", epoch, position)), (epoch, position)
+        while not self._stopping.is_set():
+            try:
+                made = self._wait(making, f"batch {place[1]} of epoch {place[0]}")
+                here, place = place, self._following(*place)
+                making = self.producers.ask(Task("make", *place))  # requested while this batch is assembled
+                batch = _Batch(self, here[0], made)
+                asked.append(batch.ask(batch.every if self.wanted is None else self.wanted(batch.samples)))
+            except Stopped:
+                return
+            except BaseException as error:  # passed to the consumer in order, not swallowed
+                asked.append(error)
+            while asked and (len(asked) > self.depth or isinstance(asked[-1], BaseException)):
+                if not self._hand_over(asked.popleft()):
+                    return
+
+    def _hand_over(self, item: _Batch | BaseException) -> bool:
+        """Queues a batch for `get` once its items have arrived; False: it was the last."""
+        try:
+            if isinstance(item, BaseException):
+                raise item
+            self._put(item.loaded())
+            return True
+        except Stopped:
+            return False
+        except BaseException as error:
+            self._put(error)
+            return False
+
+    def _following(self, epoch: int, position: int) -> tuple[int, int]:
+        if epoch not in self._batches:
+            asked = self.producers.ask(Task("batches", epoch))
+            self._batches = {epoch: self._wait(asked, f"the batches of epoch {epoch}")}
+        return (epoch, position + 1) if position + 1 < self._batches[epoch] else (epoch + 1, 0)
+
+    def _wait(self, future: Future[Any], what: str) -> Any:
+        return answered(future, what, self.producers, self._stopping.is_set)
+
+
+def answered(
+    future: Future[Any], what: str, producers: Producers, stopping: Callable[[], bool], longest: float = LONGEST
+) -> Any:
+    """Waits for an answer and logs what it waits for. Raises TimeoutError after `longest` seconds, the error of the
+    answer, and Stopped."""
+    began, said = time.monotonic(), SAY_EVERY
+    while not stopping():
+        try:
+            return future.result(timeout=0.5)
+        except NotYet:
+            if future.done():  # the TimeoutError was raised by the dataset
+                raise
+        waited = time.monotonic() - began
+        if waited > longest:
+            raise TimeoutError(f"waited {waited:.0f} s for {what}: {producers.waiting_for()}")
+        if waited > said:
+            log.warning("waiting for %s for %.0f s: %s", what, waited, producers.waiting_for())
+            said *= 2
+    raise Stopped
+
+
+class Stopped(Exception):
+    """The loader was closed during a wait."""
+
+
+class HeldOut:
+    """Samples (`indices`) of the held-out `dataset`. `producers` have a copy of it and decode items when they are
+    requested or first accessed."""
+
+    def __init__(self, producers: Producers, dataset: Any, indices: Sequence[int]) -> None:
+        self.producers, self.dataset, self.pinned = producers, dataset, False
+        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices], None)
+        self._batch = _Batch(self, 0, made, held_out=True)
+        self.samples: list[Any] = self._batch.samples
+
+    def ask(self, items: Iterable[Media]) -> None:
+        """Starts decoding those of `items` that are not in memory; does not wait."""
+        self._batch.ask(item for item in items if not item.loaded)
+
+    def _wait(self, future: Future[Any], what: str) -> Any:
+        return answered(future, what, self.producers, lambda: False)
+
+
+class _Batch:
+    """A batch whose samples are made. Its requested media items are in flight."""
+
+    def __init__(self, ahead: Ahead | HeldOut, epoch: int, made: Made, *, held_out: bool = False) -> None:
+        self.ahead, self.epoch, self.made, self.held_out = ahead, epoch, made, held_out
+        self._answers: dict[int, tuple[Task, Future[Any]]] = {}  # index in the batch -> the task in flight
+        self._taken: dict[tuple[int, str, int], Tensor] = {}
+        self._lock = threading.Lock()
+        samples: list[Any] = [whole(bare, self._load_of(at, bare)) for at, bare in enumerate(made.samples)]
+        self._of = {
+            id(item): (at, modality, number)
+            for at, sample in enumerate(samples)
+            for modality, items in sample.media.items()
+            for number, item in enumerate(items)
+        }
+        left = iter(samples)
+        self.samples = samples if made.rows is None else [[next(left) for _ in range(count)] for count in made.rows]
+        self.every = [i for s in samples for items in s.media.values() for i in items]
+        self.items: list[Media] = []
+
+    def ask(self, items: Iterable[Media]) -> _Batch:
+        """Requests these items, except those of samples with a request in flight."""
+        self.items = list(items)
+        places: dict[int, list[tuple[str, int]]] = {}
+        for at, modality, number in dict.fromkeys(self._of[id(item)] for item in self.items):
+            places.setdefault(at, []).append((modality, number))
+        with self._lock:
+            for at, asked in places.items():
+                if at not in self._answers:
+                    task = self._task(self.made.samples[at], *asked)
+                    self._answers[at] = (task, self.ahead.producers.ask(task))
+        return self
+
+    def _task(self, bare: Bare, *items: tuple[str, int]) -> Task:
+        return Task("load", self.epoch, bare.at, items, held_out=self.held_out)
+
+    def loaded(self) -> list[Any]:
+        """The samples, once all requested items have arrived."""
+        for item in self.items:
+            item.data  # noqa: B018 (loads it)
+        return self.samples
+
+    def drop(self) -> None:
+        """Cancels the tasks that have not started."""
+        for _, answer in self._answers.values():
+            answer.cancel()
+
+    def _load_of(self, at: int, bare: Bare) -> Callable[[str, int], Tensor]:
+        def load(modality: str, number: int) -> Tensor:
+            with self._lock:
+                place = (at, modality, number)
+                if place not in self._taken:
+                    task, answer = self._answers.get(at, (None, None))
+                    if task is None or answer is None or (modality, number) not in task.items:  # not requested
+                        task = self._task(bare, (modality, number))
+                        answer = self.ahead.producers.ask(task)
+                    self._take(at, bare, task, answer)
+                return self._taken.pop(place)
+
+        return load
+
+    def _take(self, at: int, bare: Bare, task: Task, answer: Future[Any]) -> None:
+        """Stores the items of an answer for `load`."""
+        found = self._found(bare, task, answer)
+        items = self._items(task, found)
+        if any(item is None for item in items):
+            # Evicted before it was read. It would be evicted again while memory is short, so it is sent directly.
+            task = replace(task, sent=True)
+            found = self._found(bare, task, self.ahead.producers.ask(task))
+            items = self._items(task, found)
+        if found.broken:
+            self._broken(at, bare, task, found.broken)
+        for place, item in zip(task.items, items):  # a broken sample has none
+            assert item is not None  # they were sent
+            self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
+        if self._answers.get(at, (None, None))[1] is answer:  # not a newer request in flight
+            del self._answers[at]  # frees the items: held-out samples persist, and their items would be in memory twice
+
+    def _found(self, bare: Bare, task: Task, answer: Future[Any]) -> Loaded:
+        found: Loaded = self.ahead._wait(answer, f"{task} ({bare.name})")
+        if hasattr(self.ahead.dataset, "took"):
+            self.ahead.dataset.took(found.read, found.lost)
+        return found
+
+    def _items(self, task: Task, found: Loaded) -> list[Tensor | None]:
+        return [
+            self.ahead.producers.kept(task, place) if raw is None else raw.tensor()
+            for place, raw in zip(task.items, found.items)  # a broken sample has none
+        ]
+
+    def _broken(self, at: int, bare: Bare, task: Task, why: str) -> None:
+        """Substitutes blank media for an undecodable sample. Raises DecodeError when there are too many."""
+        if not hasattr(self.ahead.dataset, "lost"):
+            raise RuntimeError(f"{bare.name or task}: {why}")
+        self.ahead.dataset.lost(bare.name, why)
+        for modality, number in task.items:
+            self._taken[(at, modality, number)] = torch.zeros(bare.media[modality][number].shape)

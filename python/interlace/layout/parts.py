@@ -1,0 +1,142 @@
+"""Parts of a layout: lanes, stages, pipelines, and the groups of ranks that sum gradients or hold slices of weights.
+
+A module has dp pipelines (its replicas), and a pipeline has stages (consecutive layers). A stage runs on a lane: the
+tp * cp ranks that share its work and run in lock step. A stage may have copies: further lanes that repeat the same
+computation (placement "replicated"). The ranks of one lane divide the work; copies are other lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The ranks of one stage, which run in lock step; tensor-parallel ranks are innermost."""
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise ValueError(f"a lane names each of its ranks once, from 0 upwards; got {self.ranks}")
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.ranks))
+
+    def tp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks with the same rows: `tp` ranks for each context-parallel place."""
+        return tuple(self.ranks[i : i + tp] for i in range(0, len(self.ranks), tp))
+
+    def cp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks with the same weights: one group for each of the `tp` tensor-parallel places."""
+        return tuple(self.ranks[place::tp] for place in range(tp))
+
+    def places(self, rank: int, tp: int) -> tuple[int, int]:
+        """The tensor- and the context-parallel place of `rank`: indices of its groups in `cp_groups(tp)` and in
+        `tp_groups(tp)`. Raises ValueError for a rank that is not in the lane."""
+        context, tensor = divmod(self.ranks.index(rank), tp)
+        return tensor, context
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, stop) of `module` as stage `index` of one of its pipelines, on `lane`; `copies`: see above."""
+
+    module: str
+    index: int
+    start: int
+    stop: int
+    lane: Lane
+    copies: tuple[Lane, ...] = ()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lane, then those of the copies."""
+        return (self.lane, *self.copies)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of all its lanes."""
+        return tuple(rank for lane in self.lanes for rank in lane.ranks)
+
+    def lane_of(self, rank: int) -> Lane:
+        """Its lane that contains `rank`. Raises ValueError if no lane does."""
+        for lane in self.lanes:
+            if rank in lane.ranks:
+                return lane
+        raise ValueError(f"{self} is on ranks {', '.join(map(str, self.ranks))}, not on rank {rank}")
+
+    def __str__(self) -> str:
+        return f"{self.module}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica of a module, cut into stages. Cuts may differ from replica to replica."""
+
+    module: str
+    replica: int
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        where = f"{self.module}, replica {self.replica}"
+        if not self.stages:
+            raise ValueError(f"{where} has no stages")
+        if any(s.module != self.module or s.index != i for i, s in enumerate(self.stages)):
+            found = ", ".join(map(str, self.stages))
+            raise ValueError(f"{where} has the stages {found}; number its own from 0 in the order of layers")
+        if any(not s.start < s.stop for s in self.stages):
+            raise ValueError(f"{where}: a stage needs at least one layer")
+        if self.stages[0].start != 0 or any(a.stop != b.start for a, b in pairwise(self.stages)):
+            cuts = ", ".join(f"[{s.start}, {s.stop})" for s in self.stages)
+            raise ValueError(f"{where}: stages must follow each other from layer 0 on, got {cuts}")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the module."""
+        return self.stages[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Sum of the gradients of layers [start, stop) of `module` over `ranks`.
+
+    tied: index of a group of tied weights in `StageGraph.tied` (-1: the layers' own weights). Only these tied weights
+    are summed, over ranks of several stages: after the sums over replicas, or at once if they are `uneven`.
+    in_part: True: sums the weights of which each rank of a lane uses only a part, over whole lanes; False: all others.
+    """
+
+    module: str
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    tied: int = -1
+    in_part: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The ranks over which the weights of layers [start, stop) of `module` are sharded, a slice for each.
+
+    owners: in the order of their slices. sets: the owners of all sets of slices of these weights, including this one;
+    ranks at the same place in their sets own the same slice. full: the ranks keep only their slices of the weights,
+    too.
+    """
+
+    module: str
+    start: int
+    stop: int
+    owners: tuple[int, ...]
+    sets: tuple[tuple[int, ...], ...]
+    full: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The owners in ascending order."""
+        return tuple(sorted(self.owners))
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks of all sets that own the slice of `rank`, in ascending order."""
+        place = self.owners.index(rank)
+        return tuple(sorted(owners[place] for owners in self.sets))

@@ -1,0 +1,1 @@
+"""Folders of weights and configs: kinds of folders, config.json, tied weights, single modules."""

@@ -1,0 +1,81 @@
+"""User callbacks of a ModalityModule: checked when set, named in error messages."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# Arguments of each callback.
+CALLBACKS = {
+    "preprocess": ("inputs",),
+    "postprocess": ("inputs", "output"),
+    "postprocess_projector": ("inputs", "features"),
+    "tokens": ("shape", "about"),
+    "collate": ("items",),
+}
+
+
+def misfit(name: str, given: Any) -> str:
+    """Reason why `given` cannot be the callback `name`; "" if it can."""
+    arguments = CALLBACKS[name]
+    if not callable(given):
+        return f"is a {type(given).__name__}, not a function"
+    try:
+        inspect.signature(given).bind(*arguments)
+    except TypeError:
+        return f"must take ({', '.join(arguments)}), not {inspect.signature(given)}"
+    except ValueError:  # non-Python code has no signature
+        pass
+    return ""
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for a callback that is not a function of its arguments. None: no callback."""
+    for name, callback in given.items():
+        if callback is not None and (why := misfit(name, callback)):
+            raise TypeError(f"{name} = {_name(callback)} {why}")
+
+
+def call(name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a callback. Raises RuntimeError naming the callback if it fails."""
+    try:
+        return callback(*arguments)
+    except Exception as error:
+        text = f"the callback {name} = {_name(callback)} raised {type(error).__name__}: {error}"
+        raise RuntimeError(text) from error
+
+
+def token_count(callback: Callable[..., Any], shape: tuple[int, ...], about: Any) -> int:
+    """The result of the callback "tokens". Raises ValueError if it fails, or gives no int of at least 1."""
+    try:
+        count = call("tokens", callback, shape, about)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    try:
+        fits = not isinstance(count, bool) and operator.index(count) >= 1
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"the callback tokens = {_name(callback)} gave {count!r} for an item of shape {shape}: it must return the "
+            "number of language-model tokens that the item becomes, an int of at least 1"
+        )
+    return operator.index(count)
+
+
+def check_features(features: Any, counts: Sequence[int]) -> None:
+    """Raise ValueError unless the callbacks return a tensor with one feature per token of the items."""
+    got = len(features) if isinstance(features, Tensor) else f"a {type(features).__name__} instead of"
+    if got != sum(counts):
+        raise ValueError(
+            f"an encoder and its callbacks made {got} features of {len(counts)} items that become {sum(counts)} "
+            "tokens: the callback tokens must return the number of features of an item after postprocess_projector"
+        )
+
+
+def _name(callback: Any) -> str:
+    return getattr(callback, "__qualname__", None) or repr(callback)

@@ -1,0 +1,71 @@
+"""Choice of a module's kind of inputs (images.py, patches.py, tiles.py, spectrograms.py, clips.py)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from interlace.model.inputs.clips import ClipInputs
+from interlace.model.inputs.images import ImageInputs
+from interlace.model.inputs.patches import GRID, PatchInputs
+from interlace.model.inputs.spectrograms import AudioInputs
+from interlace.model.inputs.tiles import SIZES, TileInputs
+
+ARGUMENTS = {"pixel_values": "image", "input_features": "audio", "input_values": "audio", "input_ids": "text"}
+"""Main input of a forward -> kind of module."""
+Feed = ImageInputs | PatchInputs | TileInputs | AudioInputs | ClipInputs
+
+
+def config_of(module: nn.Module, layer_path: str) -> Any:
+    """Config of the innermost module around the layers that has one: the tower's, if `module` contains more."""
+    config: Any = module.config
+    for name in layer_path.split("."):
+        module = getattr(module, name)
+        config = getattr(module, "config", config)
+    return config
+
+
+def feeds_of(module: nn.Module, config: Any, layer_path: str, parameters: Sequence[str]) -> Sequence[Feed]:
+    """Possible input kinds of a module, from the arguments of its forward; several only for different shapes of clips.
+
+    Raises the config's own error if it lacks sizes, and ValueError for an unsupported module.
+    """
+    if GRID in parameters:
+        return [PatchInputs.of(module, config, layer_path, parameters)]
+    argument = next(name for name in parameters if name in ARGUMENTS)
+    if argument == "pixel_values" and SIZES in parameters and not _tower_takes(module, layer_path, SIZES):
+        images = ImageInputs.of(config, parameters)
+        return [TileInputs((images.channels, *images.size))]
+    if argument == "pixel_values":
+        return [ImageInputs.of(config, parameters)]
+    if argument == "input_features" and getattr(config, "max_source_positions", None) is not None:
+        audio = AudioInputs.of(module, config)
+        if audio.channels:
+            return [audio]
+    return ClipInputs.of(module, config, argument, layer_path)
+
+
+def _tower_takes(module: nn.Module, layer_path: str, argument: str) -> bool:
+    """True if the innermost module around the layers that takes images has an argument of this name."""
+    found = False
+    for name in ["", *layer_path.split(".")]:
+        module = getattr(module, name) if name else module
+        parameters = inspect.signature(module.forward).parameters
+        if "pixel_values" in parameters:
+            found = argument in parameters
+    return found
+
+
+def features_of(output: Any) -> Tensor:
+    """The tokens in the output of a HuggingFace encoder. Raises ValueError if there are none."""
+    if isinstance(output, Tensor):
+        return output
+    features = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+    if not isinstance(features, Tensor):
+        raise ValueError(
+            f"it returns a {type(output).__name__} without last_hidden_state: use the encoder inside, without its head"
+        )
+    return features

@@ -1,0 +1,157 @@
+"""Inputs of encoders that take numbers about each item (`Media.about`) beside its data.
+
+Qwen2-VL and its relatives  the concatenated patches of all images, as made by the library's image processor
+                            [N, channels * frames * height * width of a patch], and grid_thw [n, 3]: frames, rows and
+                            columns of patches. VideoLLaMA 3 also takes merge_sizes [n]
+
+One call takes all items, and the encoder separates them itself. From the numbers it computes rotary positions, windows
+and attention boundaries, for each of its layers, again on every stage. A probe (probe/encoder.py) verifies this. It
+also determines the shape of a patch and the number of patches per feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace.model.inputs.base import Inputs, Item, data_of, together
+from interlace.model.sample import Media
+from interlace.parallel.sending import sent
+
+GRID = "grid_thw"
+NUMBERS = {GRID: 3, "merge_sizes": 1}
+"""Count of numbers per item under these names."""
+UNIT = 4  # sides of probed grids are multiples of it: encoders merge 2 x 2 patches, rarely 4 x 4
+NOMINAL = 32  # rows and columns of an item if a config has no size
+
+
+@dataclass(frozen=True)
+class PatchInputs:
+    """Patches of one encoder.
+
+    patch: shape of a patch in the encoder's format.
+    width: width of its layers.
+    side: side of a nominal item in patches.
+    merged: number of patches that become one feature.
+    pooled: True if `pooler_output` holds these features; False if it holds one vector per item.
+    videos: True if an item may have several frames.
+    """
+
+    argument: str
+    told: tuple[str, ...]
+    patch: tuple[int, ...]
+    width: int
+    side: int
+    merged: int = 1
+    pooled: bool = True
+    videos: bool = False
+    in_one_row = True
+
+    @staticmethod
+    def of(module: nn.Module, config: Any, layer_path: str, parameters: Collection[str]) -> PatchInputs:
+        """Inputs of an encoder whose forward takes grid_thw. Raises ValueError without a map of patches to tokens."""
+        embeddings = (
+            part.weight
+            for name, part in module.named_modules()
+            if isinstance(part, (nn.Conv2d, nn.Conv3d, nn.Linear)) and not name.startswith(f"{layer_path}.")
+        )
+        weight = next(embeddings, None)
+        if weight is None:
+            raise ValueError("it has no convolution or linear map that takes patches")
+        image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+        side = NOMINAL
+        if isinstance(image, int) and isinstance(patch, int):
+            side = max(UNIT, image // patch // UNIT * UNIT)
+        told = tuple(name for name in parameters if name in NUMBERS)
+        return PatchInputs(next(iter(parameters)), told, (weight[0].numel(),), weight.shape[0], side)
+
+    def patches(self, module: nn.Module) -> list[tuple[int, ...]]:
+        """Candidate shapes of a patch: flat, or in the format of the first convolution."""
+        shapes = (tuple(p.shape[1:]) for p in module.parameters() if p[0].numel() == self.patch[0] and p.dim() > 2)
+        return [self.patch, *list(shapes)[:1]]
+
+    def item(self, *grid: int, merge: int = 1) -> Item:
+        """An image or a video of this grid of patches (frames, rows, columns)."""
+        numbers = {GRID: grid, "merge_sizes": (merge,)}
+        return Item((math.prod(grid), *self.patch), {name: numbers[name] for name in self.told})
+
+    @property
+    def default(self) -> Item:
+        """An image of the encoder's configured size."""
+        return self.item(1, self.side, self.side)
+
+    def _merge(self, item: Item) -> int:
+        """Rows (and columns) of patches that become one feature."""
+        return math.isqrt(self.merged) * (int(item.about["merge_sizes"][0]) if "merge_sizes" in self.told else 1)
+
+    def check(self, item: Item, name: str) -> None:
+        """Raise ValueError unless the item (patches, numbers of a patch) matches its grid and other numbers."""
+        for key in self.told:
+            numbers = item.about.get(key)
+            if numbers is None or len(numbers) != NUMBERS[key] or any(n != int(n) or n < 1 for n in numbers):
+                raise ValueError(
+                    f"{name} must be told {key} of each item, {NUMBERS[key]} whole numbers, but its about is "
+                    f"{dict(item.about)}: give Media(shape, ..., about={{{key!r}: (...)}})"
+                )
+        frames, rows, columns = (int(n) for n in item.about[GRID])
+        if item.shape != (frames * rows * columns, *self.patch):
+            raise ValueError(
+                f"media of shape {item.shape} does not fit {name}, which for grid_thw {(frames, rows, columns)} takes "
+                f"patches of shape {(frames * rows * columns, *self.patch)}"
+            )
+        if frames > 1 and not self.videos:
+            raise ValueError(f"{name} takes images, but grid_thw tells of {frames} frames: give each as an item")
+        merge = self._merge(item)
+        if rows % merge or columns % merge:
+            raise ValueError(
+                f"{rows} x {columns} patches do not fit {name}, which makes one feature of {merge} x {merge}: resize "
+                f"media so that rows and columns of patches are multiples of {merge}"
+            )
+
+    def tokens(self, item: Item) -> int:
+        return item.shape[0]
+
+    def features(self, item: Item) -> int:
+        """Number of features of an item."""
+        return item.shape[0] // self._merge(item) ** 2
+
+    def collate(self, items: Sequence[Media]) -> Inputs:
+        inputs: Inputs = {self.argument: [data_of(item) for item in items]}
+        for key in self.told:
+            numbers = [[int(n) for n in item.about.get(key, ())] for item in items]
+            inputs[key] = torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(len(items), -1)
+        return inputs
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        numbers = {key: inputs[key].tolist() for key in self.told}
+        return [
+            Item(tuple(data.shape), {key: tuple(numbers[key][i]) for key in self.told})
+            for i, data in enumerate(inputs[self.argument])
+        ]
+
+    def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
+        return {
+            self.argument: torch.cat([inputs[self.argument][i].to(like) for i in which]),
+            **self._numbers([inputs[key][list(which)].tolist() for key in self.told], like),
+        }
+
+    def blank(self, items: Sequence[Item], packing: str, like: Tensor) -> dict[str, Any]:
+        total = sum(item.shape[0] for item in items)
+        numbers = [[[int(n) for n in item.about[key]] for item in items] for key in self.told]
+        return {self.argument: like.new_zeros(()).expand(total, *self.patch), **self._numbers(numbers, like)}
+
+    def _numbers(self, numbers: list[list[list[int]]], like: Tensor) -> dict[str, Tensor]:
+        """int64 [n, k] for each name; [n] for a single number."""
+        made = {}
+        for key, rows in zip(self.told, numbers, strict=True):
+            tensor = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
+            made[key] = tensor[:, 0] if NUMBERS[key] == 1 else tensor
+        return made
+
+    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
+        return together(items, packing)

@@ -1,0 +1,46 @@
+"""Marks probe results caused by errors, so that they are not cached.
+
+A probe treats every exception of a model as a negative result. The cause may be unrelated to the model, such as a
+machine without free threads or files. Such a result is usually safe, but it may be wrong. It is valid in its process
+only and is not cached (cache.py). Lack of memory gives no result at all: the error is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
+
+_failures: ContextVar[list[str] | None] = ContextVar("failures", default=None)
+
+
+@contextmanager
+def failures() -> Iterator[list[str]]:
+    """List of the errors passed to `gave_up` inside this context. Enclosing contexts get them, too."""
+    around, mine = _failures.get(), list[str]()
+    token = _failures.set(mine)
+    try:
+        yield mine
+    finally:
+        _failures.reset(token)
+        if around is not None:
+            around += mine
+
+
+def gave_up(problem: Exception) -> None:
+    """Record that the coming result is caused by an error. If memory is short, raises `problem` itself."""
+    raise_if_no_memory(problem)
+    found = _failures.get()
+    if found is not None:
+        found.append(f"{type(problem).__name__}: {problem}")
+
+
+def raise_if_no_memory(problem: Exception) -> None:
+    """Raise `problem` if it reports a lack of memory, which is unrelated to the model."""
+    told = isinstance(problem, RuntimeError) and any(words in str(problem).lower() for words in NO_MEMORY)
+    if told or isinstance(problem, (MemoryError, torch.OutOfMemoryError)):
+        raise problem

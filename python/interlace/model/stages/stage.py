@@ -1,0 +1,155 @@
+"""StageModule: consecutive layers of one module of a MultimodalModel, as a pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from interlace.model.inputs.places import targets_in
+from interlace.model.language import LanguageSettings, run_language
+from interlace.model.loss import cross_entropy_sum, head_cross_entropy, head_of
+from interlace.model.modality import ModalityModule
+from interlace.model.sample import IGNORE
+
+
+class StageModule(nn.Module):
+    """Layers [start, stop) of module `name`; made by MultimodalModel.slice.
+
+    Modules before the layers belong to the first stage, modules after them (norms, projector, head) to the last.
+    Parameters have the same names as in the whole model, and only those of this stage are listed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        part: nn.Module,
+        start: int,
+        stop: int,
+        total: int,
+        settings: LanguageSettings,
+        frozen: dict[str, bool],
+    ):
+        super().__init__()
+        self.name, self.start, self.stop = name, start, stop
+        self.is_first, self.is_last = start == 0, stop == total
+        self._settings = settings
+        self._frozen = frozen
+        self.is_encoder = isinstance(part, ModalityModule)
+        if self.is_encoder:
+            self.encoders = nn.ModuleDict({name: part})
+        else:
+            self.language_model = part
+
+    @property
+    def ends_with_head(self) -> bool:
+        """True if its language model's logits, before any `postprocess`, are exactly the head's output."""
+        return self._settings.ends_with_head
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Layers [start, stop) of the module."""
+        if self.is_encoder:
+            encoder = self.encoders[self.name]
+            assert isinstance(encoder, ModalityModule)
+            return list(encoder.layers)[self.start : self.stop]
+        layers = self.language_model.get_submodule(self._settings.layer_path)
+        assert isinstance(layers, nn.ModuleList)
+        return list(layers)[self.start : self.stop]
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Switch to training or evaluation mode; frozen modules stay in evaluation mode."""
+        super().train(mode)
+        keep_frozen(self, self._frozen)
+        return self
+
+    def forward(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Run the stage on one microbatch.
+
+        inputs: the module's collated inputs (`MultimodalModel.collate_module`); for the first stage of the language
+        model also "features": {encoder: [n, D]}.
+        hidden: the previous stage's output; None on the first stage.
+        Returns the hidden state ([1, N, D], or [B, T, D] of a language model in rows). On an encoder's last stage,
+        returns features [n, D_llm]. On the language model's last stage, returns the sum of the cross entropy over valid
+        targets, a scalar; the caller divides it.
+        """
+        self._check(hidden)
+        if self.is_encoder:
+            encoder = self.encoders[self.name]
+            assert isinstance(encoder, ModalityModule)
+            return encoder.run(inputs, hidden)
+        wanted = columns = head = None
+        if self.is_last and self._settings.postprocess is None:
+            # The head runs only for positions with a target: in a packed row with media, most have none.
+            labels = inputs["labels"]
+            wanted, columns = labels != IGNORE, targets_in(inputs)
+            head = head_of(self.language_model) if self.ends_with_head else None
+            if head is not None:
+                rows = self._run_language(inputs, hidden, wanted, columns, head)
+                targets = labels[wanted] if columns is None else labels[0][columns]
+                return head_cross_entropy(rows, head, targets.to(rows.device))
+        output = self._run_language(inputs, hidden, wanted, columns)
+        if not self.is_last and not isinstance(output, Tensor):
+            raise ValueError(
+                f"{self.name}: its forward does not come to layer {self.stop} of {self._settings.layer_path!r}: name "
+                "the layers that text goes through, ModalityModule(llm, projector=None, layers=...)"
+            )
+        if not self.is_last:
+            return output
+        labels = inputs["labels"]
+        return cross_entropy_sum(output.logits, labels if columns is None else labels[0][columns])
+
+    def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of all positions, on the language model's last stage."""
+        if self.is_encoder or not self.is_last:
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last one")
+        self._check(hidden)
+        return self._run_language(inputs, hidden, None).logits
+
+    def _run_language(
+        self,
+        inputs: dict[str, Any],
+        hidden: Tensor | None,
+        wanted: Tensor | None,
+        columns: Tensor | None = None,
+        head: nn.Module | None = None,
+    ) -> Any:
+        first = self.layers[0]
+        return run_language(
+            self.language_model, self._settings, first, inputs, hidden, wanted=wanted, columns=columns, head=head
+        )
+
+    def _check(self, hidden: Tensor | None) -> None:
+        if self.is_first == (hidden is not None):
+            wanted = "takes no hidden state" if self.is_first else "needs the previous stage's hidden state"
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] {wanted}")
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, layers {self.start} to {self.stop}"
+
+
+def keep_frozen(root: nn.Module, frozen: Mapping[str, bool]) -> None:
+    """Put the frozen modules inside `root` into evaluation mode.
+
+    frozen: module name -> whether the whole module is frozen. For nested names, the innermost one applies.
+    """
+    for name, module in root.named_modules():
+        path = name
+        while path and path not in frozen:
+            path = path.rpartition(".")[0]
+        if frozen.get(path, False):
+            module.training = False
+
+
+def frozen_modules(root: nn.Module, path: str = "") -> list[str]:
+    """Names of the outermost modules inside `root` (called `path`) with only frozen parameters, and at least one."""
+    found = []
+    for name, child in root.named_children():
+        inside = f"{path}.{name}" if path else name
+        trained = [parameter.requires_grad for parameter in child.parameters()]
+        if any(trained):
+            found += frozen_modules(child, inside)
+        elif trained:
+            found.append(inside)
+    return found

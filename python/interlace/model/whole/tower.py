@@ -1,0 +1,182 @@
+"""Encoder of a whole HuggingFace model: its tower, and the model's own code after the tower.
+
+The inner module is the whole model without its language model. Its forward is HuggingFace's own get_image_features or
+get_audio_features. That covers feature selection, pixel shuffle, pooling and projector, so the ModalityModule has
+nothing to project. Parameters keep their names in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from interlace.model.counting.shapes import features_after_layers
+from interlace.model.inputs.base import Item
+from interlace.model.inputs.kinds import Feed
+from interlace.model.inputs.patches import PatchInputs
+from interlace.model.modality import ModalityModule
+from interlace.model.stages.deepstack import INDEXES
+from interlace.model.whole.parts import Parts
+
+COUNT = "batch_num_images"
+
+
+class Tower(nn.Module):
+    """The part of HuggingFace's whole model that makes features; see the module docstring."""
+
+    def __init__(self, whole: Any, parts: Parts):
+        super().__init__()
+        self.parts = parts
+        self.add_module(parts.base, parts.tower_side(whole))
+        self.config = self.tower.config
+        self.layerdrop = getattr(self.tower, "layerdrop", 0.0)
+        self.told = whole.config.to_json_string()  # makes the whole config part of a probe's cache key
+        if getattr(whole.config, "vision_feature_layer", None) is not None:
+            # Hooks on all layers capture the features of a middle layer. If the library added them itself, in the first
+            # forward, layers on other stages would not be counted.
+            from transformers.utils import output_capturing  # not in transformers 4
+
+            output_capturing.maybe_install_capturing_hooks(self.tower)
+
+    @property
+    def base(self) -> Any:
+        """The whole model's base, without its language model."""
+        return self._modules[self.parts.base]
+
+    @property
+    def tower(self) -> Any:
+        """The part whose layers are cut into stages."""
+        return self.base._modules[self.parts.tower]
+
+    def set_attn_implementation(self, name: str) -> None:
+        """As HuggingFace's, for the tower only: modules after it keep their own attention, if any."""
+        self.tower.set_attn_implementation(name)
+
+    def features(self, given: Tensor, **about: Any) -> BaseModelOutput:
+        """[items, tokens, D_llm] for a batch of items, in last_hidden_state."""
+        turns = self.parts.in_turn
+        if turns is not None:
+            hidden = self.tower(given, **about).last_hidden_state
+            made = getattr(self.base, turns.projector)(hidden)
+        else:
+            output = getattr(self.base, f"get_{self.parts.modality}_features")(given, return_dict=True, **about)
+            made = output.pooler_output
+            deep = getattr(output, "deepstack_features", None) or ()
+            if deep:  # see deepstack.py
+                made = [torch.cat(each, dim=-1) for each in zip(made, *deep, strict=True)]
+        if isinstance(made, (list, tuple)):
+            alike = len({len(each) for each in made}) == 1 and not about
+            made = torch.stack(list(made)) if alike else torch.cat(list(made)).unsqueeze(0)
+        return BaseModelOutput(last_hidden_state=made)
+
+
+class ImageTower(Tower):
+    """Tower of pictures."""
+
+    def forward(self, pixel_values: Tensor, **about: Any) -> BaseModelOutput:
+        """See `Tower.features`."""
+        return self.features(pixel_values, **about)
+
+
+class AudioTower(Tower):
+    """Tower of clips."""
+
+    def forward(self, input_features: Tensor, **about: Any) -> BaseModelOutput:
+        """See `Tower.features`."""
+        return self.features(input_features, **about)
+
+
+class GridTower(Tower):
+    """Tower of pictures and videos in patches, with the grid of each."""
+
+    def forward(self, pixel_values: Tensor, grid_thw: Tensor) -> BaseModelOutput:
+        """[1, tokens of all items, D_llm]; see `Tower.features`."""
+        return self.features(pixel_values, **{f"{self.parts.modality}_grid_thw": grid_thw})
+
+
+class TileTower(Tower):
+    """Tower of pictures in tiles, with the size of each picture in pixels.
+
+    LLaVA-OneVision's processor makes no tiles if a sample has several pictures, and its model takes the number of
+    pictures per sample. Here, a one-tile picture implies that case. A call has only one-tile pictures, or none of them.
+    """
+
+    def __init__(self, whole: Any, parts: Parts):
+        super().__init__(whole, parts)
+        self.counts = COUNT in inspect.signature(self.base.get_image_features).parameters
+
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> BaseModelOutput:
+        """[1, tokens of all items, D_llm]; see `Tower.features`."""
+        alone = self.counts and len(pixel_values) == len(image_sizes)
+        several = {COUNT: [max(2, len(image_sizes))]} if alone else {}
+        return self.features(pixel_values, image_sizes=image_sizes, **several)
+
+
+def tower_of(whole: Any, parts: Parts) -> Tower:
+    """The tower of a whole model, with a forward whose arguments match the kind of its items."""
+    base = getattr(whole, parts.base)
+    inside = getattr(base, parts.tower)
+    if "grid_thw" in inspect.signature(inside.forward).parameters:
+        return GridTower(whole, parts)
+    if hasattr(base, "pack_image_features"):
+        return TileTower(whole, parts)
+    return {"image": ImageTower, "audio": AudioTower}[parts.modality](whole, parts)
+
+
+class WholeEncoder(ModalityModule):
+    """A ModalityModule of a `Tower`. Its features are HuggingFace's own: no class token is dropped here."""
+
+    def __init__(self, whole: Any, parts: Parts):
+        module = tower_of(whole, parts)
+        super().__init__(module, projector=nn.Identity(), layers=f"{parts.base}.{parts.tower}.{parts.layers}")
+        inside = f"module.{parts.base}.{parts.tower}"
+        names = [*module.tower._modules, *module.tower._parameters] if parts.mergers else []
+        self.tower_names = [f"{inside}.{name}" for name in names if name not in parts.mergers] or [inside]
+        self.projector_names = [f"{inside}.{name}" for name in parts.mergers]
+        self.projector_names += [f"module.{parts.base}.{name}" for name in parts.beside]
+
+    @property
+    def parts(self) -> Parts:
+        """Parts of the whole model that this encoder belongs to."""
+        parts: Parts = self.module.parts  # type: ignore[assignment]
+        return parts
+
+    def connect(self, out_features: int) -> None:
+        """As in ModalityModule. Features are wider if they are added to several layers (deepstack.py)."""
+        config: Any = self.module.config
+        super().connect(out_features * (1 + len(getattr(config, INDEXES, None) or ())))
+
+    def _unknown(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"no way is known to give {self.kind} items to its tower ({type(error).__name__}: {error}). Train it with "
+            "HuggingFace's class"
+        )
+
+    def _measure(self, feeds: Sequence[Feed]) -> None:
+        super()._measure(feeds)
+        if self.images is not None and self.images.any_size:
+            # A pixel shuffle may need squares, or a pooling one size.
+            channels, tall, wide = self.default_shape
+            try:
+                self._feature_count(Item((channels, 2 * tall, wide)))
+            except Exception:  # a model may raise anything for a size that it does not support
+                self.feed = replace(self.images, any_size=False)
+
+    def _feature_count(self, item: Item) -> int:
+        length = self.encoder_length(*item)
+        if isinstance(self.feed, PatchInputs):
+            return self.feed.features(item)
+        key = (item.shape, length, tuple(sorted(item.about.items())) if self.is_told else ())
+        if key not in self._counts:
+            self._counts[key] = features_after_layers(self, item, length)
+        return self._counts[key]
+
+    def without_prefix(self, features: Tensor, length: int) -> Tensor:
+        """All features: no class token is dropped here."""
+        return features

@@ -1,0 +1,5 @@
+"""Coordinator: decides membership, generations and steps of an elastic run, with state on disk.
+
+- `process`: connections. `authority`: lost nodes and committed steps. `roster`: the next generation.
+- `layouts`: layouts of generations. `state`: file for restarts.
+"""

@@ -1,0 +1,129 @@
+"""GPUs: inputs are copied to the device, and times are measured on the GPU.
+
+A GPU executes asynchronously. So inputs are copied from pinned memory without a synchronization. The time of an action
+is a pair of events, which are read on request and not in the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace import _device
+from interlace.attention import AttentionPlan
+from interlace.masks import BitfieldMask
+from interlace.model import Media
+from interlace.parallel.sending import sent, sent_plan
+
+NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
+"""Cached attributes of a plan."""
+
+ON_THE_HOST = {"lengths", "grid_thw", "merge_sizes"}
+"""Keys of inputs that the host reads for shapes. On the GPU, reading them would cause a synchronization."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Device of the weights of `model` that are not on meta; the CPU if all are on meta.
+
+    Raises ValueError if they are on several devices.
+    """
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's weights are on {', '.join(sorted(map(str, devices)))}, but one process computes on one "
+            "device: move the model to it with .to(device), and start one process per GPU"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Device on which a process computes with `model`: `device` if given, else the device of the weights.
+
+    Raises ValueError if weights that are in memory are not on `device`.
+    """
+    here = device_of(model)
+    place = here if device is None else torch.device(device)
+    if place != here and not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"the model has weights on {here}, but device is {place}: move it with .to(device), or leave device out"
+        )
+    return place
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Collated inputs with all tensors on `device`: in mappings, lists, tuples, masks, plans and media.
+
+    Not moved are meta tensors, which carry only shapes, and the inputs that the host reads (`ON_THE_HOST`).
+    """
+    if isinstance(value, Tensor):
+        return sent(value, device)
+    if isinstance(value, AttentionPlan):
+        plan = sent_plan(value, device)
+        # Results computed on the host: on a GPU they would need a synchronization.
+        plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
+        return plan
+    if isinstance(value, BitfieldMask):
+        doc, span, pos, window = (moved(each, device) for each in (value.doc, value.span, value.pos, value.window))
+        return BitfieldMask(moved(value.bits, device), doc=doc, span=span, pos=pos, window=window, sinks=value.sinks)
+    if isinstance(value, Media):
+        data = value.data
+        return value if data is None else Media(value.shape, value.tokens, moved(data, device), about=value.about)
+    if isinstance(value, Mapping):
+        return {key: each if key in ON_THE_HOST else moved(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        each = [moved(item, device) for item in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    return value
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which `device` is the current device; it holds per thread, so each thread must enter it."""
+    return torch.accelerator.device_index(device.index) if _device.on_gpu(device) else nullcontext()
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Context for forwards under autocast to `dtype`; None: no autocast."""
+    # No cache of casts: threads share the cache and empty it. So gradients of a weight that is used several times would
+    # add up in `dtype` or not, depending on timing.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def clock(device: torch.device) -> Callable[[], Any]:
+    """A call that records a time mark of the work on `device`; `seconds` reads the marks."""
+    return partial(_event, device) if _device.on_gpu(device) else time.monotonic
+
+
+def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tuple[float, float]]:
+    """Converts marks of a step to seconds of `time.monotonic`; synchronizes with the GPU."""
+    if not _device.on_gpu(device) or not times:
+        return list(times)
+    with current(device):
+        now = _event(device)
+        now.synchronize()
+    first = times[0][0]
+    began = time.monotonic() - first.elapsed_time(now) / 1e3  # events give only differences [ms]
+    return [tuple(began + first.elapsed_time(mark) / 1e3 for mark in pair) for pair in times]  # type: ignore[misc]
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a forward pass on `device` may draw from."""
+    states = [torch.random.get_rng_state()]
+    return [*states, torch.get_device_module(device).get_rng_state(device)] if _device.on_gpu(device) else states
+
+
+def drawing(device: torch.device) -> Callable[[], bool]:
+    """A call that returns whether random numbers have been drawn since."""
+    before = generators(device)
+    return lambda: any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
+
+
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,333 @@
+"""Ranks of a process: their stages, which share the weights of the model.
+
+With one rank per process, its stages hold the parameters of its model, or pieces of them with tensor parallelism. If
+one process runs several ranks, each has its own modules and its own `.grad` (see `interlace.run.execute.weights`). Then
+the model itself is trained in place under every layout, so use an optimizer over ``mllm.parameters()``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.comm.channels.base import Channel
+from interlace.comm.transports import Transport
+from interlace.layout import Layout, Reduction
+from interlace.model import Checkpointing, StageModule
+from interlace.run.execute.executor import Executor
+from interlace.run.execute.layers import Layers
+from interlace.run.execute.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
+from interlace.run.execute.sharding import Sharded
+from interlace.run.execute.step import Key, StageRuntime
+from interlace.run.execute.weights import Pieces, Views, cut_weights
+from interlace.run.graph import parameter_layers, stage_graph
+from interlace.run.lanes import Place, cut, with_lanes
+from interlace.schedule import StageGraph
+
+
+class Rank:
+    """One rank of this process.
+
+    stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
+    first name; if it is sharded, the rank's rows. cut: the region in the whole weight, for pieces and rows.
+    counts: names of the parameters that no lower rank holds (of a piece: no lower rank holds the same piece). A sum
+    over the model takes these from each rank. sharded: place in `StageGraph.shards` -> this rank's part of the shard;
+    by_layer: the same key -> the layers of a shard that a step may gather a layer at a time.
+    places: (module, stage) -> this rank's place among those that compute it. in_part: names of the parameters that it
+    holds whole, but applies only to its own rows or heads; the whole lane sums their gradients.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        stages: dict[Key, nn.Module],
+        places: Mapping[Key, Place],
+        in_part: set[str],
+        graph: StageGraph,
+        mllm: Any,
+        pieces: Pieces | None,
+    ) -> None:
+        """pieces: copies and views that follow the model's own parameters, if one process runs all ranks."""
+        self.number, self.stages, self.places, self._in_part = number, stages, places, in_part
+        self._graph = graph
+        self._layers = parameter_layers(mllm)
+        place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
+        held: dict[int, tuple[str, nn.Parameter]] = {}
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                first = held.setdefault(id(parameter), (name, parameter))
+                if place[name] < place[first[0]]:
+                    held[id(parameter)] = (name, parameter)
+        self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
+        cut = {name: where for stage in stages.values() for name, where in cut_weights(stage).items()}
+        self.cut = {name: cut[name].region for name in self.own if name in cut}
+        self._tied = {
+            number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
+            for number, group in enumerate(graph.tied)
+        }
+        aliases = {name: names for names in mllm.tied_parameters() for name in names}
+        holders = {
+            name: {rank for alias in aliases.get(name, (name,)) for rank in self._holders(name, alias)}
+            for name in self.own
+        }
+        self._apart = self._frozen_apart(mllm)
+        self.sharded = self._shard(pieces)
+        for sharded in self.sharded.values():
+            owners = {
+                shard.owners[sharded.place] for shard in graph.shards if shard.module == sharded.shard.module
+            }  # owners of the same rows: a weight tied across stages has them at the same place in each shard
+            for name, weight in sharded.weights.items():
+                if weight.part is None or weight.lies is None:
+                    del self.own[name]
+                    self.cut.pop(name, None)
+                else:
+                    self.own[name], self.cut[name] = weight.part, weight.lies
+                    holders[name] &= owners
+        self.by_layer = self._by_layer()
+        self.counts = {name for name in self.own if number == min(holders[name])}
+
+    def _shard(self, pieces: Pieces | None) -> dict[int, Sharded]:
+        """Place in the graph's shards -> this rank's part of the shard."""
+        graph, lanes = self._graph, self._graph.layout.lanes()
+        tied = {name for names in self._tied.values() for name in names}
+        found = {}
+        for place, shard in enumerate(graph.shards):
+            if self.number not in shard.owners:
+                continue
+            nodes = [graph.nodes[n] for n in graph.shard_members(shard)]
+            stages = {(shard.module, node.stage) for node in nodes if self.number in lanes[node.lane].ranks}
+            weights = {
+                name: parameter
+                for name, parameter in self._of_layers(shard.module, shard.start, shard.stop).items()
+                if (shard.full or parameter.requires_grad)
+                and parameter.is_floating_point()
+                and parameter.numel()
+                and not (parameter.requires_grad and name in self._in_part)  # summed over whole lanes, and small
+                and name not in self._apart
+            }
+            # Tensor-parallel ranks hold some weights whole: their slices are equal on all, as tied ones in all stages.
+            whole = weights.keys() - self.cut.keys() if graph.layout.spec(shard.module).tp > 1 else set()
+            layers = {name: self._layers[name][1] for name in weights}
+            found[place] = Sharded(shard, self.number, stages, weights, self.cut, layers, tied | whole)
+        for sharded in found.values():
+            sharded.keep_parts(pieces)
+        return found
+
+    def _by_layer(self) -> dict[int, Layers]:
+        """The shards of `sharded` that steps may gather layer by layer."""
+        graph, found = self._graph, {}
+        for place, sharded in self.sharded.items():
+            if graph.by_layer(shard := graph.shards[place]):
+                (key,) = sharded.stages
+                trained = [layer for layer, flag in enumerate(graph.trainable[shard.module]) if flag]
+                fed = any(consumer == shard.module for _, consumer in graph.links)  # then gradients come to all layers
+                first = shard.start if fed else min(trained, default=shard.stop)
+                lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
+                stage = self.stages[key]
+                assert isinstance(stage, StageModule)
+                found[place] = Layers(sharded, stage, lowest)
+        return found
+
+    def _frozen_apart(self, mllm: Any) -> set[str]:
+        """Names of the frozen tied weights that are on several stages of a replica. They stay whole, because each of
+        these stages could gather and free them with its own set of slices."""
+        own = dict(mllm.named_parameters(remove_duplicate=False))
+        found: set[str] = set()
+        for names in mllm.tied_parameters():
+            places = self._places(names)
+            homes = [
+                {stage.index for _, layer in places for stage in pipeline.stages if stage.start <= layer < stage.stop}
+                for pipeline in self._graph.layout.pipelines(places[0][0])
+            ]
+            if not own[names[0]].requires_grad and max(map(len, homes)) > 1:
+                found.update(names)
+        return found
+
+    def _of_layers(self, module: str, start: int, stop: int) -> dict[str, nn.Parameter]:
+        """The parameters of this rank in some layers."""
+        at = self._layers
+        return {n: p for n, p in self.own.items() if at[n][0] == module and start <= at[n][1] < stop}
+
+    def _holders(self, name: str, alias: str) -> list[int]:
+        """The ranks that hold under the name `alias` the same part of a weight that this one holds under `name`."""
+        layout = self._graph.layout
+        module, layer = self._layers[alias]
+        holders = layout.same_weights(module, layer)
+        if name not in self.cut:
+            return [rank for ranks in holders for rank in ranks]
+        places = layout.same_weights(*self._layers[name])
+        return list(holders[next(place for place, ranks in enumerate(places) if self.number in ranks)])
+
+    def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted({self._layers[name] for name in names}))
+
+    def parameters(self, reduction: Reduction) -> list[nn.Parameter]:
+        """The parameters of this rank that `reduction` sums, in the order of the model."""
+        if reduction.tied >= 0:
+            return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
+        due = self._of_layers(reduction.module, reduction.start, reduction.stop)
+        apart = {name for number in self._graph.uneven for name in self._tied[number]}
+        return [p for name, p in due.items() if (name in self._in_part) == reduction.in_part and name not in apart]
+
+    def follow(self) -> None:
+        """Before a step: shards follow weights that were moved or replaced."""
+        for sharded in self.sharded.values():
+            sharded.follow()
+
+    def recover(self) -> None:
+        """Restore a valid state of the shards after a failed step."""
+        for sharded in self.sharded.values():
+            sharded.recover()
+
+    def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
+        """Connect the groups of ranks in its lanes (`groups_of`) to their transports."""
+        for place in self.places.values():
+            place.connect(transports)
+
+    def executor(self, channel: Channel) -> Executor:
+        """The executor of this rank's lists over `channel`."""
+        graph = self._graph
+        feeding = {producer for producer, _ in graph.links}
+        runtimes = {}
+        for (module, index), stage in self.stages.items():
+            replica = graph.layout.replica(self.number, module)
+            assert replica is not None
+            last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
+            sink = last and module not in feeding
+            runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
+        lanes = [lane.ranks for lane in graph.layout.lanes()]
+        return Executor(
+            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
+            self.by_layer,
+        )  # fmt: skip
+
+
+def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
+    """Per rank of a layout with the whole model on one lane: parameter -> number of its elements that the rank keeps.
+
+    Parameters of which a rank keeps nothing are left out. mllm: on the meta device; it is not changed.
+    A rank at the same place of another lane keeps equally many of each of its layers, for every cut into stages.
+    Raises ValueError for a module that its tp or cp cannot cut.
+    """
+    if layout.world == 1:
+        return [{name: parameter.numel() for name, parameter in mllm.named_parameters()}]
+    graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=sequence_parallel)
+    found = []
+    for number in range(layout.world):
+        own = copy.deepcopy(mllm)
+        rank = make_ranks(own, graph, [number], "none", rows, Views(), Pieces(), torch.device("meta"))[number]
+        found.append({name: parameter.numel() for name, parameter in rank.own.items()})
+    return found
+
+
+def make_ranks(
+    mllm: Any,
+    graph: StageGraph,
+    numbers: Sequence[int],
+    checkpointing: Checkpointing,
+    rows: Collection[str],
+    views: Views,
+    pieces: Pieces,
+    device: torch.device,
+) -> dict[int, Rank]:
+    """The ranks `numbers` of this process. Weights on meta that they hold get memory on `device`.
+
+    rows: the modules whose rows are also cut (sequence parallelism).
+    """
+    several = len(numbers) > 1
+    for stage in (stage for number in numbers for stage in graph.layout.of_rank(number)):
+        mllm.slice(stage.module, stage.start, stage.stop)  # probes the cuts before buffers without values replace them
+    if taken_before := next((name for name, parameter in mllm.named_parameters() if is_bare(parameter)), None):
+        raise ValueError(
+            f"{taken_before} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
+            "Build and load the model anew"
+        )
+    allocate_buffers(mllm, device)
+    own = dict(mllm.named_parameters(remove_duplicate=False))
+    taken: set[int] = set()
+    found = {}
+    for number in numbers:
+        stages: dict[Key, nn.Module] = {}
+        places: dict[Key, Place] = {}
+        in_part: set[str] = set()
+        mine: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
+        for stage in graph.layout.of_rank(number):
+            key = stage.module, stage.index
+            tp = graph.layout.spec(stage.module).tp
+            place = places[key] = Place.of(number, stage.lane_of(number), tp)
+            copied = "modules" if several or tp > 1 else False  # the weights are linked below
+            part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
+            stages[key] = part
+            if tp > 1:
+                in_part |= cut(part, place.tp, rows=stage.module in rows)
+            # If one process runs all ranks, they take their pieces from its whole weights.
+            away = {} if several else cut_weights(part)
+            held = {name for name, _ in part.named_parameters()}
+            shard = graph.layout.spec(stage.module).shard
+            bare = shard == "full" and not several  # their rows get memory later, when this rank's rows are known
+            if allocate(mllm, held - away.keys(), device, bare=bare):
+                own = dict(mllm.named_parameters(remove_duplicate=False))
+            if tp > 1 or (several and shard != "none"):
+                _link_pieces(part, own, mine, place.tp.rank, pieces if several else None, device, bare)
+            else:
+                _link(part, own, mine, taken, views)
+        taken.update(mine)
+        rank = found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        for name, parameter in rank.own.items():
+            if is_bare(parameter):  # it is not sharded: the rank holds all of it
+                parameter.data = without_values(parameter, device).data
+                if name not in rank.cut:
+                    own[name].data = parameter.data
+    return found
+
+
+def _link(
+    stage: nn.Module, own: Mapping[str, nn.Parameter], mine: dict[int, nn.Parameter], taken: set[int], views: Views
+) -> None:
+    """Give `stage` the model's own parameters, or views of those that other ranks have taken."""
+    for prefix, module in stage.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            model = own.get(f"{prefix}.{key}" if prefix else key)
+            if parameter is None or model is None:
+                continue
+            if id(model) not in mine:
+                mine[id(model)] = views.add(model) if id(model) in taken else model
+            module._parameters[key] = mine[id(model)]
+
+
+def _link_pieces(
+    stage: nn.Module,
+    own: Mapping[str, nn.Parameter],
+    mine: dict[int, nn.Parameter],
+    place: int,
+    pieces: Pieces | None,
+    device: torch.device,
+    bare: bool,
+) -> None:
+    """Give a cut stage the model's own parameters where it holds them whole.
+
+    Pieces on meta get memory on `device`, or with `bare` a single element. pieces: if one process runs several ranks,
+    records all parameters of the stage, which then are Parameters over the storage of the model's own.
+    """
+    make = without_memory if bare else without_values
+    cut = {name: where.region for name, where in cut_weights(stage).items()}
+    for prefix, module in stage.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            model = own.get(name)
+            if parameter is None or model is None:
+                continue
+            if id(model) not in mine:  # else another stage of this rank, in the same lane, has the weight too
+                if name in cut:
+                    mine[id(model)] = make(parameter, device) if parameter.is_meta else parameter
+                elif pieces is None:
+                    mine[id(model)] = model
+                else:
+                    mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                if pieces is not None:
+                    pieces.add(model, place, mine[id(model)], cut.get(name))
+            module._parameters[key] = mine[id(model)]

@@ -1,0 +1,153 @@
+"""Weights of in-process ranks and of tensor-parallel ranks, which are not the model's own Parameters.
+
+If one process runs several ranks, they accumulate gradients at the same time, and each needs its own `.grad`. The
+first rank that holds a weight has the model's own Parameter; the others have views over the same storage (`Views`).
+Tensor-parallel ranks have pieces of weights (`Pieces`), and views of the weights that they hold whole. Gradients of
+these views may be partial sums during a step. A shard is a piece too: the rows that a rank keeps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from interlace.parallel.layer import ParallelLayer
+from interlace.parallel.region import Region
+
+
+class Views:
+    """Parameters of in-process ranks over the storage of the model's own parameters."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's own, the rank's
+
+    def add(self, own: nn.Parameter) -> nn.Parameter:
+        """Another Parameter over the storage of `own`."""
+        view = nn.Parameter(own.data, requires_grad=own.requires_grad)
+        self._pairs.append((own, view))
+        return view
+
+    def refresh(self) -> None:
+        """Follow weights that were moved or replaced."""
+        for own, view in self._pairs:
+            if view.data_ptr() != own.data_ptr() or view.dtype is not own.dtype:
+                view.data = own.data
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the views: the model's own parameters have the same sums."""
+        for _, view in self._pairs:
+            view.grad = None
+
+
+class Cut(NamedTuple):
+    """A piece of a weight: its layer and its key there."""
+
+    layer: ParallelLayer
+    key: str
+
+    @property
+    def region(self) -> Region:
+        """Its region in the whole weight."""
+        return self.layer.region(self.key)
+
+
+class _Held(NamedTuple):
+    own: nn.Parameter
+    place: tuple[int, ...]  # in the lane, and among the owners of slices
+    parameter: nn.Parameter
+    region: Region | None
+
+
+class Pieces:
+    """Pieces that tensor-parallel ranks hold of a model, if all its ranks are in this process.
+
+    The model's own parameters are trained: a step takes the pieces from them, and collects the pieces' gradients in
+    their `.grad`.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+
+    def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, region: Region | None) -> None:
+        """Register `parameter`, a piece of `own` on the rank at tensor-parallel `place`. region: None for the whole."""
+        self._held.append(_Held(own, (place,), parameter, region))
+
+    def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Region | None) -> nn.Parameter:
+        """Reduce an entry added as `whole` to `part`, which the rank at `place` among the owners keeps; None: nothing.
+
+        Returns the model's own parameter.
+        """
+        at = next(i for i in reversed(range(len(self._held))) if self._held[i].parameter is whole)
+        held = self._held.pop(at)
+        if part is not None:
+            self._held.append(_Held(held.own, (*held.place, place), part, lies))
+        return held.own
+
+    def refresh(self) -> None:
+        """Take the pieces again: views if a piece is contiguous, else copies."""
+        for own, _, parameter, region in self._held:
+            parameter.data = own.data if region is None else region.piece(own.data).contiguous()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the pieces."""
+        for held in self._held:
+            held.parameter.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the pieces' gradients to those of the model's own parameters.
+
+        Lanes that hold the same pieces have equal sums by now, so those of the first lane are used.
+        """
+        found: dict[int, dict[tuple[int, ...], _Held]] = {}  # id of the model's parameter -> place -> first piece there
+        for held in self._held:
+            found.setdefault(id(held.own), {}).setdefault(held.place, held)
+        for places in found.values():
+            first = next(iter(places.values()))
+            if first.parameter.grad is None:
+                continue
+            if first.region is None:
+                whole = first.parameter.grad
+            else:
+                whole = torch.empty_like(first.own)
+                for held in places.values():
+                    assert held.region is not None and held.parameter.grad is not None
+                    held.region.put(whole, held.parameter.grad)
+            own = first.own
+            own.grad = whole if own.grad is None else own.grad.add_(whole)
+
+
+def cut_weights(stage: nn.Module) -> Mapping[str, Cut]:
+    """Name -> Cut, for the parameters of `stage` of which a rank holds a piece."""
+    return {
+        f"{path}.{key}": Cut(layer, key)
+        for path, layer in stage.named_modules()
+        if isinstance(layer, ParallelLayer) and layer.ranks.world > 1
+        for key in layer.cut
+        if getattr(layer, key) is not None
+    }
+
+
+class Trained:
+    """The trained parameters, fixed by `parallelize`: others would silently get no gradients."""
+
+    def __init__(self, mllm: nn.Module) -> None:
+        self._parameters = list(mllm.parameters())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+
+    def check(self, mllm: nn.Module) -> None:
+        """Raises ValueError if `mllm` has other parameters now, or trains others."""
+        parameters = list(mllm.parameters())
+        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
+            raise ValueError(
+                "the model has other parameters than when it was parallelized, which no step would train: add or "
+                "replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
+            )
+        if [parameter.requires_grad for parameter in parameters] != self._trainable:
+            raise ValueError(
+                "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
+            )

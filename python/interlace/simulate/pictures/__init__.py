@@ -1,0 +1,1 @@
+"""Pictures of simulated steps and runs as SVG: timelines, layouts, loads, recoveries."""

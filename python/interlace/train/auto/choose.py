@@ -1,0 +1,271 @@
+"""Choice of a candidate: lists candidates, estimates all, simulates the best, and keeps the reasons against the others.
+
+Simulated candidates: the twenty with the smallest estimates (per layout the three best ways to cut a step and to shard
+it, plus the unsharded variants), including the best of each number of ranks. Then the five fastest (above 16 ranks only
+the fastest) and their unsharded variants, with all schedules.
+
+Among candidates with the same number of ranks and equal speed (within `ALIKE`), the one with fewest settings wins. More
+ranks are chosen only if they are faster by `WORTH`, or by the measurement noise if that is larger: the simulation
+leaves out communication before and after a step, and startup time. When in doubt, one process is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from interlace.plan import stable_batch_size
+from interlace.train.auto.candidates import (
+    FEW,
+    SCHEDULES,
+    VIRTUAL,
+    Candidate,
+    Fixed,
+    Openings,
+    listed,
+    unsharded,
+    with_schedules,
+)
+from interlace.train.auto.estimate import Estimator
+from interlace.train.auto.evaluate import MEMORY, Evaluator, Outcome, Refused
+from interlace.train.auto.machine import Machine
+from interlace.train.auto.proposals import proposed
+from interlace.train.auto.work import Work, workloads
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+
+SIMULATED = 20
+WITH_ALL_SCHEDULES = 5
+ALIKE = 0.01
+"""Relative difference of seconds below which candidates with the same number of ranks count as equally fast."""
+WORTH = 0.03
+"""Minimum relative speedup for choosing more ranks."""
+_FEW_FOR_SCHEDULES = 16  # ranks up to which several candidates get all schedules; above it only the fastest
+_PER_LAYOUT, _PER_CUT = 3, 2
+_MOST_TRIED = 3 * SIMULATED
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Result of a choice.
+
+    best: the chosen candidate. outcomes: the simulated candidates, fastest first. considered: number of candidates.
+    refused: reason -> count. examples: reason -> message of one candidate. notes: further decisions, in sentences.
+    """
+
+    best: Outcome
+    outcomes: tuple[Outcome, ...]
+    considered: int
+    refused: dict[str, int]
+    examples: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def decide(
+    config: Config,
+    model: Any,
+    work: Work,
+    machine: Machine,
+    worlds: Sequence[int],
+    *,
+    source: str = "config",
+    notes: Sequence[str] = (),
+) -> Decision:
+    """The fastest layout that fits, by simulation, over any of `worlds` ranks.
+
+    config: with parallel.plan = "auto" and the final batch size (see `batch_size_of`). Raises ConfigError if nothing
+    fits, with the missing amount, or if no candidate matches the keys fixed by the config.
+    """
+    openings = openings_of(config)
+    fixed = Fixed.of(config)
+    estimator, evaluator = Estimator(config, model, work, machine), Evaluator(config, model, work, machine)
+    refused, examples = Counter[str](), dict[str, str]()
+    short = math.inf
+
+    def refuse(reason: str, text: str) -> None:
+        refused[reason] += 1
+        examples.setdefault(reason, text)
+
+    found: list[tuple[float, Candidate]] = []
+    tight: list[tuple[float, Candidate]] = []
+    considered = 0
+    for world in worlds:
+        listing = _of_world(config, estimator, world, openings, fixed)
+        candidates = (replace(each, threads=n) for each in listing for n in machine.threads(world))
+        for candidate in filter(fixed.allows, map(fixed.with_virtual, candidates)):
+            considered += 1
+            over = estimator.least_bytes(candidate) - machine.memory(world)
+            if over > 0:
+                refuse(MEMORY, f"{candidate}: weights and gradients alone are {over / 2**30:,.2f} GiB too many")
+                tight.append((over, candidate))
+                continue
+            seconds = estimator.safe_seconds(candidate)
+            if math.isinf(seconds):
+                refuse("the model cannot be cut so", f"{candidate}: too few layers, or heads that cannot be shared out")
+                continue
+            found.append((seconds, candidate))
+    if not considered:
+        raise ConfigError(
+            f"{source}: [parallel] plan = 'auto': no layout of {_ranks(worlds)} says what the section fixes by hand "
+            f"({_fixed_words(config)}); leave some of it out, or change max_ranks"
+        )
+
+    def simulate(candidates: Iterable[Candidate], count: int) -> list[Outcome]:
+        nonlocal short
+        made: list[Outcome] = []
+        for tried, candidate in enumerate(candidates):
+            if len(made) == count or tried == _MOST_TRIED:
+                break
+            try:
+                made.append(evaluator.simulate(candidate))
+            except Refused as error:
+                refuse(error.reason, f"{candidate}: {error}")
+                if error.reason == MEMORY:
+                    short = min(short, error.short)
+        return made
+
+    outcomes = simulate(_best(found), SIMULATED)
+    if not outcomes:  # second attempt: candidates with least memory
+        tight.sort(key=lambda pair: pair[0])
+        by_bytes = sorted((c for _, c in found), key=estimator.least_bytes)
+        outcomes = simulate((*by_bytes, *(c for _, c in tight[:4])), SIMULATED)
+    if not outcomes:
+        raise ConfigError(_nothing(source, considered, refused, examples, short, machine, worlds))
+    few = max(worlds) <= _FEW_FOR_SCHEDULES
+    fastest = sorted(outcomes, key=lambda each: each.seconds)[: WITH_ALL_SCHEDULES if few else 1]
+    chosen = dict.fromkeys(each.candidate for each in fastest)
+    chosen |= dict.fromkeys(each.candidate for each in outcomes if each.candidate in {unsharded(c) for c in chosen})
+    more = [other for each in chosen for other in with_schedules(each)]
+    outcomes += simulate(filter(fixed.allows, more), len(more))
+    outcomes.sort(key=lambda each: (each.seconds, each.candidate.world, str(each.candidate)))
+    if machine.unsure > WORTH and len({each.candidate.world for each in outcomes}) > 1:
+        part = 100 * machine.unsure
+        notes = [*notes, f"measurements differ by {part:.0f} %: more ranks are taken if they are as much faster"]
+    best = _chosen(outcomes, max(WORTH, machine.unsure))
+    return Decision(best, tuple(outcomes), considered, dict(refused), examples, tuple(notes))
+
+
+def _chosen(outcomes: Sequence[Outcome], worth: float = WORTH) -> Outcome:
+    """The best of candidates sorted by speed. worth: minimum relative speedup for more ranks."""
+    best: Outcome | None = None
+    for world in sorted({each.candidate.world for each in outcomes}):
+        mine = [each for each in outcomes if each.candidate.world == world]
+        if best is not None and mine[0].seconds * (1 + worth) > best.seconds:
+            continue
+        alike = (each for each in mine if each.seconds <= (1 + ALIKE) * mine[0].seconds)
+        best = min(alike, key=lambda each: (_settings(each.candidate), each.seconds, str(each.candidate)))
+    assert best is not None
+    return best
+
+
+def openings_of(config: Config) -> Openings:
+    """Ways to cut a step that the config allows."""
+    train, choose = config.train, config.parallel.choose or ()
+    return Openings(
+        train.batch_size,
+        None if "microbatches" in choose else train.microbatches,
+        ("none", "full") if "activation_checkpointing" in choose else (train.activation_checkpointing,),
+        rows=config.data.pack,
+    )
+
+
+def batch_size_of(config: Config, model: Any, samples: Sequence[Any], machine: Machine, gpus: int) -> tuple[int, str]:
+    """The stable batch size (dissertation 4.4.2) and a sentence on it if train.batch_size is open; else the given size.
+
+    samples: spread over the data. A batch size is stable if different batches of it distribute the GPUs over the
+    modules equally. It is raised to one sample per GPU, and rounded up to a power of two.
+    """
+    if "batch_size" not in (config.parallel.choose or ()):
+        return config.train.batch_size, ""
+    seconds = np.asarray(workloads(samples, model, machine.costs_of(gpus)))
+    shares = max(gpus, 2 * seconds.shape[1])  # at least two shares per module, so that shares can differ
+    try:
+        size = stable_batch_size(seconds, shares, largest=4096, seed=config.run.seed).size
+        why = f"the smallest whose work is shared out alike among the modules, batch by batch ({len(samples)} samples)"
+    except ValueError:
+        size, why = 64, "no size up to 4,096 shares the work out alike among the modules, so a usual one"
+    least = max(size, gpus, config.train.microbatches)
+    size = 1 << (least - 1).bit_length()
+    return size, f"batch_size {size}: {why}"
+
+
+def _of_world(
+    config: Config, estimator: Estimator, world: int, openings: Openings, fixed: Fixed
+) -> Iterator[Candidate]:
+    """Candidates with the config's schedule. `decide` tries other schedules on the fastest."""
+
+    def of(schedule: str) -> Iterator[Candidate]:
+        modules = config.modules()
+        if world <= FEW:
+            return listed(modules, world, openings, schedule=schedule)
+        return proposed(modules, estimator, world, openings, schedule)
+
+    schedule = config.parallel.schedule
+    if schedule in VIRTUAL:  # no list has virtual stages
+        for plain in of(SCHEDULES[0]):
+            yield from (each for each in with_schedules(plain) if each.schedule == schedule)
+    if schedule not in VIRTUAL or fixed.stages_of_encoders():
+        yield from of(schedule)
+
+
+def _best(found: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
+    """The best of each number of ranks, then all by estimate. Per layout only the best few ways to cut and to shard it;
+    each sharded candidate also unsharded."""
+    ranked = sorted(found, key=lambda pair: (pair[0], pair[1].world, str(pair[1])))
+    first = {(each.world, each.threads): each for _, each in reversed(ranked)}
+    possible, given, taken = {each for _, each in found}, set[Candidate](), Counter[Any]()
+    for candidate in (*first.values(), *(each for _, each in ranked)):
+        plain = unsharded(candidate)
+        layout = (plain.placement, plain.specs, plain.ranks, plain.threads)
+        if candidate in given or taken[layout] == _PER_LAYOUT or taken[plain] == _PER_CUT:
+            continue
+        taken.update((layout, plain))
+        for each in (candidate, plain):
+            if each in possible and each not in given:
+                given.add(each)
+                yield each
+
+
+def _settings(candidate: Candidate) -> int:
+    """Number of non-default settings of a layout."""
+    specs = [spec for _, spec in candidate.specs]
+    degrees = sum((spec.tp > 1) + (spec.cp > 1) + (spec.pp > 1) + (spec.virtual > 1) for spec in specs)
+    degrees += candidate.schedule != SCHEDULES[0]
+    return degrees + sum(spec.shard != "none" for spec in specs) + (candidate.checkpointing == "full")
+
+
+def _ranks(worlds: Sequence[int]) -> str:
+    return f"{', '.join(map(str, worlds))} rank{'s' * (max(worlds) > 1)}"
+
+
+def _fixed_words(config: Config) -> str:
+    given = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
+    return ", ".join(f"{k} = {v!r}" for k, v in given.items() if k not in ("plan", "choose", "max_ranks", "memory"))
+
+
+def _nothing(
+    source: str,
+    considered: int,
+    refused: Counter[str],
+    examples: dict[str, str],
+    short: float,
+    machine: Machine,
+    worlds: Sequence[int],
+) -> str:
+    """Error message if no candidate is possible."""
+    reasons = "; ".join(f"{count} {reason}, such as {examples[reason]}" for reason, count in refused.most_common())
+    head = f"{source}: [parallel] plan = 'auto': none of {considered} candidates on {_ranks(worlds)} fits"
+    if math.isinf(short):
+        return f"{head}: {reasons}"
+    limit = machine.memory(max(worlds)) / 2**30
+    return (
+        f"{head} into {limit:,.2f} GiB per rank: the smallest lacks {short / 2**30:,.2f} GiB. Allow more ranks "
+        "(--gpus, parallel.max_ranks) or more memory (--memory, parallel.memory), or make a step smaller: more "
+        "train.microbatches, train.activation_checkpointing = 'full', a lower data.max_tokens, frozen modules or "
+        f"train.lora. Refused: {reasons}"
+    )

@@ -1,0 +1,178 @@
+"""Resolution of ``parallel.plan = "auto"`` to a fixed config: from a plan.lock, or by a new choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from interlace.costs.links import Links
+from interlace.train import device as devices
+from interlace.train.around import measure_around
+from interlace.train.auto import planlock, report
+from interlace.train.auto.choose import WORTH, Decision, batch_size_of, decide
+from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here, most_ranks
+from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.launch import launcher
+from interlace.train.models.costs import stated_links
+from interlace.train.models.media_specs import check_inputs
+from interlace.train.runfolder import write_whole
+
+PICTURE = "plan.png"
+
+
+def settle(config: Config, *, source: str, folder: Path, lock: Path | None, say: Callable[[str], None]) -> Config:
+    """The settled config of a run in `folder`. Writes plan.lock there, and a picture of the runners-up for a new
+    choice.
+
+    lock: a plan.lock to repeat; by default the folder's own, if it has one. Raises ConfigError for a lock of another
+    config, and if nothing fits.
+    """
+    own = folder / planlock.NAME
+    given = lock if lock is not None else own if own.exists() else None
+    if given is not None:
+        text = planlock.read(given)
+        settled = planlock.locked(config, text, str(given))
+        write_whole(own, text)
+        say(f"plan of {given}: {_in_words(settled)}")
+        return settled
+    text, decision = choose(config, source=source, say=say)
+    write_whole(own, text)
+    report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.plan = 'auto'")
+    return planlock.locked(config, text, str(own))
+
+
+def choose(
+    config: Config, *, source: str, say: Callable[[str], None], ranks: int | None = None
+) -> tuple[str, Decision]:
+    """Measures this machine and chooses: the text of a plan.lock, and the decision."""
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build
+
+    kind = devices.choose(config.run.device, 1, source=source)
+    worlds = [ranks] if ranks is not None else worlds_up_to(most_ranks(config, kind))
+    tokenizer = tokenizer_of(config, source=source)
+    model = build(config, tokenizer, source=source)
+    data = indexed(*datasets(config, model, tokenizer, source=source))
+    samples = pool(config, data)
+    links, how = _links(config, kind, worlds, source)
+    around = measure_around(config, model, data, kind)
+    try:
+        machine = here(
+            config,
+            model,
+            _profiled(config, samples),
+            kind=kind,
+            worlds=worlds,
+            links=links,
+            how=how,
+            worth=WORTH,
+            say=lambda line: say(f"auto: {line}"),
+            around=around,
+        )
+    except Exception as error:  # from any model's own code, called on a single layer
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"{source}: [parallel] plan = 'auto' times each layer of the model by itself, and this model's cannot be "
+            f"timed so: {why}. Write the layout into [parallel] in place of plan = 'auto', or count in place of "
+            "timing: interlace plan CONFIG --auto --gpus N --memory GB --tflops T --out plan.lock, then interlace "
+            "train CONFIG --lock plan.lock"
+        ) from error
+    worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
+    return _decided(config, model, machine, worlds, source, say, samples, lambda size: real_work(config, data, size))
+
+
+def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[Links, str]:
+    """Links between ranks, and their source. Raises ConfigError for unknown networks."""
+    from interlace.estimate.thread_links import gloo_links
+
+    stated = stated_links(config)
+    if stated is not None:
+        return stated, STATED
+    if kind != "cpu":
+        return ASSUMED, "links assumed: 200 GB/s between the GPUs of a host, 40 GB/s per GPU between hosts"
+    if launcher.local_ranks(max(worlds)) < max(worlds):
+        raise ConfigError(
+            f"{source}: [parallel] plan = 'auto' does not measure the network between hosts, and these ranks are on "
+            "several: say how fast it is with parallel.links (host, network and ranks_per_host), or write the layout "
+            "into [parallel]"
+        )
+    return gloo_links(), "gloo timed between two threads"
+
+
+def plan_for(
+    config: Config, *, gpus: int, memory: float, tflops: float, how: str, source: str, say: Callable[[str], None]
+) -> tuple[str, Decision, Machine]:
+    """Chooses for `gpus` GPUs of `memory` bytes that are not here; layer costs are counted FLOPs.
+
+    Lengths come from the config's data if its files are here, else from samples that fill its budgets.
+    """
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.data.texts import tokenizer_of, vocabulary_of
+    from interlace.train.models.build import build
+
+    if has_data(config):
+        tokenizer = tokenizer_of(config, source=source)
+        model = build(config, tokenizer, source=source)
+        data = indexed(*datasets(config, model, tokenizer, source=source))
+        samples: list[Any] = pool(config, data)
+    else:
+        model = build(config, vocabulary_of(config, source=source), source=source)
+        check_inputs(config, model, source=source)
+        data, samples = None, nominal_work(config, model, 1).samples()
+    machine = counted(config, model, tflops=tflops, memory=memory, how=how)
+
+    def work(size: int) -> Work:
+        return nominal_work(config, model, size) if data is None else real_work(config, data, size)
+
+    text, decision = _decided(config, model, machine, [gpus], source, say, samples, work)
+    return text, decision, machine
+
+
+def _decided(
+    config: Config,
+    model: Any,
+    machine: Machine,
+    worlds: list[int],
+    source: str,
+    say: Callable[[str], None],
+    samples: list[Any],
+    work_of: Callable[[int], Work],
+) -> tuple[str, Decision]:
+    size, note = batch_size_of(config, model, samples, machine, max(worlds))
+    train = config.train.model_copy(update={"batch_size": size})
+    sized = config.model_copy(update={"train": train})
+    work = work_of(size)
+    decision = decide(sized, model, work, machine, worlds, source=source, notes=[*[note] * bool(note), *machine.notes])
+    for line in report.lines(decision, machine.origin, work.origin):
+        say(f"auto: {line}")
+    return planlock.text_of(config, decision, machine.origin, work.origin), decision
+
+
+def worlds_up_to(most: int) -> list[int]:
+    """Numbers of ranks to compare: all up to 4, then powers of two, and the maximum."""
+    return sorted({each for each in range(1, most + 1) if each <= 4 or each & (each - 1) == 0} | {most})
+
+
+def _profiled(config: Config, samples: list[Any]) -> list[Any]:
+    """Samples for timing layers: as many as a chunk could have."""
+    count = config.train.batch_size if "batch_size" not in (config.parallel.choose or ()) else 16
+    return samples[: max(1, min(len(samples), count))]
+
+
+def check_ranks(config: Config, ranks: int, where: str) -> None:
+    """Raises ConfigError if a settled config is for another number of ranks than were started."""
+    if config.world_size() != ranks:
+        raise ConfigError(
+            f"{where} is a plan for {config.world_size()} ranks, but {ranks} were started: start as many, or remove "
+            "the file (or leave out --lock) to choose anew"
+        )
+
+
+def _in_words(config: Config) -> str:
+    degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
+    world = config.world_size()
+    return f"{world} rank{'s' * (world > 1)}, placement {config.parallel.placed}, {degrees}"

@@ -1,0 +1,1 @@
+"""``interlace plan`` and ``interlace simulate``: layouts, timelines, dispatch, node failures."""

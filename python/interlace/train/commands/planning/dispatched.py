@@ -1,0 +1,70 @@
+"""``interlace plan --data``: load balance over the replicas of each module in the first step of a run.
+
+Loads are shown before and after `train.balance`. Only lengths are read; no media are decoded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+
+
+def show(config: Config, path: Path, source: str) -> list[str]:
+    """Draws the loads of the first step's replicas; returns a line for each module. Raises ConfigError."""
+    from interlace.run.tables.assign import assigner_of
+    from interlace.run.tables.batch import GlobalBatch
+    from interlace.run.tables.dispatch import dispatcher_of
+    from interlace.run.tables.table import Lengths
+    from interlace.simulate import plot_loads
+    from interlace.train.data.feed import Feed, datasets
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build, build_layout
+    from interlace.train.models.costs import ranks_per_node
+
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--data {path}: name a file that ends in .png or .svg")
+    if config.data.reading == "stream":
+        raise ConfigError(
+            f"{source}: --data reads the lengths of the run's first step, which of a stream nobody knows before it: "
+            "name a config that reads at random"
+        )
+    tokenizer = tokenizer_of(config, source=source)
+    model = build(config, tokenizer, source=source)
+    layout = build_layout(config, model, source=source)
+    recompute, world = config.train.recompute, layout.world
+    dispatcher = dispatcher_of(
+        config.train.balance, layout, model, recompute=recompute, ranks_per_node=ranks_per_node(config, [world] * world)
+    )
+    if dispatcher is None:
+        raise ConfigError(f"{source}: --data compares replicas, but every module has one: set parallel.dp")
+    feed = Feed.of_config(config, *datasets(config, model, tokenizer, source=source), lambda _: [])
+    try:
+        given = feed.next().given
+    finally:
+        feed.close()
+    batch = GlobalBatch.of(given, None if config.data.pack else config.train.microbatches, config.chunks())
+    table = batch.table(layout, assigner_of(config.train.assign, layout, model, recompute=recompute), dispatcher)
+    lengths = Lengths.of(batch.samples, list(layout.modules)[:-1])
+    before, after = dispatcher.as_drawn(lengths), dispatcher.computed(table, lengths)
+    panels: dict[str, Any] = {}
+    lines = []
+    for name in layout.modules:
+        if not before[name].sum():
+            lines.append(f"{name}: no sample of the first step has any")
+            continue
+        both = before[name] / before[name].mean(), after[name] / after[name].mean()
+        panels[f"{name}, as drawn"], panels[f"{name}, balanced"] = both
+        lines.append(
+            f"{name}: the costliest of {len(both[0])} replicas computes {both[0].max():.2f} times the mean as drawn, "
+            f"{both[1].max():.2f} times with train.balance = {config.train.balance!r}"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{config.run.name}, first step: what replicas compute, train.balance = {config.train.balance!r}"
+        plot_loads(panels, path, title=title, unit="of the mean", item="replica")
+    except OSError as error:
+        raise ConfigError(f"--data {path}: cannot write there: {error.strerror}") from None
+    return [*lines, f"wrote {path}"]

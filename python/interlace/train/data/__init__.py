@@ -1,0 +1,1 @@
+"""Data of a run: texts and formats for its model, feeds of batches, producers."""

@@ -1,0 +1,497 @@
+"""Feed: the training batches and the held-out samples of a run, on every rank.
+
+All ranks iterate over the same sequence of samples without communication. The sequence follows from the seed and the
+files (verified before the first step), so the position in it is the only state. Each rank decodes only the media that
+it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlace.train.config.data import Source
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+from interlace.train.data.texts import tokenizer_of
+from interlace.train.models.media_specs import check_inputs, media_specs
+
+if TYPE_CHECKING:
+    from interlace.data import ChatDataset, Loader
+    from interlace.data.workers.produced import HeldOut
+
+
+LEFT_OUT = "left_out.txt"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one step, of all replicas, and their position in the sequence."""
+
+    samples: list[Any]
+    epoch: int
+    position: int
+    rows: list[list[Any]] | None = None
+    """Rows of samples if they are packed: each row is a microbatch."""
+    sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Source -> (number of samples, their tokens); empty for a single source."""
+    dispatched: Any = None
+    """Of a stream: the samples as distributed over the ranks."""
+    exchange: Any = None
+    """Of a stream: bytes exchanged between ranks for this batch (`interlace.balance.AllToAllPlan`)."""
+
+    @property
+    def moved(self) -> int | None:
+        """Bytes exchanged between ranks for this batch; None for data that are read at random, which need no
+        exchange."""
+        return None if self.exchange is None else int(self.exchange.moved)
+
+    @property
+    def given(self) -> Any:
+        """Input of a step: packed rows, samples that the step assigns itself, or the distributed samples of a
+        stream."""
+        if self.dispatched is not None:
+            return self.dispatched
+        return self.samples if self.rows is None else self.rows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the language model reads."""
+        return sum(map(len, self.samples))
+
+
+class Feed:
+    """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
+
+    `batch_size` counts samples of all replicas. With `row_tokens` it counts rows of at most that many tokens.
+    `drop_last`: leave out the samples at the end of an epoch that do not fill a batch. `wanted`: the media of a batch
+    (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all. `producers` make
+    samples outside the training thread (`preparing.producers_of`), `prefetch` batches ahead, in pinned memory for a GPU
+    (`pinned`), and decode the held-out ones.
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        held_out: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        validation_samples: int,
+        wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
+        row_tokens: int | None = None,
+        drop_last: bool = False,
+        producers: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
+        pinned: bool = False,
+    ) -> None:
+        self.train = train
+        self.in_rows = row_tokens is not None
+        ahead: dict[str, Any] = {"wanted": wanted, "producers": producers, "prefetch": prefetch, "pinned": pinned}
+        ahead["held_out"] = held_out
+        self.loader = loader(train, batch_size, row_tokens, seed=seed, drop_last=drop_last, **ahead)
+        self.loader.begin()
+        self._hold_out(held_out, validation_samples)
+
+    @classmethod
+    def of_config(cls, config: Config, train: Any, held_out: Any, wanted: Any, **settings: Any) -> Feed:
+        """Feed of a config with random access. wanted, settings (producers, pinned): as of `Feed`."""
+        return cls(
+            train,
+            held_out,
+            batch_size=config.train.batch_size,
+            seed=config.run.seed,
+            validation_samples=config.train.validation_samples,
+            wanted=wanted,
+            row_tokens=config.data.row_tokens,
+            drop_last=config.data.drop_last,
+            prefetch=config.data.prefetch,
+            **settings,
+        )
+
+    def _hold_out(self, held_out: Any, validation_samples: int) -> None:
+        self.held_out_data = held_out
+        count = min(validation_samples, len(held_out))
+        self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
+        self._held_out: list[Any] | None = None
+        self._apart: HeldOut | None = None  # requests held-out items from producers
+
+    @property
+    def held_out(self) -> list[Any]:
+        """The validation samples, the same on every rank."""
+        from interlace.data.workers.produced import HeldOut
+
+        if self._held_out is None and self.loader.producers is not None:
+            self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
+            self._held_out = self._apart.samples
+        elif self._held_out is None:
+            self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
+        return self._held_out
+
+    def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Any]]) -> None:
+        """Requests decoding of the media that this process reads of these `parts` of the validation samples; does not
+        wait.
+
+        Without producers, items are decoded when they are read.
+        """
+        if self._apart is not None:
+            for part in parts:
+                self._apart.ask(wanted(part))
+
+    def next(self) -> Batch:
+        """The next batch."""
+        epoch, position = self.loader.epoch, self.loader.position
+        found: list[Any] = next(self.loader)
+        rows = found if self.in_rows else None
+        samples = found if rows is None else [sample for row in rows for sample in row]
+        return Batch(samples, epoch, position, rows, self._sources(epoch, position, samples))
+
+    def _sources(self, epoch: int, position: int, samples: list[Any]) -> dict[str, tuple[int, int]]:
+        from interlace.data import by_source
+
+        if not self.mixed:
+            return {}
+        parts = by_source(self.train, self.loader.indices(epoch, position), samples)
+        return {name: (len(part), sum(len(sample.input_ids) for sample in part)) for name, part in parts}
+
+    @property
+    def mixed(self) -> bool:
+        """True if the data have several sources."""
+        return len(getattr(self.train, "parts", ())) > 1
+
+    def epochs(self, batch: Batch) -> dict[str, float]:
+        """Source -> number of epochs over its samples, up to the end of `batch`; empty for a single source."""
+        if not self.mixed:
+            return {}
+        end = self.loader.drawn(batch.epoch, batch.position)
+        of = self.train.source_of(self.loader.order(batch.epoch)[:end])
+        before = self.train.drawn(batch.epoch)
+        return {
+            part.name: (before[place] + int((of == place).sum())) / len(part.data)
+            for place, part in enumerate(self.train.parts)
+        }
+
+    def held_out_by_source(self) -> list[tuple[str, list[Any]]]:
+        """Validation samples of each source, by its name; a single source has the name ""."""
+        from interlace.data import by_source
+
+        return list(by_source(self.held_out_data, self.held_out_indices, self.held_out))
+
+    def state_dict(self, gather: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
+        """Position in the sequence, and identity of the sequence and the validation data.
+
+        gather: not used here, because all ranks have the same position.
+        """
+        return self.loader.state_dict() | {"held_out": self.held_out_data.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes at the position of `state`. Raises ConfigError if the data or its order have changed."""
+        place = dict(state)
+        if place.pop("held_out", None) != self.held_out_data.fingerprint():
+            raise ConfigError(
+                "--resume: the validation samples are not those of the saved run, so losses could not be compared; "
+                "bring its data back, or start anew"
+            )
+        try:
+            self.loader.load_state_dict(place)
+        except ValueError as error:
+            raise ConfigError(f"--resume: {error}") from None
+
+    @property
+    def blank_items(self) -> int:
+        """Items of samples that this rank could no longer read and left blank."""
+        return int(self.train.blank_items + self.held_out_data.blank_items)
+
+    @property
+    def decoded_items(self) -> int:
+        """Items read for the first time by any rank, here by this rank or its producers."""
+        return int(self.train.read_items + self.held_out_data.read_items)
+
+    @property
+    def worker_restarts(self) -> int:
+        """Producers that were lost and replaced since this process began."""
+        return 0 if self.loader.producers is None else self.loader.producers.restarts
+
+    def close(self) -> None:
+        """Stops reading ahead, and the producers."""
+        self.loader.close()
+
+    def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:
+        """Baseline losses in nats without a model: uniform over bytes (or tokens), and frequencies of single target
+        tokens.
+
+        The frequencies are those of (at most `limit`) training samples.
+        """
+        from interlace.data import unigram_nats
+
+        picks = range(0, len(self.train), max(1, len(self.train) // limit))
+        unigram = unigram_nats(
+            (self.train.answer(i, 0) for i in picks),
+            (self.held_out_data.answer(i, 0) for i in self.held_out_indices),
+            vocabulary,
+        )
+        if self.held_out_data.name == "chats":
+            return {"uniform_token": math.log(vocabulary), "unigram_token": unigram}
+        return {"uniform_byte": math.log(256), "unigram_byte": unigram}
+
+
+def loader(data: Any, batch_size: int, row_tokens: int | None, **settings: Any) -> Loader:
+    """Loader of batches of samples, or of rows of at most `row_tokens` tokens. Raises ConfigError."""
+    from interlace.data import Loader, RowLoader
+
+    try:
+        if row_tokens is None:
+            return Loader(data, batch_size, **settings)
+        return RowLoader(data, batch_size, row_tokens, **settings)
+    except ValueError as error:
+        raise ConfigError(f"[train] batch_size: {error}") from None
+
+
+def batch_notes(loader: Any) -> list[str]:
+    """Log lines for the start of a run: samples that ``data.drop_last`` leaves out, and data that make a single
+    batch."""
+    if loader.batches_per_epoch is None:
+        return []
+    count = len(loader.dataset)
+    if loader.drop_last:
+        left = loader.left_out(0)
+        return [f"data.drop_last: the first epoch leaves out {left:,} of {count:,} samples, which do not fill a batch"]
+    if loader.batches_per_epoch == 1:
+        return [f"train.batch_size: one batch takes all {count:,} samples to train on, so each step is an epoch"]
+    return []
+
+
+def datasets(
+    config: Config, model: Any, tokenizer: Any, *, source: str = "config", say: Callable[[str], None] | None = None
+) -> tuple[Any, Any]:
+    """The training and the held-out dataset for `model`.
+
+    `say` (default: a line on stderr) receives progress of slow work: reading headers, decoding. Raises ConfigError,
+    with the key, for settings that the data, the encoders or the language model's context do not support.
+    """
+    check_inputs(config, model, source=source)
+    if config.data.dataset == "chats":
+        return _chats(config, model, tokenizer, source, say or _say_on_stderr)
+    from interlace.data import DigitsDataset
+
+    tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
+    try:
+        train, held_out = (
+            DigitsDataset(
+                split=split,
+                tokens=tokens,
+                seed=config.run.seed,
+                tokenizer=tokenizer,
+                held_out=config.data.held_out,
+                specs=media_specs(config, model, source=source),
+                image_size=config.data.digit_size,
+                jitter=config.data.digit_jitter,
+            )
+            for split in ("train", "heldout")
+        )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+    _check_context(config, model, [train, held_out], source)
+    return train, held_out
+
+
+def _chats(config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """The training and the validation chats (`ChatDataset`; with several sources `MixedDataset`). Raises
+    ConfigError."""
+    from interlace.data import MixedDataset, Part, cache_folder, load_chats
+
+    data = config.data
+    chats = chat_format(config, model, tokenizer, source)
+    train, held_out, name = [], [], "[data]"
+    try:
+        with data_log(say):
+            if data.reading == "stream":
+                return _streamed(config, chats, *chat_sources(config, model, source)[0])
+            for each, rules in chat_sources(config, model, source):
+                name = f"[[data.sources]] {each.name}" if data.sources else name
+                found = load_chats(
+                    each.train,
+                    each.validation,
+                    chats,
+                    rules,
+                    held_out=data.held_out,
+                    limit=each.limit,
+                    cache=data.cache,
+                )
+                train.append(Part(each.name, found[0], each.weight))
+                held_out.append(Part(each.name, found[1]))
+        if len(train) == 1:
+            return train[0].data, held_out[0].data
+        name = "[[data.sources]]"
+        return MixedDataset(train, data.mix_by), MixedDataset(held_out, mixes=False)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: {name}: {error}") from None
+    except OSError as error:  # unreadable data files are ChatFileErrors
+        place = error.filename or cache_folder(data.cache)
+        raise ConfigError(
+            f"{source}: {name}: {place}: {error.strerror or error}; set data.cache to a folder that can be written and "
+            "has room"
+        ) from None
+
+
+def _streamed(config: Config, chats: Any, files: Source, rules: Any) -> tuple[Any, ChatDataset]:
+    """The training chats as a stream, and the validation chats."""
+    from interlace.data.chats.dataset import whole_chats
+    from interlace.data.chats.stream import ChatStream
+
+    cache = config.data.cache
+    held_out = whole_chats(files.validation, chats, rules, cache=cache)
+    return ChatStream(files.train, chats, rules, cache), held_out
+
+
+def indexed(train: Any, held_out: Any) -> Any:
+    """The dataset of `datasets` with samples by number: not a stream."""
+    return train if hasattr(train, "sample") else held_out
+
+
+def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
+    """The format that converts chats to tokens of `model` (`interlace.data.chats.encoding.tokens.ChatFormat`).
+
+    Raises ConfigError.
+    """
+    specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
+    tokens = {name: encoder.tokens for name, encoder in model.encoders.items()}
+    try:
+        return tokenizer.format(model.placeholders, tokens, specs)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def chat_sources(config: Config, model: Any, source: str) -> list[tuple[Source, Any]]:
+    """The config's sources, each with its rules for chats that are too long or broken
+    (`interlace.data.chats.files.sources.Rules`)."""
+    from interlace.data.chats.files.sources import Rules
+
+    data = config.data
+    said = (data.max_tokens or model.max_length, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
+    return [(each, Rules(each.media, *said, each.prompt)) for each in data.each_source()]
+
+
+def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> None:
+    """Writes, verifies and decodes the data before any rank starts, so that ranks find all of it. Raises ConfigError.
+
+    The digits are generated quickly, so only their config is checked. A marker in the cache skips this check, and the
+    imports it needs, if the same config was prepared before.
+    """
+    from interlace import __version__
+    from interlace.data import cache_folder
+
+    key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
+    prepared = cache_folder(config.data.cache) / "prepared"
+    marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    own = config.data.dataset == "chats"  # its files may have changed; its prepared data have their own cache
+    if not own and marker.exists():
+        return
+    from interlace.data.chats.encoding.tokens import NO_END
+    from interlace.train.models.build import build
+
+    if config.data.prepare is not None:
+        _write_stamps(config, say, source)
+    tokenizer = tokenizer_of(config, source=source)
+    if own and not tokenizer.ends_answers:
+        say(NO_END.format(tokenizer.tokenizer.eos_token))
+    datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
+    if own:
+        return
+    try:
+        prepared.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
+
+
+def _write_stamps(config: Config, say: Callable[[str], None], source: str) -> None:
+    """``data.prepare``: makes the folder of the stamps' chats, unless it exists.
+
+    A folder of digits is replaced by stamps, with the same settings, once stamps are available.
+    """
+    from interlace.data.builtin import stamps_folder
+
+    folder = Path(config.data.train[0]).parent
+    try:
+        made = stamps_folder.look(folder)
+        if made is None or made.source != stamps_folder.STAMPS:  # stamps may be available by now
+            with data_log(say):
+                settings = None if made is None else made.settings
+                made = stamps_folder.make(folder, settings, cache=config.data.cache)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"{source}: [data] prepare: {error}") from None
+    if made.source != stamps_folder.STAMPS:
+        say(made.words)
+
+
+def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None], *, goes_on: bool = False) -> None:
+    """Logs the data that the run does not use, including cuts, and lists it in left_out.txt of its `folder`.
+
+    Splits of the same files share most of it: a split without entries of its own is not reported again. goes_on: True
+    for a resumed stream, which does not read earlier data again; existing lines of the list are kept.
+    """
+    place, lines, reports = folder / LEFT_OUT, dict[str, None](), list[str]()
+    if goes_on and place.exists():
+        lines |= dict.fromkeys(place.read_text(encoding="utf-8").splitlines(keepends=True))
+    for dataset in splits:
+        new = dict.fromkeys(dataset.listing().splitlines(keepends=True))
+        if new.keys() - lines.keys():
+            reports.append(dataset.report())
+        lines |= new
+    if not lines:
+        place.unlink(missing_ok=True)
+        return
+    place.write_text("".join(lines), encoding="utf-8")
+    for report in reports:
+        say(f"{report}; list in {place}")
+
+
+def _say_on_stderr(line: str) -> None:
+    print(f"interlace: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def data_log(say: Callable[[str], None]) -> Iterator[None]:
+    """Passes log messages of the data package, including warnings, to `say` inside the context."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    log, handler = logging.getLogger("interlace.data"), Handler(logging.INFO)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _check_context(config: Config, model: Any, splits: list[Any], source: str) -> None:
+    """Raises ConfigError if the language model has too few positions for a sample that an epoch may draw."""
+    most = model.max_length
+    if most is None:
+        return
+    sample, prompt = (max(sizes) for sizes in zip(*(split.longest() for split in splits), strict=True))
+    answered = config.log.samples or (config.log.accuracy_samples and splits[0].questions())
+    written = prompt + config.log.max_new_tokens - 1 if answered else 0  # the last token is not read again
+    if max(sample, written) <= most:
+        return
+    what, keys = f"the longest sample has {sample:,} tokens", "data.digit_size"
+    if sample <= most:
+        what = f"the longest prompt and log.max_new_tokens = {config.log.max_new_tokens} make {written:,} tokens"
+        keys += " or log.max_new_tokens"
+    raise ConfigError(
+        f"{source}: {what}, but model.language_model.config.max_position_embeddings = {most:,}; raise it to "
+        f"{max(sample, written)}, or lower {keys}"
+    )

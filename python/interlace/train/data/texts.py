@@ -1,0 +1,204 @@
+"""Tokenizers of a run: bytes for the project's own data sets, the model's tokenizer (and processor) for chats.
+
+Both have `vocab_size`, `placeholders` (encoder -> id), `EOS` (end of an answer) and `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interlace.train.config.data import NOT_WHOLE
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+
+TAGS = {"vision": "<image>", "audio": "<audio>"}
+
+
+def tokenizer_of(config: Config, *, source: str = "config") -> Any:
+    """A ByteTokenizer, or a ModelTokenizer for chats. Raises ConfigError for folders and templates that do not fit."""
+    if config.data.dataset != "chats":
+        from interlace.data import ByteTokenizer
+
+        return ByteTokenizer(config.model.encoders())
+    if config.data.prepare is not None and not Path(config.data.train[0]).exists():
+        folder = Path(config.data.train[0]).parent
+        cache = "" if config.data.cache is None else f" --cache {config.data.cache}"
+        raise ConfigError(
+            f"{source}: its data are not there yet; write them first: interlace data stamps {folder}{cache}"
+        )
+    ignored = config.data.set_of(NOT_WHOLE) if config.model.path is not None else []
+    if ignored:
+        raise ConfigError(
+            f"{source}: data.{ignored[0]}: a whole checkpoint (model.path) reads media as its own processor does, "
+            "which takes no such setting: remove it, or change the files of the processor"
+        )
+    try:
+        return ModelTokenizer(config)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data] tokenizer: {error}") from None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokenizer data needed to build a model, if the tokenizer itself is not available."""
+
+    vocab_size: int
+    placeholders: Mapping[str, int]
+
+
+def vocabulary_of(config: Config, *, source: str = "config") -> Any:
+    """The run's tokenizer. If its folder does not exist but the config has the vocabulary size, a `Vocabulary`.
+
+    That is enough for costs. Raises ConfigError.
+    """
+    data, model = config.data, config.model
+    size = None if model.path is not None else (model.language_model.config or {}).get("vocab_size")
+    folder = data.tokenizer or model.language_model.path if model.path is None else None
+    if data.dataset == "chats" and isinstance(size, int) and folder is not None and not Path(folder).exists():
+        return Vocabulary(size, {name: size - 1 - number for number, name in enumerate(model.encoders())})
+    return tokenizer_of(config, source=source)
+
+
+class ModelTokenizer:
+    """The tokenizer of a HuggingFace folder, with its chat template; for a whole checkpoint its processor.
+
+    Raises ValueError for a folder without a tokenizer, a template or an end of answers, and for placeholders that are
+    not single tokens.
+    """
+
+    def __init__(self, config: Config) -> None:
+        from interlace.data.chats.encoding import load as chats_load
+        from interlace.data.chats.encoding.video import VideoSpec
+
+        data, whole = config.data, config.model.path
+        folder = data.tokenizer or whole or config.model.language_model.path
+        if folder is None:
+            raise ValueError("the model comes from no folder, so name one with a tokenizer as data.tokenizer")
+        self.processor = chats_load.load_processor(folder) if whole is not None else None
+        self.tokenizer = chats_load.load_tokenizer(folder) if self.processor is None else self.processor.tokenizer
+        self.tags = {} if whole is not None else {name: self._tag(config, name) for name in config.model.encoders()}
+        unknown = [name for name in data.placeholders if name not in self.tags]
+        if unknown:
+            raise ValueError(
+                f"data.placeholders names {unknown[0]!r}; the encoders are {', '.join(self.tags) or 'none'}"
+            )
+        known, special = self.tokenizer.get_vocab(), self.tokenizer.added_tokens_encoder
+        words = [tag for tag in self.tags.values() if tag in known and tag not in special]
+        if words:
+            raise ValueError(
+                f"the placeholder {words[0]!r} is a piece of words for this tokenizer: name a special token"
+            )
+        new = [tag for tag in self.tags.values() if tag not in known]
+        if new:
+            from transformers import AddedToken
+
+            self.tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in new], True)
+        self.name, self.template = self._template(data.chat_template, folder)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        ids = self.tokenizer.convert_tokens_to_ids
+        self.placeholders = {name: int(ids(tag)) for name, tag in self.tags.items()}
+        if len(set(self.placeholders.values())) < len(self.placeholders):
+            raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
+        self.strict = data.on_too_large == "error"
+        self.video_fps = data.video_fps
+        self.video = VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
+        self.end = ""
+        last = self._last_learnt()
+        self.ends_answers = last in self.tokenizer.added_tokens_decoder
+        """True if the last learnt token of an answer is a special one, so that models learn to stop."""
+        if data.end_of_turn is not None:
+            last = self._ended_by(data.end_of_turn, last)
+        self.EOS = self._end(last)
+
+    def _tag(self, config: Config, name: str) -> str:
+        return config.data.placeholders.get(name, TAGS.get(name, f"<{name}>"))
+
+    def _template(self, path: str | None, folder: str) -> tuple[str, str]:
+        """Name of the template in messages, and its text."""
+        from interlace.data.chats.encoding.tokens import template_text
+
+        if path is not None:
+            return path, template_text(path)
+        owner = self.tokenizer if self.processor is None or self.processor.chat_template is None else self.processor
+        found = owner.chat_template
+        if isinstance(found, Mapping):
+            found = found.get("default")
+        if not isinstance(found, str):
+            raise ValueError(f"{folder} has no chat template: give a file with one as data.chat_template")
+        return f"the chat template of {Path(folder)}", found
+
+    def format(
+        self,
+        placeholders: Mapping[str, int | Sequence[int]],
+        tokens: Mapping[str, Any],
+        specs: Mapping[str, Any],
+    ) -> Any:
+        """The `interlace.data.chats.encoding.tokens.ChatFormat` for encoders with these placeholders, token counts and
+        specs."""
+        from interlace.data.chats.encoding.processor import ProcessorFormat
+        from interlace.data.chats.encoding.tokens import TokenizerFormat
+
+        if self.processor is not None:
+            return ProcessorFormat(
+                self.processor,
+                self.template,
+                name=self.name,
+                placeholders=placeholders,
+                tokens=tokens,
+                fps=self.video_fps,
+                end=self.end,
+            )
+        tags = {name: self.tags[name] for name in placeholders}
+        return TokenizerFormat(
+            self.tokenizer,
+            self.template,
+            name=self.name,
+            tags=tags,
+            specs=specs,
+            tokens=tokens,
+            video=self.video,
+            strict=self.strict,
+            end=self.end,
+        )
+
+    def _last_learnt(self) -> int:
+        """The last learnt token of an answer."""
+        from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn
+
+        turns = (Turn("user", (Part("text", "a"),), False), Turn("assistant", (Part("text", "b"),), True))
+        try:
+            encoded = self.format({}, {}, {}).encode(Chat(turns), [])
+        except BrokenSampleError as error:  # of a chat that any template accepts
+            raise ValueError(
+                f"{self.name} cannot be used: {error}; a template for questions and answers is wanted, in text alone"
+            ) from None
+        return [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt][-1]
+
+    def _ended_by(self, end: str, last: int) -> int:
+        """The token named by `data.end_of_turn`, which is appended to answers from now on."""
+        if self.ends_answers:
+            own = self.tokenizer.convert_ids_to_tokens(last)
+            raise ValueError(f"{self.name} ends answers with {own} already: remove data.end_of_turn = {end!r}")
+        known = self.tokenizer.added_tokens_encoder
+        if end not in known:
+            raise ValueError(
+                f"data.end_of_turn = {end!r} is no special token of the tokenizer; its eos_token is "
+                f"{self.tokenizer.eos_token!r}"
+            )
+        self.end, self.ends_answers = end, True
+        return int(known[end])
+
+    def _end(self, last: int) -> int:
+        """The token that ends an answer: the last learnt token if it is not text, else the end of text."""
+        if self.ends_answers:
+            return last
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(f"{self.name} ends answers with no special token, and the tokenizer has no eos_token")
+        return int(self.tokenizer.eos_token_id)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))

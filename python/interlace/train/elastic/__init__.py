@@ -1,0 +1,1 @@
+"""Elastic runs: generations of ranks. Nodes may join and leave."""

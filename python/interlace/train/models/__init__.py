@@ -1,0 +1,1 @@
+"""Models of a run: architectures, pretrained weights, LoRA and frozen parts, costs."""

@@ -1,0 +1,196 @@
+"""Tuning: freezing by pattern, LoRA, groups of learning rates.
+
+Applied in this order: module keys (``freeze``, ``freeze_projector``), ``train.lora``, ``train.freeze``,
+``train.train``. All of them are applied before the model is cut, so that the schedule has the layers with a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from interlace.model.lora import add_lora
+from interlace.model.patterns import ENCODERS, Names, is_adapter
+from interlace.train.config.load import ConfigError
+from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
+
+class Rates(NamedTuple):
+    """Training settings of a parameter.
+
+    group: its group, in words.
+    optimizer: name of its optimizer.
+    lr: peak learning rate.
+    decay: weight decay.
+    """
+
+    group: str
+    optimizer: str
+    lr: float
+    decay: float
+
+
+def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> None:
+    """Applies ``[train]``: freezes and unfreezes parameters and adds adapters. Module keys are already applied.
+
+    Raises ConfigError for a pattern that matches nothing or has no effect, and for adapters that are not possible.
+    """
+    train = config.train
+    if train.lora is not None:
+        _add_adapters(config, model, source)
+    if train.freeze or train.train:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        names = Names(model)
+        for pattern in train.freeze:
+            found = {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
+            if not found:
+                raise ConfigError(
+                    f"{source}: [train] freeze: {pattern!r} names adapters alone, which are there to be trained: leave "
+                    "out their layers in train.lora.targets"
+                )
+            trained -= found
+        for pattern in train.train:
+            trained |= _matching(names, pattern, "train", source)
+        model.train_only(trained)
+    rates(config, model, source=source)  # validates the groups
+    check_degrees(config, model, source=source)
+
+
+def check_degrees(config: Config, model: nn.Module, *, source: str = "config") -> None:
+    """Raises ConfigError for degrees and shards in ``[parallel]`` under which ``[train]`` cannot train `model`."""
+    _check_whole(config, model, source)
+    lora = config.train.lora
+    if lora is None or not lora.dropout:
+        return
+    adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        if spec.tp * spec.cp > 1 and any(path.startswith(_place(name)) for path in adapters):
+            degrees = " and ".join(f"{key} = {n}" for key, n in (("tp", spec.tp), ("cp", spec.cp)) if n > 1)
+            raise ConfigError(
+                f"{source}: [train.lora] dropout = {lora.dropout:g}: the {degrees} ranks of {name} share its layers "
+                "and would not drop alike: set it to 0"
+            )
+
+
+def rates(config: Config, model: nn.Module, *, source: str = "config") -> dict[str, Rates]:
+    """Training settings of each trained parameter, by its first name.
+
+    The first matching group of ``train.groups`` has priority over the module's own keys, and these over ``[train]``'s.
+    A projector's own rate has priority over its encoder's. Raises ConfigError for a group without trained parameters.
+    """
+    train, names = config.train, Names(model)
+    projectors = names.projectors()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found: dict[str, tuple[str, float, float]] = {}
+    for group in train.groups:
+        matching = _matching(names, group.pattern, "groups", source)
+        mine = [name for name in trained if name in matching and name not in found]
+        if not mine:
+            why = "frozen" if matching.isdisjoint(trained) else "frozen or in a group before it"
+            raise ConfigError(f"{source}: [train] groups: all that {group.pattern!r} matches is {why}; remove it")
+        for name in mine:
+            _, lr, decay = _of_module(name, config, name in projectors)
+            lr = lr if group.lr is None else group.lr
+            found[name] = group.pattern, lr, decay if group.weight_decay is None else group.weight_decay
+    matrices = _matrices(model) if train.optimizer == "muon" else ()
+    made = {}
+    for name in trained:
+        label, lr, decay = found.get(name) or _of_module(name, config, name in projectors)
+        optimizer = "adamw" if train.optimizer == "muon" and name not in matrices else train.optimizer
+        made[name] = Rates(label, optimizer, lr, decay)
+    return made
+
+
+def _matrices(model: nn.Module) -> set[str]:
+    """First names of the weights of linear layers, except the head and embeddings tied to it."""
+    whole: Any = getattr(model, "language_model", None)
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    embedded = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    linear = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head
+    } - embedded
+    return {name for name, parameter in model.named_parameters() if id(parameter) in linear}
+
+
+def _of_module(name: str, config: Config, projector: bool) -> tuple[str, float, float]:
+    """(module, peak learning rate, weight decay) of a parameter without a group."""
+    train, lr, decay = config.train, None, None
+    parts = name.split(".")
+    group = parts[0]
+    if parts[0] == ENCODERS[:-1]:
+        encoder, group = config.model.encoders()[parts[1]], parts[1]
+        lr, decay = encoder.lr, encoder.weight_decay
+        if projector:
+            group = f"{group}.projector"
+            lr = lr if encoder.projector_lr is None else encoder.projector_lr
+    else:
+        lr, decay = config.model.language_model.lr, config.model.language_model.weight_decay
+    group += " (LoRA)" if is_adapter(name) else ""
+    return group, (train.lr if lr is None else lr), (train.weight_decay if decay is None else decay)
+
+
+def summary(model: nn.Module, found: Mapping[str, Rates]) -> list[str]:
+    """A line per group of trained parameters, and a line for the frozen ones."""
+    sizes: dict[Rates, int] = {}
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        if name in found:
+            sizes[found[name]] = sizes.get(found[name], 0) + parameter.numel()
+        else:
+            frozen += parameter.numel()
+    lines = [
+        f"trains {size:,} parameters of {each.group}: {each.optimizer}, lr {each.lr:g}, weight decay {each.decay:g}"
+        for each, size in sizes.items()
+    ]
+    return lines + [f"{frozen:,} of {frozen + sum(sizes.values()):,} parameters are frozen"]
+
+
+def _check_whole(config: Config, model: nn.Module, source: str) -> None:
+    """Raises ConfigError if an optimizer that needs whole matrices would have shards of them."""
+    optimizer = config.train.optimizer
+    if optimizer not in ("adafactor", "muon"):
+        return
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(_place(name)))
+        if trained and (spec.tp > 1 or spec.shard != "none"):
+            key = f"tp = {spec.tp}" if spec.tp > 1 else f"shard = {spec.shard!r}"
+            raise ConfigError(
+                f"{source}: [train] optimizer = {optimizer!r} computes with whole matrices, of which ranks have pieces "
+                f"under parallel.{name}.{key}: use 'adamw' or 'sgd', or leave {key.split()[0]} out"
+            )
+
+
+def _place(name: str) -> str:
+    """Common prefix of the names of all parameters of a module."""
+    return f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
+
+
+def _matching(names: Names, pattern: str, key: str, source: str) -> set[str]:
+    try:
+        return names.matching(pattern)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [train] {key}: {error}") from None
+
+
+def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
+    lora = config.train.lora
+    assert lora is not None
+    try:
+        add_lora(
+            model,
+            targets=lora.targets,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
+            use_rslora=lora.use_rslora,
+            modules_to_save=lora.modules_to_save,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{source}: [train.lora]: {error}") from None

@@ -1,0 +1,1 @@
+"""Reports of a run: metrics, trackers, terminal, run page and closing summary."""

@@ -1,0 +1,172 @@
+"""Closing of a run: answers to held-out samples, their accuracy, and the summary table.
+
+The best checkpoint (if the run keeps it), or the last one, is loaded whole into one process. This also proves that the
+checkpoint can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.model.inputs.placeholders import token_ids
+from interlace.train.config.sections import Config
+from interlace.train.report import answers as greedy
+from interlace.train.runfolder import write_whole
+
+
+@dataclass
+class Answer:
+    """One held-out sample: the sample, its prompt without media, the expected answer and the model's answer."""
+
+    sample: Any
+    asked: str
+    truth: str
+    said: str
+
+    @property
+    def right(self) -> bool:
+        """True if the answer equals the expected one exactly."""
+        return self.truth == self.said
+
+
+def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer: Any, config: Config) -> list[Answer]:
+    """The model's greedy answers to the held-out samples at `indices`."""
+    return answers_to([dataset.sample(i, 0) for i in indices], model, tokenizer, config)
+
+
+def answers_to(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> list[Answer]:
+    """The model's greedy answers to samples."""
+    prompts = [greedy.prompt_of(sample, model.placeholders) for sample in samples]
+    said = greedy.answer(
+        model,
+        prompts,
+        end=tokenizer.EOS,
+        max_new_tokens=config.log.max_new_tokens,
+    )
+    media = {token for given in model.placeholders.values() for token in token_ids(given)}
+    return [
+        Answer(
+            sample,
+            tokenizer.decode([token for token in prompt.input_ids.tolist() if token not in media]).strip(),
+            tokenizer.decode(greedy.truth_of(sample, tokenizer.EOS)),
+            tokenizer.decode(tokens),
+        )
+        for sample, prompt, tokens in zip(samples, prompts, said, strict=True)
+    ]
+
+
+@dataclass
+class Accuracy:
+    """Exact-match accuracy for one kind of held-out question.
+
+    right: accuracy of the model. majority: accuracy of always giving the most frequent answer. swapped: accuracy of the
+    model with the media of a question with another answer; None if a question has no suitable other. A model that does
+    not use the media has swapped = right. count: number of questions.
+    """
+
+    kind: str
+    count: int
+    right: float
+    majority: float
+    swapped: float | None
+
+    def rows(self) -> dict[str, float]:
+        """Rows of the summary."""
+        rows: dict[str, float] = {
+            f"{self.kind}_accuracy": self.right,
+            f"{self.kind}_majority_accuracy": self.majority,
+            f"{self.kind}_questions": self.count,  # accuracy over 80 questions is less certain than over 512
+        }
+        return rows if self.swapped is None else rows | {f"{self.kind}_swapped_media_accuracy": self.swapped}
+
+
+def accuracies(model: Any, dataset: Any, tokenizer: Any, config: Config) -> list[Accuracy]:
+    """Accuracy per kind of question, over at most ``log.accuracy_samples`` questions spread over the split."""
+    found = []
+    for kind, questions in dataset.questions().items():
+        count = min(len(questions), config.log.accuracy_samples)
+        asked = [questions[i * len(questions) // count] for i in range(count)]
+        right = _share_right([dataset.asked(each) for each in asked], model, tokenizer, config)
+        turned, swapped = _swapped(dataset, asked), None
+        if turned is not None:
+            swapped = _share_right(turned, model, tokenizer, config)
+        most = max(Counter(each.answer for each in asked).values())
+        found.append(Accuracy(kind, count, right, most / count, swapped))
+    return found
+
+
+def _swapped(dataset: Any, questions: Sequence[Any]) -> list[Any] | None:
+    """Questions with the media of another question; None if one of them has no suitable other."""
+    made = []
+    for index in range(len(questions)):
+        sample = _with_media_of_another(dataset, questions, index)
+        if sample is None:
+            return None
+        made.append(sample)
+    return made
+
+
+def _with_media_of_another(dataset: Any, questions: Sequence[Any], index: int) -> Any:
+    """Question `index` with the media of another one; None if there is no suitable one.
+
+    Candidates are visited in a circle, starting half-way round. The other question must have another answer and the
+    same number and kinds of media, and its media must fit.
+    """
+    own = questions[index]
+    for step in range(len(questions) if own.takes else 0):
+        other = questions[(index + len(questions) // 2 + step) % len(questions)]
+        if other.answer != own.answer and other.takes == own.takes:
+            with contextlib.suppress(BrokenSampleError):
+                return dataset.asked(own, other)
+    return None
+
+
+def _share_right(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> float:
+    return sum(answer.right for answer in answers_to(samples, model, tokenizer, config)) / len(samples)
+
+
+def spread_by_kind(dataset: Any, count: int) -> list[int]:
+    """Indices of up to `count` held-out samples, round-robin over the kinds of samples."""
+    kinds: dict[str, list[int]] = {}
+    for index in range(min(len(dataset), 64 * max(count, 1))):
+        kinds.setdefault(dataset.kind(index), []).append(index)
+    chosen: list[int] = []
+    while len(chosen) < count and any(kinds.values()):
+        for indices in kinds.values():
+            if indices and len(chosen) < count:
+                chosen.append(indices.pop(0))
+    return chosen
+
+
+def write_summary(folder: Path, rows: Mapping[str, Any]) -> None:
+    """Writes summary.json, the data of `print_summary`."""
+    write_whole(folder / "summary.json", json.dumps(rows, indent=1) + "\n")
+
+
+def print_summary(rows: Mapping[str, Any], title: str) -> None:
+    """Prints the closing table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name.replace("_", " "), shown(name, value))
+    Console(highlight=False).print(table)
+
+
+def shown(name: str, value: Any) -> str:
+    """Formatted value of the summary."""
+    if isinstance(value, float):
+        if name.endswith("accuracy"):
+            return f"{100 * value:.1f} %"
+        if "loss" in name or "baseline" in name:
+            return f"{value:.3f} nats per token"
+        return f"{value:,.1f}" if abs(value) >= 1.0 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
