@@ -237,9 +237,19 @@ class Authority:
             self._finishing = True
             if generation.kind == "save":
                 self._saved(generation)
-            self.over |= not any(each in self.roster.nodes for each in generation.order())
+            joined = self._joined_too_late(generation)
+            self.over |= not any(each in self.roster.nodes and each not in joined for each in generation.order())
         self._away.discard(node)
         self._save()
+
+    def _joined_too_late(self, generation: Generation) -> set[str]:
+        """Nodes that joined with a generation although the step before it was the last one: they have nothing to train.
+
+        Called when a node of the generation has completed training.
+        """
+        if self._decided is None or self._committed(generation):
+            return set()
+        return {event.node for event in generation.cause if event.kind == "join"}
 
     def _saved(self, generation: Generation) -> None:
         """Records that a "save" generation has saved its state. The run ends with it."""
