@@ -19,7 +19,7 @@ from interlace import cli
 from interlace.data.chats.encoding.headers import look_at
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files import index as chats_index
-from interlace.data.chats.files import index_pool as chats_index_pool
+from interlace.data.chats.files import index_pool
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, records
 from interlace.data.chats.files.shapes import BrokenSampleError, stated
@@ -245,17 +245,16 @@ def test_a_picture_that_changed_since_is_looked_at_again(tmp_path: Path) -> None
 SLOW = """
 import sys, time
 from pathlib import Path
-from interlace.data import chats_files, chats_index, chats_index_pool
-from interlace.data.chats_records import Rules
-chats_files.PIECE = 2_000
-real = chats_index_pool._Worker.ask
+from interlace.data.chats.files import index, index_pool, records, sources
+records.PIECE = 2_000
+real = index_pool._Worker.ask
 def ask(*arguments):
     found = real(*arguments)
     print("done", flush=True)
     time.sleep(0.3)
     return found
-chats_index_pool._Worker.ask = ask
-chats_index.load([Path(sys.argv[1])], Rules(decode=False), Path(sys.argv[2]), processes=1)
+index_pool._Worker.ask = ask
+index.load([Path(sys.argv[1])], sources.Rules(decode=False), Path(sys.argv[2]), processes=1)
 """
 
 
@@ -286,7 +285,7 @@ def test_who_is_killed_goes_on_behind_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dead_index_worker_is_replaced_repeated_deaths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, media = _write(tmp_path / "a.jsonl", 100), tmp_path / "cache" / "media"
-    real, asked = chats_index_pool._Worker.ask, []
+    real, asked = index_pool._Worker.ask, []
 
     def ask(self: Any, *arguments: Any) -> Any:
         asked.append(self)
@@ -294,7 +293,7 @@ def test_dead_index_worker_is_replaced_repeated_deaths_raise(tmp_path: Path, mon
             self._process.kill()
         return real(self, *arguments)
 
-    monkeypatch.setattr(chats_index_pool._Worker, "ask", ask)
+    monkeypatch.setattr(index_pool._Worker, "ask", ask)
     _check(chats_index.load([path], HEADERS, media, processes=1), [path], media)
     assert len({id(worker) for worker in asked}) == 2
 
@@ -302,7 +301,7 @@ def test_dead_index_worker_is_replaced_repeated_deaths_raise(tmp_path: Path, mon
         self._process.kill()
         return real(self, *arguments)
 
-    monkeypatch.setattr(chats_index_pool._Worker, "ask", always)
+    monkeypatch.setattr(index_pool._Worker, "ask", always)
     _write(path, 5, start=900)
     with pytest.raises(ChatFileError, match=r"a\.jsonl: the process that indexes it.*start again to go on"):
         chats_index.load([path], HEADERS, media, processes=1)
@@ -310,14 +309,14 @@ def test_dead_index_worker_is_replaced_repeated_deaths_raise(tmp_path: Path, mon
 
 def test_a_worker_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _write(tmp_path / "a.jsonl", 5)
-    real = chats_index_pool._Worker.__init__
+    real = index_pool._Worker.__init__
 
     def stopped(self: Any) -> None:
         real(self)
         self._process.send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(chats_index_pool._Worker, "__init__", stopped)
-    monkeypatch.setattr(chats_index_pool, "SILENT", 0.3)
+    monkeypatch.setattr(index_pool._Worker, "__init__", stopped)
+    monkeypatch.setattr(index_pool, "SILENT", 0.3)
     with pytest.raises(ChatFileError, match="has given no sign for"):
         chats_index.load([path], HEADERS, tmp_path / "cache" / "media", processes=1)
 

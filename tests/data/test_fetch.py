@@ -145,7 +145,7 @@ def test_leftovers_of_a_killed_process_are_removed(archive, tmp_path):
 
 def test_two_processes_fetch_once(archive, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "0.5")
-    monkeypatch.setenv("PYTHONPATH", str(Path(fetch_module.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(fetch_module.__file__).parents[3]))
     command = [sys.executable, "-c", "from interlace.data.builtin.fetch import fetch_stamps; print(fetch_stamps())"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = {process.communicate(timeout=600)[0].strip() for process in processes}

@@ -52,8 +52,8 @@ def never(*_: Any) -> Any:
 
 
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    for where in ("trial_encoder._packing", "trial_language._packing", "whole_trial._bidirectional"):
-        monkeypatch.setattr(f"interlace.model.{where}", never)
+    for where in ("encoder._packing", "language._packing", "whole._bidirectional"):
+        monkeypatch.setattr(f"interlace.model.probe.{where}", never)
 
 
 def of(name: str) -> MultimodalModel:

@@ -12,7 +12,6 @@ from interlace.data.chats.files.tar import ASKED
 from interlace.train.config.load import ConfigError, load
 from interlace.train.trainer import HELD_OUT
 from tests.data.tars import captioned, write_tar
-from tests.train.own_data import in_process, own  # noqa: F401 (fixtures)
 
 SOURCES = """
 [[data.sources]]
@@ -30,7 +29,7 @@ limit = 9
 
 
 @pytest.fixture
-def mixed(own: Path) -> Path:  # noqa: F811
+def mixed(own: Path) -> Path:
     """A config of two sources: chats, and tars of images with captions."""
     for number in range(2):
         write_tar(own / "shards" / f"s-{number:02d}.tar", captioned(20, 20 * number))
@@ -54,7 +53,7 @@ def _curve(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_two_sources_train_and_go_on_as_if_never_stopped(
     mixed: Path,
-    in_process: None,  # noqa: F811
+    in_process: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     common = ["--set=log.samples=0", "--set=log.accuracy_samples=0"]

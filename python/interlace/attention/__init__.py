@@ -6,11 +6,11 @@
 this package and transformers are imported.
 """
 
+from interlace.attention._registration import register as _register
 from interlace.attention._warm_up import warm_up
-from interlace.attention.hf import registration as _on_transformers
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan, PlanStats
 
 __all__ = ["AttentionPlan", "PlanStats", "bitfield_attention", "warm_up"]
 
-_on_transformers.register()
+_register()

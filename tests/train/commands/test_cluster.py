@@ -145,30 +145,30 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
-from interlace.train.commands import cluster, cluster_facts, cluster_links
+from interlace.train.commands.cluster import check, facts, links
 rank = int(os.environ["RANK"])
 {fault}
-cluster.doctor_distributed(None, None, {timeout}, 5.0, 0.0, Path({out!r}) if rank == 0 else None)
+check.doctor_distributed(None, None, {timeout}, 5.0, 0.0, Path({out!r}) if rank == 0 else None)
 """
 FAULTS = {
     "nothing": "",
     # A version, a clock, and a small memory of one kind.
     "lies": """
-gather = cluster_facts.gather
+gather = facts.gather
 def lie(*arguments):
     return {**gather(*arguments), "python": "3.9.0", "shared": 1 << 20}
 if rank == 1:
-    cluster_facts.gather = lie
+    facts.gather = lie
     honest = time.time
     time.time = lambda: honest() + 100.0
 """,
     "dies": """
 if rank == 2:
-    cluster_links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """,
     "stops": """
 if rank == 2:
-    cluster_links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 """,
     "late": """
 if rank == 2:
@@ -176,18 +176,18 @@ if rank == 2:
 """,
     "store": """
 if rank == 0:
-    cluster_links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """,
     "speaks otherwise": """
-gather = cluster_facts.gather
+gather = facts.gather
 if rank == 1:
-    cluster_facts.gather = lambda *arguments: {**gather(*arguments), "disk": "much"}
+    facts.gather = lambda *arguments: {**gather(*arguments), "disk": "much"}
 """,
     "fails": """
 def fail(*_):
     raise RuntimeError("the card has no link")
 if rank == 1:
-    cluster_facts.gather = fail
+    facts.gather = fail
 """,
 }
 

@@ -55,7 +55,7 @@ class Source(Section):
     limit: Positive | None = None
     """Maximum number of records to train on. They are chosen at random, the same ones each time."""
     media: LocalPath | None = None
-    """Base folder of relative media paths. Default: ``data.media``."""
+    """Folder to which media paths are relative. Default: ``data.media``."""
     prompt: str | None = None
     """Question about the media of captions in tars. Default: ``data.prompt``."""
 
@@ -103,7 +103,7 @@ class Data(Section):
     ``train``: Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the digits if the stamps are
     not available (chats)."""
     media: LocalPath | None = None
-    """Base folder of relative media paths. Default: the folder of the file that names them (chats)."""
+    """Folder to which media paths are relative. Default: the folder of the file that names them (chats)."""
     tokenizer: LocalPath | None = None
     """Folder of the tokenizer and, for whole checkpoints, the processor. Default: the model's folder (chats)."""
     chat_template: LocalPath | None = None
