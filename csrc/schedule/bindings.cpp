@@ -185,6 +185,12 @@ std::vector<double> read_limit(const py::array &memory_limit, int32_t ranks) {
     return limit;
 }
 
+py::tuple to_arrays(const RankLists &lists) {
+    py::array_t<int32_t> rows({static_cast<py::ssize_t>(lists.rows.size()), static_cast<py::ssize_t>(ACTION_COLUMNS)});
+    if (!lists.rows.empty()) std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
+    return py::make_tuple(rows, to_numpy(lists.first));
+}
+
 // seconds: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn; empty: unknown.
 // generator: a Generator. activation_bytes, memory_limit: of jobs and of ranks, or empty. in_flight: 0: no limit.
 py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
@@ -206,9 +212,27 @@ py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipe
         lists =
             make_lists(graph, generate(graph, static_cast<Generator>(generator), costs, limits), reduce_grad, dispatch);
     }
-    py::array_t<int32_t> rows({static_cast<py::ssize_t>(lists.rows.size()), static_cast<py::ssize_t>(ACTION_COLUMNS)});
-    if (!lists.rows.empty()) std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
-    return py::make_tuple(rows, to_numpy(lists.first));
+    return to_arrays(lists);
+}
+
+// Lists of the steps in a given order. order: 4 * job + op each (see order.h). Returns the rows and first of
+// schedule_lists, or (index, step, other) of the first step at a wrong place.
+py::tuple schedule_of_order(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
+                            const py::array &order, bool backward, bool reduce_grad, bool dispatch) {
+    StepArguments arguments(fields, chunk_pipeline, links);
+    std::vector<Step> steps = read_numbers(order, "order", 0, MOST);
+    RankLists lists;
+    std::optional<Misplaced> wrong;
+    {
+        const Interruptible call;
+        const StepGraph graph = arguments.build(backward);
+        if (!steps.empty() && job_of(*std::max_element(steps.begin(), steps.end())) >= graph.jobs())
+            throw std::invalid_argument("order names a job that is none");
+        wrong = misplaced(graph, steps);
+        if (!wrong) lists = make_lists(graph, steps, reduce_grad, dispatch);
+    }
+    if (wrong) return py::make_tuple(wrong->at, wrong->step, wrong->other);
+    return to_arrays(lists);
 }
 
 // seconds: as in schedule_lists, and not empty.
@@ -327,6 +351,8 @@ void bind_schedule(py::module_ &module) {
     module.def("schedule_lists", &schedule_lists, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
                py::arg("generator"), py::arg("backward"), py::arg("reduce_grad"), py::arg("seconds"),
                py::arg("activation_bytes"), py::arg("memory_limit"), py::arg("in_flight"), py::arg("dispatch") = false);
+    module.def("schedule_of_order", &schedule_of_order, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
+               py::arg("order"), py::arg("backward"), py::arg("reduce_grad"), py::arg("dispatch"));
     module.def("schedule_bound", &schedule_bound, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
                py::arg("backward"), py::arg("seconds"));
     module.def("schedule_check", &schedule_check, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),

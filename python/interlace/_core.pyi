@@ -100,6 +100,15 @@ def schedule_lists(
     in_flight: int,
     dispatch: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+def schedule_of_order(
+    graph: tuple[NDArray[np.int32], ...],
+    chunk_pipeline: NDArray[np.generic],
+    links: NDArray[np.generic],
+    order: NDArray[np.generic],
+    backward: bool,
+    reduce_grad: bool,
+    dispatch: bool,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]] | tuple[int, int, int]: ...
 def schedule_bound(
     graph: tuple[NDArray[np.int32], ...],
     chunk_pipeline: NDArray[np.generic],

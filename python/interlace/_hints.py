@@ -1,9 +1,11 @@
-"""Hints for misspelt names, for error messages."""
+"""Names that users write: hints for misspelt ones, and objects by import path."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -13,3 +15,21 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "valid: " + ", ".join(names)
+
+
+def imported(path: str, where: str) -> Any:
+    """The object at "package.module:name". Raises ValueError, which begins with `where`, if it does not exist."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # user code may raise anything
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [each for each in dir(found) if not each.startswith("_")] or ["nothing"]
+            raise ValueError(f"{where} = {path!r}: {module} has no {name!r}; {nearest(part, public)}")
+        found = getattr(found, part)
+    return found

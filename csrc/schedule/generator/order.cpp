@@ -262,4 +262,49 @@ double span(const StepGraph &graph, const std::vector<Step> &order, const std::v
     return latest;
 }
 
+std::optional<Misplaced> misplaced(const StepGraph &graph, const std::vector<Step> &order) {
+    std::vector<char> done(STEPS_PER_JOB * static_cast<size_t>(graph.jobs()), 0);
+    const auto has = [&](ActionOp op, int32_t job) { return done[step_of(op, job)] != 0; };
+    const auto handed_back = [&](int32_t job) {
+        return has(ActionOp::BACKWARD, job) || has(ActionOp::BACKWARD_INPUT, job);
+    };
+    Poll poll;
+    for (size_t at = 0; at < order.size(); ++at) {
+        poll();
+        const Step step = order[at];
+        const int32_t job = job_of(step);
+        const ActionOp op = op_of(step);
+        Step other = -1;
+        const auto needs = [&](bool ready, Step needed) {
+            if (!ready && other < 0) other = needed;
+        };
+        if (op == ActionOp::FORWARD) {
+            needs(!has(op, job), step);
+            graph.each_input(job, [&](int32_t producer, int32_t) {
+                needs(has(ActionOp::FORWARD, producer), step_of(ActionOp::FORWARD, producer));
+            });
+        } else if (op == ActionOp::BACKWARD_WEIGHT) {
+            needs(splits(graph, job) && !has(op, job), step);
+            needs(has(ActionOp::BACKWARD_INPUT, job), step_of(ActionOp::BACKWARD_INPUT, job));
+        } else {
+            needs(graph.backward[job] && !handed_back(job) && (op == ActionOp::BACKWARD || splits(graph, job)), step);
+            needs(has(ActionOp::FORWARD, job), step_of(ActionOp::FORWARD, job));
+            graph.each_reader(job, [&](int32_t reader, int32_t) {
+                needs(!graph.backward[reader] || handed_back(reader), step_of(ActionOp::BACKWARD, reader));
+            });
+        }
+        if (other >= 0) return Misplaced{static_cast<int64_t>(at), step, other};
+        done[step] = 1;
+    }
+    for (int32_t job = 0; job < graph.jobs(); ++job) {
+        Step missing = -1;
+        if (has(ActionOp::BACKWARD_INPUT, job) && !has(ActionOp::BACKWARD_WEIGHT, job))
+            missing = step_of(ActionOp::BACKWARD_WEIGHT, job);
+        if (graph.backward[job] && !handed_back(job)) missing = step_of(ActionOp::BACKWARD, job);
+        if (!has(ActionOp::FORWARD, job)) missing = step_of(ActionOp::FORWARD, job);
+        if (missing >= 0) return Misplaced{static_cast<int64_t>(order.size()), missing, missing};
+    }
+    return std::nullopt;
+}
+
 }  // namespace interlace

@@ -22,6 +22,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "schedule/step_graph.h"
@@ -87,5 +88,15 @@ std::vector<double> peaks_of(const StepGraph &graph, const std::vector<Step> &or
 // Seconds until the last step finishes if every rank runs its part of the sequence in order; transfers take none.
 // seconds: of every step.
 double span(const StepGraph &graph, const std::vector<Step> &order, const std::vector<double> &seconds);
+
+// A step that a sequence must not have at this place. other: a step that it needs and that has not come before, or the
+// step itself if it does not belong to the sequence at all or comes twice. at: its index; the length if `step` is
+// missing.
+struct Misplaced {
+    int64_t at;
+    Step step, other;
+};
+// The first fault of a sequence: it must have all steps of the graph once, each after those that it needs.
+std::optional<Misplaced> misplaced(const StepGraph &graph, const std::vector<Step> &order);
 
 }  // namespace interlace

@@ -91,7 +91,7 @@ def begin(channel: Channel | None, digest: int, refused: bool, model: str, given
             wrong = wrong or disagreement({rank: given for rank, (_, given) in enumerate(said)})
             raise ValueError(
                 "the ranks were not given the same, so none runs this step: "
-                f"{wrong or 'their tables differ: do they run one version of the program?'}"
+                f"{wrong or 'their tables or schedules differ: do they run one version of the program?'}"
             )
         channel.begin(digest)
 

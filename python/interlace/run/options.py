@@ -13,14 +13,15 @@ from interlace.model import Checkpointing
 from interlace.parallel.context import ORDERS
 from interlace.run.tables.assign import METHODS, Method
 from interlace.run.tables.dispatch import BALANCES, Balance
-from interlace.schedule import GENERATORS, Options
+from interlace.schedule import Options, generator_of
 
 
 @dataclass(frozen=True)
 class StepOptions:
     """Options of steps. All but `timeout` and `crash_folder` are the same on every rank.
 
-    schedule: "1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v" or "auto", see docs/schedules.md.
+    schedule: a name of `interlace.schedule.GENERATORS`, see docs/schedules.md, or "package.module:function", see
+        docs/extending.md.
     schedule_options: durations and limits of the schedule, see `interlace.schedule.generate`. Without durations, "auto"
         uses the counted costs of `plan.analytic_costs`.
     checkpointing: activations that layers keep for their backward: "none" (keep all), "full" (only the layer's input)
@@ -57,8 +58,8 @@ class StepOptions:
     crash_folder: Path | str | None = None
 
     def __post_init__(self) -> None:
+        generator_of(self.schedule)  # raises for an unknown one
         for what, known in (
-            ("schedule", sorted(GENERATORS)),
             ("context_order", ORDERS),
             ("assign", METHODS),
             ("balance", BALANCES),

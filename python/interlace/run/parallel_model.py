@@ -271,7 +271,7 @@ class ParallelModel:
             schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
             routes = {number: each.routes(device) for number, each in deals.items()}
             text = comparison.of_samples(batch.lists()).text
-            digest = comparison.number(table.digest, self._agreed.text, loss_scale, text)
+            digest = comparison.number(table.digest, schedule.digest, self._agreed.text, loss_scale, text)
         except ValueError as error:
             refused = error
         compare = comparison.begin(

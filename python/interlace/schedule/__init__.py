@@ -19,11 +19,11 @@ from interlace.schedule.automatic import automatic, lower_bound
 from interlace.schedule.check import CheckReport, ScheduleError, check
 from interlace.schedule.costs import Durations
 from interlace.schedule.generate import Options
-from interlace.schedule.generators import GENERATORS
+from interlace.schedule.generators import GENERATORS, generator_of, splits_backward
 from interlace.schedule.gpipe import gpipe
 from interlace.schedule.graph import StageGraph
 from interlace.schedule.one_f_one_b import interleaved, one_f_one_b
-from interlace.schedule.schedule import Schedule
+from interlace.schedule.schedule import Schedule, compute_actions
 from interlace.schedule.table import Chunk, Edge, StepTable
 from interlace.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -42,10 +42,13 @@ __all__ = [
     "StepTable",
     "automatic",
     "check",
+    "compute_actions",
+    "generator_of",
     "gpipe",
     "interleaved",
     "lower_bound",
     "one_f_one_b",
+    "splits_backward",
     "zb_h1",
     "zb_h2",
     "zb_v",

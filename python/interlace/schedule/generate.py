@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -16,21 +16,26 @@ from interlace.schedule.table import StepTable
 
 
 class Kind(NamedTuple):
-    """A generator of the compiled code. whole, halves: whether its lists may have whole backwards, and split ones."""
+    """A generator of the compiled code.
+
+    whole, halves: whether its lists may have whole backwards, and split ones. order: of the virtual stages that it
+    needs; "": it needs none.
+    """
 
     number: int
     whole: bool = True
     halves: bool = False
+    order: Literal["", "loop", "v"] = ""
 
 
 # In the order of `Generator` in csrc/schedule/generator/generate.h.
 KINDS = {
     "gpipe": Kind(0),
     "1f1b": Kind(1),
-    "interleaved": Kind(2),
+    "interleaved": Kind(2, order="loop"),
     "zb_h1": Kind(3, whole=False, halves=True),
     "zb_h2": Kind(4, whole=False, halves=True),
-    "zb_v": Kind(5, whole=False, halves=True),
+    "zb_v": Kind(5, whole=False, halves=True, order="v"),
     "auto": Kind(6, halves=True),
 }
 

@@ -1,16 +1,7 @@
 """Optimizers with a learning rate and weight decay per parameter group, and the schedules of learning rates.
 
-    adamw       torch's AdamW, fused; with ``train.offload_optimizer`` its state in host memory
-    sgd         torch's SGD with momentum; weight decay is added to gradients there
-    adafactor   torch's Adafactor (arXiv 1804.04235): stores a row and a column of a matrix's second moment; steps are
-                relative to the size of a weight, and lr is the maximum step size
-    muon        torch's Muon for the matrices of linear layers except the head (Newton-Schulz in bf16; updates scaled to
-                the size of AdamW's, so that its learning rates fit: arXiv 2502.16982), AdamW for all other parameters
-
 State is keyed by global parameter name, not by position, so it can be saved by one layout and loaded by another.
 Parameters without a gradient in a step (their modality was absent) keep weight and state unchanged, as in one process.
-adamw and sgd are element-wise, so ranks may hold shards of weights. The others need whole weights (`tuning` rejects
-them with shards).
 """
 
 from __future__ import annotations
@@ -25,7 +16,8 @@ from torch import Tensor, nn
 from interlace.plan.memory import StateSize
 from interlace.train.config.sections import Config
 from interlace.train.config.train import Train
-from interlace.train.offload import MOMENTS, OffloadedAdamW
+from interlace.train.offload import OffloadedAdamW
+from interlace.train.optimizers import first_state, make
 
 if TYPE_CHECKING:
     from interlace.parallel.region import Region
@@ -75,7 +67,7 @@ class Optimizer:
         self.peaks: dict[str, list[float]] = {}
         for kind, members in groups.items():  # empty on a rank with only frozen stages
             given = [{"params": each, "lr": lr, "weight_decay": decay} for (lr, decay), each in members.items()]
-            self.made[kind] = _make(kind, given, config.train)
+            self.made[kind] = make(kind, given, config.train)
             self.peaks[kind] = [lr for lr, _ in members]
 
     def step(self, step: int) -> float:
@@ -122,7 +114,7 @@ class Optimizer:
             return optimizer.state_of(parameter)
         state: dict[str, Tensor] = optimizer.state[parameter]
         if not state:  # exactly the state that the optimizer creates at the first update
-            state.update(_first_state(self.kinds[name], parameter, self.config.train))
+            state.update(first_state(self.kinds[name], parameter, self.config.train))
         return state
 
 
@@ -133,35 +125,9 @@ def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) ->
         if name in rates:
             kind = rates[name].optimizer, parameter.shape, parameter.dtype
             if kind not in known:
-                first = _first_state(kind[0], parameter, config.train)
+                first = first_state(kind[0], parameter, config.train)
                 alike = sum(key != "step" and tensor.shape == parameter.shape for key, tensor in first.items())
                 rest = sum(t.nbytes for key, t in first.items() if key == "step" or t.shape != parameter.shape)
                 known[kind] = StateSize(alike + (config.train.ema is not None), rest)
             found[name] = known[kind]
     return found
-
-
-def _make(kind: str, groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
-    betas = (train.betas[0], train.betas[1])
-    if kind == "adamw" and train.offload_optimizer:
-        return OffloadedAdamW(groups, betas=betas, eps=train.eps)
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=train.eps, fused=True)
-    if kind == "sgd":
-        return torch.optim.SGD(groups, momentum=train.momentum)
-    if kind == "muon":
-        return torch.optim.Muon(groups, momentum=train.momentum, adjust_lr_fn="match_rms_adamw")
-    return torch.optim.Adafactor(groups)
-
-
-def _first_state(kind: str, parameter: nn.Parameter, train: Train) -> dict[str, Tensor]:
-    like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    if kind == "adamw":
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step} | {key: torch.zeros_like(like) for key in MOMENTS}
-    if kind == "adafactor":
-        step = torch.zeros((), dtype=torch.float32)  # on the host, as in torch
-        if parameter.dim() < 2:
-            return {"step": step, "variance": like}
-        return {"step": step, "row_var": like[..., :1].clone(), "col_var": like[..., :1, :].clone()}
-    return {"momentum_buffer": like} if train.momentum or kind == "muon" else {}

@@ -40,7 +40,7 @@ def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[st
     Raises ValueError as `activations_of` does.
     """
     from interlace.estimate.traced import activations_of
-    from interlace.schedule.generate import KINDS
+    from interlace.schedule import splits_backward
     from interlace.train.device import AUTOCAST
 
     return activations_of(
@@ -50,7 +50,7 @@ def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[st
         sequence_parallel=config.parallel.sequence_parallel,
         autocast=AUTOCAST[config.train.precision],
         items=_items(config, model),
-        split=KINDS[config.parallel.schedule].halves,
+        split=splits_backward(config.parallel.schedule),
     )
 
 

@@ -27,7 +27,7 @@ def schedule_options(config: Config, model: Any, layout: Any, microbatches: int)
 
     parallel = config.parallel
     options: Options = {}
-    if parallel.schedule == "auto":
+    if parallel.schedule == "auto" or ":" in parallel.schedule:
         counted = chunk_costs(config, layout, flop_costs(config, model), microbatches)
         options["durations"] = stage_durations(model, layout, counted, recompute=config.train.recompute)
     if parallel.activation_memory is not None:
@@ -64,7 +64,7 @@ def step_schedule(
     from interlace.run import stage_graph
     from interlace.run.lanes import with_lanes
     from interlace.run.tables.table import nominal_table
-    from interlace.schedule import GENERATORS, StepTable
+    from interlace.schedule import StepTable, generator_of
 
     graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
     chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
@@ -77,7 +77,7 @@ def step_schedule(
     else:
         table = nominal_table(graph.layout, rounds, chunks)
     options = schedule_options(config, model, layout, microbatches) | (timed or {})
-    return GENERATORS[config.parallel.schedule](graph, table, **options)
+    return generator_of(config.parallel.schedule)(graph, table, **options)
 
 
 def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:

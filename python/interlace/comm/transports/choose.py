@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from interlace import _device
+from interlace._hints import imported
 from interlace.comm.process import groups
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.lost import named
@@ -60,8 +61,9 @@ def connect(
     Args:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default one, else this process alone.
         device: of the tensors. "cuda" means the current device.
-        transport: a name of PREFERENCE, or "auto": the transport named by the environment variable INTERLACE_TRANSPORT,
-            else the first that every rank can run. A single rank always gets a LocalTransport.
+        transport: a name of PREFERENCE, a user's "package.module:Class", or "auto": the transport named by the
+            environment variable INTERLACE_TRANSPORT, else the first that every rank can run. A single rank always gets
+            a LocalTransport.
         timeout: seconds without progress after which this and every later wait fails; default: the process group's own
             timeout, from init_process_group or new_group.
 
@@ -112,10 +114,13 @@ def connect(
     )
 
 
-def capabilities() -> dict[str, Capabilities]:
-    """Capabilities of each transport in this process, best first for each kind of device."""
+def capabilities(wanted: str = "auto") -> dict[str, Capabilities]:
+    """Capabilities of each transport in this process, best first for each kind of device.
+
+    wanted: a further transport to list, if it is a user's class.
+    """
     found = {"local": LocalTransport.capabilities()}
-    for name, *_ in PREFERENCE:
+    for name in _names(wanted):
         transport = _class_of(name)
         found[name] = (
             transport.capabilities() if transport else Capabilities(name, "cuda", missing="not in this version")
@@ -123,8 +128,18 @@ def capabilities() -> dict[str, Capabilities]:
     return found
 
 
+def _names(wanted: str) -> list[str]:
+    """Names of the transports to consider, best first."""
+    return [*([wanted] if ":" in wanted else []), *(name for name, *_ in PREFERENCE)]
+
+
 def _class_of(name: str) -> Any:
-    """The class of a transport; None if its module is missing."""
+    """The class of a transport; None if its module is missing. Raises ValueError for a user's class that is none."""
+    if ":" in name:
+        found = imported(name, "transport")
+        if not (isinstance(found, type) and issubclass(found, Transport)):
+            raise ValueError(f"transport = {name!r} is not a subclass of interlace.comm.transports.Transport")
+        return found
     module, attribute = next((module, attribute) for other, module, attribute in PREFERENCE if other == name)
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -145,14 +160,15 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
 
 def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, Any]:
     """Introduction of a rank, JSON-serializable. The choice of a transport follows from all introductions."""
+    wanted = os.environ.get("INTERLACE_TRANSPORT", "auto") if transport == "auto" else transport
     return {
-        "wanted": os.environ.get("INTERLACE_TRANSPORT", "auto") if transport == "auto" else transport,
+        "wanted": wanted,
         "device": device.type,
         "host": _host(),
         "card": _card(device),
         "can": {
             name: [found.device, found.one_host, found.missing]
-            for name, found in capabilities().items()
+            for name, found in capabilities(wanted).items()
             if name != "local"
         },
     }
@@ -225,9 +241,12 @@ def _agreed(said: Sequence[dict[str, Any]], called: Sequence[int]) -> str:
 
 
 def _known(name: str) -> str:
-    names = ["auto", *(name for name, *_ in PREFERENCE)]
+    names = ["auto", *_names(name)]
     if name not in names:
-        raise ValueError(f"transport {name!r} (argument or INTERLACE_TRANSPORT) is none of {', '.join(names)}")
+        listed = ", ".join(names)
+        raise ValueError(
+            f"transport {name!r} (argument or INTERLACE_TRANSPORT) is none of {listed}, nor a 'package.module:Class'"
+        )
     return name
 
 
@@ -238,7 +257,7 @@ def _reasons(said: Sequence[dict[str, Any]], called: Sequence[int]) -> dict[str,
     """
     device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
     reasons = {}
-    for name, *_ in PREFERENCE:
+    for name in _names(said[0]["wanted"]):
         moves, one_host, _ = said[0]["can"][name]
         missing = {rank: introduction["can"][name][2] for rank, introduction in zip(called, said, strict=True)}
         missing = {rank: why for rank, why in missing.items() if why}

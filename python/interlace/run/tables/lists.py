@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from interlace.run.graph import check_read
 from interlace.run.tables.assign import Assigner
-from interlace.schedule import GENERATORS, Options, Schedule, StageGraph, StepTable, check
+from interlace.schedule import Options, Schedule, StageGraph, StepTable, check, generator_of
 
 _KEPT = 64  # schedules: tables of one form recur
 
@@ -14,7 +14,7 @@ class Lists:
     of durations, if samples are assigned by costs."""
 
     def __init__(self, graph: StageGraph, schedule: str, options: Options, assigner: Assigner | None) -> None:
-        self._graph, self._generator, self._options = graph, GENERATORS[schedule], options
+        self._graph, self._generator, self._options = graph, generator_of(schedule), options
         self._assigner = assigner
         self._schedules: dict[tuple[bool, bool, str, bytes], Schedule] = {}
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from interlace.layout import ParallelSpec
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.train.config.parallel import Parallel
+from interlace.schedule.generate import KINDS
+from interlace.schedule.generators import GENERATORS
 from interlace.train.config.sections import Config
 
 FEW = 4
 """Ranks up to which all layouts are listed."""
 SHARDS = ("none", "optimizer", "full")
-SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["schedule"].annotation)
-"""All schedules that a config can name."""
-VIRTUAL = {"interleaved": "loop", "zb_v": "v"}
+SCHEDULES = tuple(GENERATORS)
+VIRTUAL = {name: kind.order for name, kind in KINDS.items() if kind.order}
 """Schedules with virtual stages, and the order of these stages."""
 _DEGREES = ("tp", "cp", "pp", "virtual")
 _MOST_MICROBATCHES = 4  # times the number of stages of a microbatch; above it the bubble is already small

@@ -20,9 +20,8 @@ from interlace.run.tables.assign import assigner_of
 from interlace.run.tables.batch import GlobalBatch
 from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.sizes import chunk_sizes
-from interlace.schedule import GENERATORS, Op, Schedule
+from interlace.schedule import Op, Schedule, generator_of, splits_backward
 from interlace.schedule.actions import COMPUTE
-from interlace.schedule.generate import KINDS
 from interlace.train.auto.candidates import Candidate, applied, refusal
 from interlace.train.auto.machine import Machine
 from interlace.train.auto.work import Work
@@ -106,7 +105,7 @@ class Evaluator:
                 options = schedule_options(config, self.model, layout, candidate.microbatches)  # as in a run
                 if assigner is not None:
                     options |= assigner.options(table)
-                schedule: Schedule = GENERATORS[candidate.schedule](graph, table, **options)
+                schedule: Schedule = generator_of(candidate.schedule)(graph, table, **options)
                 loads = loads_of(table, sizes)
                 held = held_by_ranks(config, self.model, schedule, traffic.weights, activations, loads, self._state)
                 if held.peak > limit:
@@ -139,7 +138,7 @@ class Evaluator:
         if lanes not in self._weights:
             self._weights[lanes] = weights_of(self.model, layout, sequence_parallel=rows)
         checkpointing = config.train.activation_checkpointing
-        split = KINDS[config.parallel.schedule].halves
+        split = splits_backward(config.parallel.schedule)
         keys = {name: (name, lane, checkpointing, split) for name, lane in zip(layout.modules, lanes, strict=True)}
         if not self._activations.keys() >= set(keys.values()):
             made = activations_of_config(config, self.model, layout)  # slow

@@ -7,7 +7,6 @@ gives the nearest valid one, for a wrong type the required type, for a missing k
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import sys
 import types
@@ -16,6 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from interlace import _hints
 from interlace._hints import nearest
 from interlace.train.config.local_paths import local_path
 from interlace.train.config.sections import OPEN_REPLICAS, Config
@@ -257,24 +257,11 @@ def check_keys(
 
 
 def imported(path: str, where: str) -> Any:
-    """Returns the object at "package.module:name". Raises ConfigError if it does not exist."""
-    module, _, name = path.partition(":")
+    """The object at "package.module:name". Raises ConfigError if it does not exist."""
     try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:  # user code may raise anything
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
-        ) from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{where} = {path!r}: {module} has no {name!r}; {nearest(part, _public(found))}")
-        found = getattr(found, part)
-    return found
-
-
-def _public(module: Any) -> list[str]:
-    return [name for name in dir(module) if not name.startswith("_")] or ["nothing"]
+        return _hints.imported(path, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def dumps(config: Config) -> str:

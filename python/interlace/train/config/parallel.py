@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from interlace._hints import nearest
 from interlace.train.config.base import WEEK, Positive, Section
 
 
@@ -115,11 +116,12 @@ class Parallel(Section):
     dp: Positive | None = None
     """Replicas of every module without its own ``dp``; each takes its share of every batch. Default: as many as
     torchrun's processes allow, 1 without torchrun."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v", "auto"] = "1f1b"
+    schedule: str = "1f1b"
     """Order of the chunks' forward and backward passes. gpipe: all forwards, then all backwards. interleaved: 1F1B for
     modules with ``virtual`` >= 2. zb_h1, zb_h2, zb_v: backward passes in two halves, the second of which fills idle
     time. Their activation memory: zb_h1 as 1F1B, zb_h2 about twice that, zb_v as 1F1B; zb_v needs ``virtual`` = 2 and
-    ``order`` = "v" in a module. auto: the fastest schedule that a search finds, by the counted cost of each stage."""
+    ``order`` = "v" in a module. auto: the fastest schedule that a search finds, by the counted cost of each
+    stage. "package.module:function": a generator of your own, see docs/extending.md."""
     activation_memory: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Memory per rank for the activations of forward passes whose backward pass is still pending [GiB]. As many forward
     passes run ahead as fit. Default: the schedule's own limit."""
@@ -181,6 +183,14 @@ class Parallel(Section):
         """Number of ranks of all stages of all replicas of the module `name`, without sharing."""
         spec = self.module(name)
         return spec.tp * spec.cp * spec.pp * self.replicas(name)
+
+    @model_validator(mode="after")
+    def _schedule_exists(self) -> Parallel:
+        from interlace.schedule.generators import GENERATORS
+
+        if ":" not in self.schedule and self.schedule not in GENERATORS:
+            raise ValueError(f"there is no schedule {self.schedule!r}; {nearest(self.schedule, GENERATORS)}")
+        return self
 
     @model_validator(mode="after")
     def _speaks_of_a_plan(self) -> Parallel:

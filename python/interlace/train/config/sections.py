@@ -185,15 +185,16 @@ class Config(Section):
             if parallel.ranks is not None:
                 raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
         specs = [parallel.module(name) for name in self.modules()]
-        for schedule, has, needs in (
-            ("interleaved", any(spec.virtual > 1 for spec in specs), "virtual = 2 or more"),
-            ("zb_v", any(spec.order == "v" for spec in specs), "virtual = 2 and order = 'v'"),
-        ):
-            if parallel.schedule == schedule and not has:
-                raise ValueError(
-                    f"parallel.schedule = {schedule!r} is for a module with {needs}: give [parallel.language_model] "
-                    "these, or choose another schedule"
-                )
+        from interlace.schedule.generate import KINDS
+
+        order = KINDS[parallel.schedule].order if parallel.schedule in KINDS else ""
+        has = {"loop": any(spec.virtual > 1 for spec in specs), "v": any(spec.order == "v" for spec in specs)}
+        needs = {"loop": "virtual = 2 or more", "v": "virtual = 2 and order = 'v'"}
+        if order and not has[order]:
+            raise ValueError(
+                f"parallel.schedule = {parallel.schedule!r} is for a module with {needs[order]}: give "
+                "[parallel.language_model] these, or choose another schedule"
+            )
         return self
 
     @model_validator(mode="after")
@@ -246,11 +247,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compiled_layers_go_back_at_once(self) -> Config:
-        from interlace.schedule.generate import KINDS
+        from interlace.schedule.generators import GENERATORS, splits_backward
 
         schedule = self.parallel.schedule
-        if self.train.compile and KINDS[schedule].halves:
-            whole = " or ".join(repr(name) for name, kind in KINDS.items() if not kind.halves)
+        if self.train.compile and splits_backward(schedule):
+            whole = " or ".join(repr(name) for name in GENERATORS if not splits_backward(name))
             raise ValueError(
                 f"parallel.schedule = {schedule!r} puts the gradients of weights off to the second half of a backward, "
                 "which layers that are compiled (train.compile) cannot do, so that their second halves would be "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from interlace._hints import nearest
 from interlace.train.config.base import Fraction, NotNegative, Positive, Rate, Section
+
+OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
 
 
 class Lora(Section):
@@ -105,10 +108,13 @@ class Train(Section):
     schedule_steps: Positive | None = None
     """Steps until the learning rate reaches its minimum, where it stays. Default: ``train.steps``. Required to extend a
     run if that would change its rate: the old number of steps keeps the schedule, the new one starts a new schedule."""
-    optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+    optimizer: str = "adamw"
     """adamw. adafactor: little state; steps are relative to the size of weights, and lr is the maximum step. muon: Muon
     for the matrices of linear layers except the head, adamw for all other parameters; uses learning rates of adamw.
-    sgd: with momentum. adafactor and muon need whole matrices: not with tp > 1 or ``shard``."""
+    sgd: with momentum. "package.module:Class": a subclass of torch.optim.Optimizer, see docs/extending.md. adafactor,
+    muon and classes without ``elementwise`` = True need whole matrices: not with tp > 1 or ``shard``."""
+    optimizer_options: dict[str, Any] = {}
+    """Arguments of an optimizer that is given as a class, such as {betas = [0.9, 0.99]}."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Momentum of muon and sgd."""
     weight_decay: Rate = 0.05
@@ -170,6 +176,17 @@ class Train(Section):
         if self.warmup_steps is not None:
             return self.warmup_steps
         return max(0, min(20, length // 10, length - (self.decay_steps or 0)))
+
+    @model_validator(mode="after")
+    def _optimizer_exists(self) -> Train:
+        if ":" not in self.optimizer:
+            if self.optimizer not in OPTIMIZERS:
+                raise ValueError(f"there is no optimizer {self.optimizer!r}; {nearest(self.optimizer, OPTIMIZERS)}")
+            if self.optimizer_options:
+                raise ValueError(
+                    f"optimizer_options are for a class of your own, not for {self.optimizer!r}: remove them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> Train:
