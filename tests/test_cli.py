@@ -253,7 +253,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 1
     assert "interlace: rank 1 was killed by SIGKILL (signal 9)" in output, output
-    assert "the other ranks (0) have been stopped" in output and "--resume" in output
+    assert "stopped the other ranks (0)" in output and "--resume" in output
 
     folder = _folder(tiny)
     reached = max(step for step, _ in _curve(folder))

@@ -54,7 +54,7 @@ ALLOWED = {
     ("python/interlace/data/workers/tasks.py", "pickle"): "of who has started it",
     ("python/interlace/data/workers/ray_tasks.py", "pickle"): "among the tasks of one job",
     ("python/interlace/estimate/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
-    ("python/interlace/train/around.py", "pickle"): "of what it has pickled itself, to time that",
+    ("python/interlace/train/step_overhead.py", "pickle"): "of what it has pickled itself, to time that",
     ("bench/kernel_times.py", "multiprocessing"): "starts processes",
     ("bench/kernel_times.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
     ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",

@@ -16,4 +16,4 @@ def share_trials() -> None:
     """Stores probe results in the folder of this run from now on, once the module that stores them is loaded."""
     module = sys.modules.get("interlace.model.probe.cache")
     if module is not None and FOLDER in os.environ:
-        module.keep_in(Path(os.environ[FOLDER]))
+        module.use_cache_folder(Path(os.environ[FOLDER]))

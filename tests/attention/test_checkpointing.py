@@ -163,7 +163,7 @@ def test_transformers_checkpointing_of_multimodal_modules(name, reentrant):
     module = mllm.language_model if name == "language_model" else mllm.encoders[name].module
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if not FIVE and name != "language_model":
-        with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\) and set_checkpointing\(\)"):
+        with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\), then set_checkpointing\(\)"):
             mllm(**batch)
         return
     mllm(**batch).loss.backward()

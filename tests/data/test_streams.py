@@ -319,7 +319,7 @@ def test_settings_that_do_not_fit_are_refused(parallel) -> None:
 def test_ids_beyond_32_bits_are_refused(parallel) -> None:
     big = Sample(torch.tensor([1, 2**40]), torch.tensor([2, 3]), {}, "big")
     with StreamLoader(IterableStream([lambda: iter([big])]), parallel, 1, timeout=20) as loader:
-        with pytest.raises(StreamError, match=r"'big': input_ids are beyond 32 bits"):
+        with pytest.raises(StreamError, match=r"'big': input_ids do not fit in 32 bits"):
             next(loader)
 
 

@@ -28,7 +28,7 @@ def test_table_covers_every_layout_fault_kind_and_rank() -> None:
     ("text", "ranks"),
     [
         ("rank 0, RECV a[0] chunk 1: lost rank 3 (its process, 9, ended)", {3}),
-        ("rank 0: lost ranks 1, 2 (no answer), which showed as: rank 0, x: lost rank 3 (it died)", {1, 2}),
+        ("rank 0: lost ranks 1, 2 (no answer); first symptom: rank 0, x: lost rank 3 (it died)", {1, 2}),
         ("rank 0, x: no answer from rank 1 within 3 s", set()),
     ],
 )

@@ -295,7 +295,7 @@ def test_in_place_change_of_a_kept_result_is_an_error(shape: tuple[int, ...], tr
     layer = Layer()
     layer.linear.weight.requires_grad_(trained)
     set_checkpointing([layer], "selective")
-    with pytest.raises(ValueError, match=r'Layer changes the result of a matrix product in place, .*: use "full"'):
+    with pytest.raises(ValueError, match=r'Layer modifies the result of a matrix product in place, .*: use "full"'):
         layer(torch.ones(shape, requires_grad=trained)).sum().backward()
 
 

@@ -76,7 +76,7 @@ def check_language(model: nn.Module, kind: str) -> None:
     try:
         mfu = count_language(mllm, {})
     except Uncountable as error:
-        assert "is used beside them" in str(error) or "not linear" in str(error)
+        assert "used outside the layers" in str(error) or "not linear" in str(error)
         return
     # MFU counts convolutions at the ends of a sample as whole operations per token.
     assert per_token == pytest.approx(mfu.token.forward + mfu.target.forward, rel=1e-5)
@@ -94,7 +94,7 @@ def check_encoder(model: nn.Module) -> None:
     try:
         mfu = Encoder(mllm, "seen").of(item)
     except Uncountable as error:
-        assert "is used beside them" in str(error)
+        assert "used outside the layers" in str(error)
     else:
         assert per_token * tokens == pytest.approx(mfu.products.forward, rel=1e-9)
         assert per_pair == pytest.approx(sum(kind.forward(1) for kind, _ in mfu.attention), rel=1e-9)

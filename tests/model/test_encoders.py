@@ -100,7 +100,7 @@ def test_patches_as_the_image_processor_makes_them():
 
 def test_layers_that_take_no_rows_of_tokens():
     sizes = {**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, "num_pos_feats": 8}
-    with pytest.raises(ValueError, match=r"SamVisionModel .* its layers take \[1, 4, 4, 16\], not tokens"):
+    with pytest.raises(ValueError, match=r"SamVisionModel .* the input of its layers is \[1, 4, 4, 16\], not tokens"):
         ModalityModule(SamVisionModel(SamVisionConfig(**sizes, global_attn_indexes=[1], window_size=2)))
 
 

@@ -79,7 +79,7 @@ def items(encoder, grids=GRIDS, seed=0):
     made = []
     for number, grid in enumerate(grids):
         about = {"grid_thw": grid}
-        if "merge_sizes" in encoder.feed.told:
+        if "merge_sizes" in encoder.feed.item_keys:
             about["merge_sizes"] = (1 + number % 2,)
         shape = (math.prod(grid), *encoder.feed.patch)
         made.append(Media(shape, encoder.tokens(shape, about), torch.randn(shape, generator=g), about=about))
@@ -180,7 +180,7 @@ def test_one_projector_less():
     media = items(encoder)
     encoder.connect(24)
     assert encoder(**encoder.collate(media)).shape == (sum(item.tokens for item in media), 24)
-    with pytest.raises(ValueError, match=r"needs a projector.*24 channels that become 32"):
+    with pytest.raises(ValueError, match=r"needs a projector.*from 24 to 32 channels"):
         encoder.connect(32)
 
 
@@ -197,8 +197,8 @@ def test_wrong_items():
     encoder = ModalityModule(qwen2())
     shape = (24, 24)
     for about, message in [
-        ({}, "must be told grid_thw"),
-        ({"grid_thw": (4, 6)}, "must be told grid_thw"),
+        ({}, "needs grid_thw of each item"),
+        ({"grid_thw": (4, 6)}, "needs grid_thw of each item"),
         ({"grid_thw": (1, 4, 4)}, r"takes patches of shape \(16, 24\)"),
         ({"grid_thw": (1, 3, 8)}, "multiples of 2"),
     ]:
@@ -210,7 +210,7 @@ def test_wrong_items():
 def test_rows_that_cannot_be_dealt():
     mllm, _ = model("qwen2.5")
     layout = Layout.from_specs(mllm, {"vision": ParallelSpec(cp=2), "language_model": ParallelSpec()})
-    with pytest.raises(ValueError, match="vision cannot be dealt among cp = 2 ranks"):
+    with pytest.raises(ValueError, match="vision does not support cp = 2: "):
         parallelize(mllm, layout, transport="local")
 
 

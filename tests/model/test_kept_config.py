@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, SiglipVisionModel
 
 from interlace.model import MultimodalModel
-from interlace.model.checkpoints.config_file import for_transformers_5, keep_config
+from interlace.model.checkpoints.config_file import copy_config, for_transformers_5
 from tests.model import zoo
 from tests.model.older import FAMILIES, folder_of
 
@@ -34,7 +34,7 @@ def test_a_module_keeps_the_config_of_its_folder(name: str, kind: Any, tmp_path:
     source = folder_of(name, tmp_path / "source")
     kind.from_pretrained(source).save_pretrained(tmp_path / "out")
     assert bool(for_transformers_5(tmp_path)) == (name == "llama")
-    assert keep_config(tmp_path / "out", source)
+    assert copy_config(tmp_path / "out", source)
     assert (tmp_path / "out" / "config.json").read_text() == FAMILIES[name]["config"]
     assert for_transformers_5(tmp_path) == []
 
@@ -60,7 +60,7 @@ def test_a_config_of_something_else_is_not_kept(change: str | None, tmp_path: Pa
     (tmp_path / "source").mkdir()
     if change is not None:
         (tmp_path / "source" / "config.json").write_text(change)
-    kept = keep_config(tmp_path / "out", tmp_path / "source")
+    kept = copy_config(tmp_path / "out", tmp_path / "source")
     assert kept == (change == '{"model_type": "llama"}')
     if not kept:
         assert (tmp_path / "out" / "config.json").read_text() == before

@@ -213,14 +213,14 @@ def test_packed_rows_are_refused_if_samples_would_leak():
     padded = BitfieldMask(
         torch.full((1, 8), word(0, causal=True)), doc=torch.tensor([[-1, -1, 0, 0, 0, 0, 0, 0]], dtype=torch.int32)
     )
-    with pytest.raises(ValueError, match="padding before its own"):
+    with pytest.raises(ValueError, match="padding on the left"):
         mllm(ids, mask=padded)
     assert mllm(ids).logits.shape == (1, 8, VOCAB)
 
 
 def test_documents_in_pieces_are_refused():
     doc = torch.tensor([[0, 0, 1, 1, 0]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="lies in several pieces"):
+    with pytest.raises(ValueError, match="is not contiguous"):
         documents(AttentionPlan.build(BitfieldMask(torch.full((1, 5), word(0)), doc=doc)))
 
 

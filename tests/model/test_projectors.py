@@ -150,11 +150,13 @@ def test_what_cannot_be_joined_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"2 x 3 patches cannot be joined 2 x 2: resize images so that"):
         eyes.tokens((3, 2 * PATCH, 3 * PATCH))
-    with pytest.raises(ValueError, match=r"how many tokens PixelShuffleProjector makes .* put the encoder into"):
+    with pytest.raises(
+        ValueError, match=r"PixelShuffleProjector determines the number of tokens .* put the encoder into"
+    ):
         ModalityModule(siglip(), projector="pixel_shuffle").tokens((3, 16, 16))
     deaf = ModalityModule(whisper(), projector="pixel_shuffle")
     deaf.connect(24)
-    with pytest.raises(ValueError, match=r"these features are no grid of patches: use the projector mlp"):
+    with pytest.raises(ValueError, match=r"these features are not a grid of patches: use the projector mlp"):
         deaf.tokens((8, 20))
     with pytest.raises(ValueError, match=r"Middle is called with .*unexpected keyword argument 'width'"):
         make_projector(Middle, 4, 4, {"width": 3})
@@ -164,5 +166,5 @@ def test_callback_that_drops_features_needs_another_projector() -> None:
     encoder = copy.copy(ModalityModule(siglip(), projector="pixel_shuffle", postprocess=lambda _, x: x[::2]))
     encoder.connect(24)
     image = Media((3, 16, 16), 4, torch.randn(3, 16, 16))
-    with pytest.raises(ValueError, match="postprocess made 8 tokens of 16, so downsample=1 or a projector that looks"):
+    with pytest.raises(ValueError, match="postprocess made 8 tokens of 16, so downsample=1 or a projector over"):
         encoder(**encoder.collate([image]))

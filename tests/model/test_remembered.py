@@ -21,7 +21,7 @@ from interlace.model.counting.layers import counted
 from interlace.model.probe import cache as remembered
 from interlace.model.probe import language as trial_language
 from interlace.model.probe import whole as whole_trial
-from interlace.model.probe.cache import decoded, encoded, keep_in, spelled
+from interlace.model.probe.cache import decoded, encoded, spelled, use_cache_folder
 from interlace.model.probe.encoder import encoder_cuts, encoder_packing, encoder_takes_any_order
 from tests.model import wholes
 from tests.tiny import tiny_mllm
@@ -30,15 +30,15 @@ from tests.tiny import tiny_mllm
 @pytest.fixture(autouse=True)
 def shared_trials() -> None:
     """Disables the shared cache of probe results here."""
-    keep_in(None)
+    use_cache_folder(None)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    keep_in(tmp_path / "trials")
+    use_cache_folder(tmp_path / "trials")
     forget()
     yield tmp_path / "trials"
-    keep_in(None)
+    use_cache_folder(None)
     forget()
 
 
@@ -184,9 +184,9 @@ def ask(what: str, model: MultimodalModel) -> Any:
 
 @pytest.mark.parametrize("what", ["packing", "order", "cuts", "cache"])
 def test_a_failure_is_no_answer_for_ever(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_in(None)
+    use_cache_folder(None)
     model = tiny_mllm()
-    keep_in(folder)
+    use_cache_folder(folder)
     forget()
     with monkeypatch.context() as patch:
         patch.setattr(trial_language, "_steps" if what == "cache" else "run_language", busy)
@@ -203,9 +203,9 @@ def test_a_failure_is_no_answer_for_ever(what: str, folder: Path, monkeypatch: p
 
 @pytest.mark.parametrize("what", [encoder_takes_any_order, encoder_cuts, encoder_packing])
 def test_nor_of_an_encoder(what: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_in(None)
+    use_cache_folder(None)
     [encoder] = tiny_mllm(encoders=("vision",)).encoders.values()
-    keep_in(folder)
+    use_cache_folder(folder)
     forget()
     with monkeypatch.context() as patch:
         patch.setattr(type(encoder), "run", busy)
@@ -234,11 +234,11 @@ def test_nor_whether_items_that_touch_see_each_other(folder: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    keep_in(tmp_path / "file" / "trials")
+    use_cache_folder(tmp_path / "file" / "trials")
     try:
         assert remembered.remembered("a", wholes.llava(), 2, lambda: True)
     finally:
-        keep_in(None)
+        use_cache_folder(None)
         forget()
 
 

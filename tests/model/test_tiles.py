@@ -102,7 +102,7 @@ def test_wrong_items():
     torch.manual_seed(0)
     encoder = build(lambda: Side(onevision()), audio=None).encoders["vision"]
     for shape, about, message in [
-        ((3, 3, TILE, TILE), {}, "must be told image_sizes"),
+        ((3, 3, TILE, TILE), {}, "needs image_sizes of each item"),
         ((3, 3, TILE, 2 * TILE), {"image_sizes": (16, 30)}, r"takes \(tiles, \*\(3, 16, 16\)\)"),
         ((2, 3, TILE, TILE), {"image_sizes": (16, 30)}, "makes no features of an item of shape"),
     ]:

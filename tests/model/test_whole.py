@@ -173,7 +173,7 @@ def test_what_qwen_does_not_take_is_refused(qwen: Family) -> None:
     item = Media((16, 24), 4, torch.zeros(16, 24), about=grid)
     ids = torch.tensor([5, *[wholes.TOKEN] * 8, 7])
     touching = Sample(ids, torch.full_like(ids, -100), {"vision": [item, item]}, "touching")
-    with pytest.raises(ValueError, match="'touching', vision item 1 begins where the one before it ends"):
+    with pytest.raises(ValueError, match="'touching', vision item 1 directly follows another item"):
         mllm.collate([touching])
     untold = Sample(ids[:6], torch.full((6,), -100), {"vision": [Media((16, 24), 4, torch.zeros(16, 24))]}, "untold")
     with pytest.raises(ValueError, match=r"'untold'.*grid_thw"):
@@ -232,7 +232,7 @@ def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) ->
         ({key: weights[key] for key in others}, {}, "has no weight"),
         (weights | {"model.more": torch.ones(1)}, {}, "has a weight that the model does not"),
         (weights | {first: torch.ones(3)}, {}, "of another shape|size mismatch|mismatch"),
-        (weights, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "no whole vision- or audio-language"),
+        (weights, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "not a vision- or audio-language"),
         (weights, {"model_type": "qwen9"}, "qwen9"),
         (weights, {"architectures": [None]}, "architectures"),
         (weights, {"architectures": "Qwen3VLForConditionalGeneration"}, "architectures"),
@@ -268,15 +268,15 @@ def test_models_of_modules_are_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"modules": {"language_model": {"class": "os.path"}}}, "os.path is no model class of transformers"),
+        ({"modules": {"language_model": {"class": "os.path"}}}, "os.path is not a model class of transformers"),
         ({"modules": {"language_model": {"class": "transformers.no.such.Model"}}}, "No module named"),
         ({"modules": {"language_model": {"class": 3}}}, "class is 3"),
         ({"modules": {"language_model": {}}}, "it has no 'class'"),
         ({"modules": []}, "names no language_model"),
-        ({"modules": [1]}, "does not say what the folder holds"),
+        ({"modules": [1]}, "interlace.json is invalid: "),
         ({"placeholders": {"vision": "46"}}, "a placeholder is '46'"),
         ({"bidirectional": "no"}, "bidirectional is 'no'"),
-        ({"format": 2, "modules": None}, "has format 2, this version of Interlace reads 1"),
+        ({"format": 2, "modules": None}, "has format 2, but this version of Interlace reads 1"),
     ],
 )
 def test_a_changed_list_of_modules_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -290,7 +290,7 @@ def test_a_changed_list_of_modules_is_refused(tmp_path: Path, change: dict[str, 
 def test_a_folder_that_is_gone_is_missed(tmp_path: Path) -> None:
     zoo.build(audio=None).save_pretrained(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "vision")
-    with pytest.raises(ValueError, match=r"interlace.json names 'vision', of which there is no folder"):
+    with pytest.raises(ValueError, match=r"interlace.json names 'vision', but its folder is missing"):
         MultimodalModel.from_pretrained(tmp_path / "out")
 
 
@@ -309,9 +309,9 @@ def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
     for owner, key, value, message in (
         (encoder, "_tokens", lambda shape, about: 4, "vision has a tokens function"),
         (encoder, "_collate", lambda items: {}, "vision has a collate function"),
-        (encoder, "layer_path", "encoder.others", "vision is cut at layers 'encoder.others', which you named"),
-        (settings, "layer_path", "model.others", "language_model is cut at layers 'model.others'"),
-        (settings, "positions", lambda sample: None, "functions of your own"),
+        (encoder, "layer_path", "encoder.others", "vision has layers='encoder.others', which cannot be stored"),
+        (settings, "layer_path", "model.others", "language_model has layers='model.others'"),
+        (settings, "positions", lambda sample: None, "has callbacks, which cannot be stored"),
         (settings, "deepstack", 1, "deepstack"),
     ):
         before = getattr(owner, key)

@@ -484,5 +484,5 @@ def test_context_parallel_ranks_have_their_rows_alone() -> None:
 
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     mllm, _ = small()
-    with pytest.raises(ValueError, match=r"language_model cannot be cut among tp = 3 ranks: .*give it pp or dp"):
+    with pytest.raises(ValueError, match=r"language_model does not support tp = 3: .*pp or dp instead"):
         weights_of(mllm, Layout.from_specs(mllm, {"vision": ParallelSpec(), LLM: ParallelSpec(tp=3)}))

@@ -292,7 +292,7 @@ def _node(
 
         def _start(self, pages: list[Path], store: str) -> None:
             place = Path(folder)
-            for environment in self._told(pages, store):
+            for environment in self._rank_environments(pages, store):
                 log = place / f"{name}.log"
                 self.processes.append(_Forked(partial(_rank, config, environment, log, place, resume)))
             (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))

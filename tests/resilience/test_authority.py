@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from interlace.resilience.coordinator.authority import LATE, SEARCH, TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
-from interlace.resilience.member import ENTERED, GAVE_UP, READY, WHY, cast, decided, prefix_of
+from interlace.resilience.member import ABORTED, ENTERED, READY, WHY, cast, decided, prefix_of
 from interlace.resilience.settings import Settings
 
 
@@ -23,7 +23,7 @@ def started(names: str) -> tuple[Authority, dist.HashStore]:
 
 def come(authority: Authority, store: dist.HashStore, names: str) -> None:
     for name in names:
-        authority.came(Node(name, 1, "here"))
+        authority.join(Node(name, 1, "here"))
         store.add(f"{READY}/{name}", 1)
     authority.decide({}, 0.0, 0.0)
 
@@ -85,7 +85,7 @@ def test_second_error_before_the_first_generation_ends_the_run() -> None:
     store = dist.HashStore()
     authority = Authority(Settings(nodes=4, faults=0, gather=60.0), store, lambda what, **values: None, 0.0)
     come(authority, store, "ab")
-    authority.came(Node("c", 1, "here"))
+    authority.join(Node("c", 1, "here"))
     fail(authority, "a", 1.0)
     authority.lose(Removal("b", "death", "its supervisor is gone"), 2.0)
     assert not authority.over
@@ -127,10 +127,10 @@ def test_node_that_misses_the_rendezvous_is_lost_as_hung() -> None:
         store.add(f"{prefix}/{ENTERED}/{node}", 1)
     store.set(f"{prefix}/{WHY}", "rank 0: rank 2 says nothing")
     assert authority.decide({}, 0.0, 0.0) == []
-    store.add(f"{prefix}/{GAVE_UP}", 1)
+    store.add(f"{prefix}/{ABORTED}", 1)
     assert authority.decide({}, LATE, 0.0) == []
     (removal,) = authority.decide({}, LATE + 5.1 + SEARCH, 0.0)
-    assert (removal.node, removal.kind) == ("c", "hang") and "not all of its ranks have come" in removal.why
+    assert (removal.node, removal.kind) == ("c", "hang") and "not all of its ranks entered generation" in removal.why
     authority.lose(removal, 70.0)
     assert authority.decide({}, 70.0 + 2 * TOGETHER, 0.0) == []
     assert authority.generation is not None and set(authority.generation.nodes) == {"a", "b"}

@@ -71,7 +71,7 @@ def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, lane: dict[s
         cluster.hold(None)
         assert cluster.end()["b"] == 1, cluster.told()
     assert cluster.events("generation")[-1]["of"] == "save"
-    assert "too few nodes are left" in cluster.told()
+    assert "too few nodes remain" in cluster.told()
     (saved,) = cluster.run_folder().glob("checkpoints/step-*")
     verify(saved)
     manifest = read_manifest(saved)

@@ -31,7 +31,7 @@ def started(nodes: int, faults: int, least: int, templates: Templates | None = N
 
 
 def come(roster: Roster, node: str) -> None:
-    roster.came(Node(node, 2, "host"))
+    roster.join(Node(node, 2, "host"))
     roster.is_ready(node, 1.0)
 
 

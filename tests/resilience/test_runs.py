@@ -119,7 +119,7 @@ def test_preempting_all_nodes_saves_the_run_and_exits_by_signal(tmp_path: Path) 
             node.terminate()
         assert run.end() == 128 + signal.SIGTERM
         assert run.generations()[-1]["of"] == "save" and run.journal("lost") == []
-        assert "nodes were asked to go" in run.journal("end")[0]["why"]
+        assert "nodes were asked to leave" in run.journal("end")[0]["why"]
         assert [node.exitcode for node in run.supervisors] == [128 + signal.SIGTERM] * 2
 
 
@@ -170,7 +170,7 @@ def test_what_is_no_coordinator_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         thread = threading.Thread(target=answer)
         thread.start()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(ResilienceError, match="does not speak this protocol"):
+        with pytest.raises(ResilienceError, match="does not use this protocol"):
             Supervisor(address, [], SETTINGS, host="host", logs=tmp_path).run()
         thread.join()
 
@@ -192,7 +192,7 @@ def give_up_once(folder: Path, steps: int) -> None:
     generation = member.next_generation(0, 60.0)
     (folder / f"{member.node}-{os.getpid()}").write_text("")
     if generation.number == 1 and member.rank(generation) == 0:
-        member.gave_up(generation, "a message was lost")
+        member.abort(generation, "a message was lost")
         generation = member.next_generation(1, 60.0)
     for step in range(steps):
         if member.vote(generation, step) == "abort":
@@ -213,7 +213,7 @@ def give_up_always(folder: Path) -> None:
     member = Member.from_environment(60.0)
     generation = member.next_generation(0, 60.0)
     while True:
-        member.gave_up(generation, "a message was lost")
+        member.abort(generation, "a message was lost")
         generation = member.next_generation(generation.number, 60.0)
 
 

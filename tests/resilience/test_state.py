@@ -19,8 +19,8 @@ from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Answer, Decision, Generation, Node
 from interlace.resilience.member import (
+    ABORTED,
     ENTERED,
-    GAVE_UP,
     GENERATION,
     NEWEST,
     READY,
@@ -147,7 +147,7 @@ class World:
 
     def join(self) -> None:
         rank = Rank(f"n{len(self.ranks)}", -1)
-        rank.alive = self.coordinate(lambda authority: authority.came(Node(rank.node, 1, "here")))
+        rank.alive = self.coordinate(lambda authority: authority.join(Node(rank.node, 1, "here")))
         self.ranks.append(rank)
 
     def lose(self, rank: Rank) -> None:
@@ -158,7 +158,7 @@ class World:
         """A supervisor reconnects to the coordinator; it is rejected if it was already declared lost."""
         if rank.alive and self.authority is not None:
             if self.authority.is_away(rank.node):
-                self.coordinate(lambda authority: authority.is_back(rank.node))
+                self.coordinate(lambda authority: authority.reconnected(rank.node))
                 if rank.mode == "done":
                     self.coordinate(lambda authority: authority.finish(rank.node))
             elif rank.node not in self.authority.roster.nodes and rank.mode != "done":
@@ -334,7 +334,7 @@ def test_every_call_may_be_a_coordinators_last(tmp_path: Path, scene: str, lost:
         assert generation is not None
         if scene == "a rank that gave up":
             world.store.set(f"{prefix_of(generation)}/{WHY}", "it saw something")
-            world.store.add(f"{prefix_of(generation)}/{GAVE_UP}", 1)
+            world.store.add(f"{prefix_of(generation)}/{ABORTED}", 1)
             world.turn()
             world.now += world.settings.heartbeat + SEARCH
         world.look, world.fuse = [0], fuse
@@ -379,7 +379,7 @@ def test_rank_that_missed_several_restarts_gets_an_abort(tmp_path: Path) -> None
         world.start()
         assert world.authority is not None
         for node in first.nodes:
-            world.authority.is_back(node)
+            world.authority.reconnected(node)
         world.turn()
         world.turn()
         assert world.authority.generation is not None and world.authority.generation.number == number
@@ -430,17 +430,17 @@ def test_what_cannot_be_taken_up_is_refused_by_name(tmp_path: Path) -> None:
         (json.dumps(first).encode() + b"\nno json\n[3, 1]\n", "JSONDecodeError"),
     ):
         path.write_bytes(raw)
-        with pytest.raises(ResilienceError, match=f"no state of a run that can be taken up.*{why}"):
+        with pytest.raises(ResilienceError, match=f"invalid coordinator state.*{why}"):
             StateFile(path)
     written(tmp_path / "another", 1)  # its state is not the state of an authority
-    with pytest.raises(ResilienceError, match="holds no state that can be taken up"):
+    with pytest.raises(ResilienceError, match="invalid coordinator state"):
         Authority.resumed(StateFile(tmp_path / "another"), dist.HashStore(), lambda what, **values: None, 0.0)
 
 
 def test_one_coordinator_at_a_time_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "PASSING", 0.2)
     file = StateFile(tmp_path / "state")
-    with pytest.raises(ResilienceError, match="belongs to a coordinator that runs"):
+    with pytest.raises(ResilienceError, match="is in use by a running coordinator"):
         StateFile(tmp_path / "state")
     file.close()
     StateFile(tmp_path / "state").close()

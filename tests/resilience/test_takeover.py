@@ -74,7 +74,7 @@ def test_lanes_lie_where_ranks_would_and_a_rank_keeps_its_place(model, templates
         for stage in layout.of_rank(rank):
             assert stage.lane.ranks == tuple(range(rank - rank % width, rank - rank % width + width))
     assert wide.shares([size * width for size in sizes], 12) == templates.shares(sizes, 12)
-    with pytest.raises(ValueError, match=f"no whole number of lanes of {width} ranks"):
+    with pytest.raises(ValueError, match=f"not divisible into lanes of {width} ranks"):
         wide.layout([width + 1])
 
 
@@ -91,7 +91,7 @@ def test_shares_minimize_the_time_of_the_slowest_pipeline(templates) -> None:
 
 
 def test_a_pipeline_of_more_ranks_than_layers_is_refused(templates) -> None:
-    with pytest.raises(ValueError, match="needs a layer for each"):
+    with pytest.raises(ValueError, match="needs at least one layer per"):
         templates.layout([templates.most_ranks + 1])
 
 

@@ -158,11 +158,11 @@ def test_what_is_copied_by_hand() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (kept(3, 2, 7, home=2), r"layers \[2, 7\] keep what layer 2 made"),
-        (kept(3, 7, home=7), "layers 2 and 7, which look the same, keep different bytes"),
-        (kept(3, 7), "layers 2 and 7, which look the same, keep different bytes"),
-        (kept(3, 2, edge=2), "layers 2 and 7, which look the same"),
-        (kept(3, 3, edge=4), "what enters layer 4 is not as what enters layer 2"),
+        (kept(3, 2, 7, home=2), r"layers \[2, 7\] keep tensors made by layer 2"),
+        (kept(3, 7, home=7), "layers 2 and 7 have the same structure but keep different bytes"),
+        (kept(3, 7), "layers 2 and 7 have the same structure but keep different bytes"),
+        (kept(3, 2, edge=2), "layers 2 and 7 have the same structure"),
+        (kept(3, 3, edge=4), "the inputs of layers 4 and 2 differ"),
     ],
 )
 def test_what_does_not_follow_is_run_whole(more: Storage, why: str) -> None:

@@ -288,14 +288,14 @@ def test_work_is_what_steps_are_counted_to_take() -> None:
 def test_what_cannot_be_assigned_is_refused() -> None:
     mllm = tiny_mllm()
     samples = batch_of("as_printed", "stages")
-    with pytest.raises(ValueError, match="placement 'shared' encoders run all of a step's samples first"):
+    with pytest.raises(ValueError, match="placement = 'shared' encoders run all samples of a step first"):
         shared = Layout.from_specs(mllm, dict.fromkeys(NAMES, ParallelSpec()), placement="shared")
         parallelize(mllm, shared, assign="entrain")
     with pytest.raises(ValueError, match="unknown assign 'best': use one of 'tokens', 'stratified'"):
         parallelize(mllm, layouts(mllm)["stages"], assign="best")  # type: ignore[arg-type]
     parallel = parallelize(mllm, layouts(mllm)["stages"], assign="as_printed")
     for batch in (samples, [sample for sample in samples if not sample.media.get("vision")][:1]):  # none to defer
-        with pytest.raises(ValueError, match="says itself what the encoders' chunks are: leave out chunks"):
+        with pytest.raises(ValueError, match="determines the encoders' chunks itself: omit chunks"):
             parallel.step(batch, microbatches=3, chunks={"vision": 2})
-    with pytest.raises(ValueError, match="lists of samples are given, which are microbatches"):
+    with pytest.raises(ValueError, match="samples is a list of microbatches already"):
         parallel.step([samples[:5], samples[5:]])

@@ -74,7 +74,7 @@ def test_ranks_that_were_given_something_else_do_not_start(pool: Any) -> None:
     assert here[0] == here[-1] == there[0] == there[-1] == ("", True)
     for way, mine, theirs in zip(DIFFERENT, here[1:], there[1:], strict=False):
         assert mine == theirs, way
-        assert mine[0].startswith("the ranks were not given the same, so none runs this step: "), (way, mine)
+        assert mine[0].startswith("the inputs of the ranks differ, so no rank runs this step: "), (way, mine)
         assert re.search(DIFFERENT[way], mine[0]) and not mine[1], (way, mine)
 
 
@@ -106,8 +106,8 @@ def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_refused_step_keeps_the_gradients_of_earlier_steps(dp: int, pool: Any) -> None:
     here, there = pool.returned(2, refused_after_a_step, dp, timeout=180)
-    assert "not given the same" in here[0][0] == there[0][0]
-    assert "at least one sample" in here[1][0] and "rank 0 refused" in there[1][0]
+    assert "inputs of the ranks differ" in here[0][0] == there[0][0]
+    assert "at least one sample" in here[1][0] and "rank 0 rejected" in there[1][0]
     assert all(same for told in (here, there) for _, same in told), (here, there)
 
 

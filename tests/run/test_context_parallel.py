@@ -140,17 +140,19 @@ def test_unsupported_cp_is_refused_with_alternatives() -> None:
         (zoo.build(audio=None, vision=yolos), "vision"),
         (zoo.build(audio=None, language=lfm2), LLM),
     ):
-        with pytest.raises(ValueError, match=rf"{name} cannot be dealt among cp = 2 ranks: its layers mix rows.*tp"):
+        with pytest.raises(
+            ValueError, match=rf"{name} does not support cp = 2: a probe shows that its layers mix rows.*tp"
+        ):
             parallel(mllm, **{name: {"cp": 2}})
     mllm = model(encoders=("vision",))
     mllm.language_settings.postprocess = lambda inputs, output: output
-    with pytest.raises(ValueError, match=r"cp = 2 ranks: its callbacks \(preprocess, postprocess\) expect whole"):
+    with pytest.raises(ValueError, match=r"support cp = 2: its callbacks \(preprocess, postprocess\) need whole"):
         parallel(mllm, language_model={"cp": 2})
     with pytest.raises(ValueError, match="unknown context_order 'zag': use one of 'lpt', 'zigzag', 'ring'"):
         parallelize(mllm, of_specs(mllm), context_order="zag")
     mllm = model(encoders=("vision",))
     mllm.language_settings.limit = 8
-    with pytest.raises(ValueError, match=r"sample \d+ has \d+ tokens: beyond 8 .* leave language_model at cp = 1"):
+    with pytest.raises(ValueError, match=r"sample \d+ has \d+ tokens: beyond 8 .* use cp = 1 for language_model"):
         parallel(mllm, language_model={"cp": 2}).step(random_microbatches(mllm, "all"))
 
 

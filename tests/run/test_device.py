@@ -89,7 +89,9 @@ def test_the_device_is_that_of_the_weights():
             where = namedtuple("where", "is_meta device")
             return iter([where(False, torch.device("cuda", 0)), where(False, torch.device("cpu"))])
 
-    with pytest.raises(ValueError, match=r"weights are on cpu, cuda:0, .* move the model to it with .to\(device\)"):
+    with pytest.raises(
+        ValueError, match=r"weights are on cpu, cuda:0, .* move the model to one device with .to\(device\)"
+    ):
         device_of(Elsewhere())
 
 

@@ -34,7 +34,7 @@ def test_dropout_in_a_lane_is_refused_before_any_step(degree: str) -> None:
     mllm.train()
     several = layout_of(mllm, **{LLM: ParallelSpec(**{degree: 2})})
     what = r"language_model.model.layers.0.mlp.act_fn.1 has p = 0.25"
-    with pytest.raises(ValueError, match=rf"language_model has .*{degree} = 2.* drops .*{what}.*set that to 0, freeze"):
+    with pytest.raises(ValueError, match=rf"language_model has dropout .*{what}.*{degree} = 2.*set it to 0, freeze"):
         parallelize(mllm, several)
     parallelize(mllm, layout_of(mllm, **{"vision": ParallelSpec(**{degree: 2}), LLM: ParallelSpec(pp=2)}))
     parallelize(mllm.eval(), several)  # for evaluation
@@ -51,7 +51,7 @@ def test_rates_of_a_config_are_seen() -> None:
     """Also outside of modules: HuggingFace keeps some rates as numbers, e.g. for attention."""
     for changes, key in (({"dropout": 0.1}, "dropout"), ({"activation_dropout": 0.2}, "activation_dropout")):
         mllm = zoo.build(vision=None, audio=lambda made=changes: zoo.whisper(**made)).train()
-        with pytest.raises(ValueError, match=rf"audio has tp = 2.* drops .*encoders.audio.* has {key} = 0\.[12]"):
+        with pytest.raises(ValueError, match=rf"audio has dropout .*encoders.audio.* has {key} = 0\.[12]"):
             parallelize(mllm, layout_of(mllm, audio=ParallelSpec(tp=2)))
     mllm = zoo.build(vision=None, audio=None, language=zoo.qwen2, attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"self_attn has attention_dropout = 0.1"):
@@ -86,7 +86,7 @@ def in_processes(rank: int) -> str:
     for layer in mllm.language_model.model.layers:
         layer.mlp.act_fn = Drawing(layer.mlp.act_fn)
     noisy = parallelize(mllm, shared, transport="distributed", timeout=30)
-    with pytest.raises(PipelineError, match=r"rank 0, 1 drew random numbers .*tp > 1 or cp > 1.*set what it drops"):
+    with pytest.raises(PipelineError, match=r"rank 0, 1 drew random numbers .*tp > 1 or cp > 1.*set its dropout"):
         noisy.step(batch)
     return "done"
 

@@ -95,7 +95,7 @@ def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None
 def test_shard_that_leaves_trained_experts_whole_is_refused(shard: Any) -> None:
     mllm = model("qwen3_moe")
     layout = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2, dp=2, shard=shard)})
-    with pytest.raises(ValueError, match=f"shard = '{shard}'.*experts.*stay whole.*set sequence_parallel to false"):
+    with pytest.raises(ValueError, match=f"shard = '{shard}'.*experts.*stay unsharded.*set sequence_parallel to false"):
         parallelize(mllm, layout)
     alone = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2, shard=shard)})  # no other rank in the lane
     parallelize(mllm, alone)

@@ -192,7 +192,7 @@ def test_sizes_without_a_rule_are_run_up_to_a_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("interlace.model.counting.flops.SHAPES", len(encoder._works) + 1)
     encoder._rule = None
     count.of(sizes[:1])
-    with pytest.raises(Uncountable, match="the work of vision does not follow from the size of an item"):
+    with pytest.raises(Uncountable, match="the FLOPs of vision are not a function of the item size"):
         count.of(sizes[1:2])
 
 

@@ -235,7 +235,7 @@ def test_impossible_batches_are_refused(samples, microbatches, message):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda mllm, batch: mllm.collate(batch), r"a list of samples, not a dict: .* goes to mllm\(\*\*batch\)$"),
+        (lambda mllm, batch: mllm.collate(batch), r"a list of samples, not a dict: pass .* to mllm\(\*\*batch\)$"),
         (lambda mllm, batch: batch[0], "a list of samples, not a Sample: put it in a list$"),
         (lambda mllm, batch: iter(batch), "a list of samples, not a list_iterator"),
         (

@@ -88,5 +88,5 @@ def test_shares_that_do_not_fit_are_refused() -> None:
         step_table(LAYOUT, lengths, microbatches=[1, 1, 1])
     with pytest.raises(ValueError, match="at least 1"):
         step_table(LAYOUT, lengths, microbatches=[1, 0])
-    with pytest.raises(ValueError, match="4 groups of samples are more than 3 microbatches"):
+    with pytest.raises(ValueError, match="4 groups of samples exceed the 3 microbatches"):
         step_table(LAYOUT, lengths, microbatches=[2, 1], groups=[[0], [1], [2], [3]])

@@ -36,7 +36,7 @@ HUGGINGFACE = [
     Fault(
         "a missing shard",
         PARTS,
-        ("index.json names 'model-00001-of-00003.safetensors', which is not there; copy the folder again",),
+        ("index.json names 'model-00001-of-00003.safetensors', which is missing; copy the folder again",),
         lambda at: at.remove(_shard(at)),
     ),
     Fault(
@@ -60,19 +60,19 @@ HUGGINGFACE = [
     Fault(
         "an index that is no JSON",
         PARTS,
-        ("model.safetensors.index.json is no JSON: Unterminated string",),
+        ("model.safetensors.index.json is not valid JSON: Unterminated string",),
         lambda at: at.cut(INDEX),
     ),
     Fault(
         "an index that is a list",
         PARTS,
-        ("model.safetensors.index.json holds no table",),
+        ("model.safetensors.index.json is not a JSON object",),
         lambda at: at.write(INDEX, "[]"),
     ),
     Fault(
         "an index of files elsewhere",
         PARTS,
-        ("names '../../etc/passwd', which is not there; copy the folder again, whole",),
+        ("names '../../etc/passwd', which is missing; copy the folder again",),
         lambda at: at.table(INDEX, weight_map={"a": "../../etc/passwd"}),
     ),
     Fault(
@@ -116,21 +116,21 @@ HUGGINGFACE = [
     Fault(
         "a weight too many",
         PARTS,
-        ("has 'embeddings.patch_embedding.bias_more', which SiglipVisionModel with this config has not",),
+        ("has 'embeddings.patch_embedding.bias_more', but SiglipVisionModel with this config does not",),
         _first(lambda found, key: found.update({key + "_more": torch.ones(2)})),
     ),
     Fault(
         "a weight of another shape",
         PARTS,
-        ("embeddings.patch_embedding.bias is [3], the config makes it [16]",),
+        ("embeddings.patch_embedding.bias has shape [3], but [16] follows from the config",),
         _first(lambda found, key: found.update({key: torch.ones(3)})),
     ),
     Fault(
         "weights of 8 bits",
         PARTS,
         (
-            "is of dtype I8, so it is quantized, which is not undone here",
-            "give the model as it was before",
+            "is of dtype I8: quantized weights are not supported",
+            "give the unquantized model",
         ),
         _first(lambda found, key: found.update({key: found[key].mul(9).to(torch.int8)})),
     ),
@@ -138,7 +138,7 @@ HUGGINGFACE = [
         "weights that are not finite",
         PARTS,
         (
-            "embeddings.patch_embedding.bias has numbers that are not finite",
+            "embeddings.patch_embedding.bias has values that are not finite",
             "copy the file again",
         ),
         _first(lambda found, key: found.update({key: found[key] * float("nan")})),
@@ -147,8 +147,8 @@ HUGGINGFACE = [
         "a quantized model",
         PARTS,
         (
-            "language holds weights that are quantized (gptq)",
-            "give the model as it was before",
+            "language has quantized weights (gptq)",
+            "give the unquantized model",
         ),
         lambda at: at.table("language/config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
     ),
@@ -156,8 +156,8 @@ HUGGINGFACE = [
         "a quantized whole model",
         WHOLE,
         (
-            "whole holds weights that are quantized (awq)",
-            "give the model as it was before",
+            "whole has quantized weights (awq)",
+            "give the unquantized model",
         ),
         lambda at: at.table("whole/config.json", quantization_config={"quant_method": "awq", "bits": 4}),
     ),
@@ -170,7 +170,7 @@ HUGGINGFACE = [
     Fault(
         "a broken config.json",
         PARTS,
-        ("encoder/config.json is no JSON: Unterminated string",),
+        ("encoder/config.json is not valid JSON: Unterminated string",),
         lambda at: at.cut("encoder/config.json"),
     ),
     Fault(
@@ -182,7 +182,7 @@ HUGGINGFACE = [
     Fault(
         "no config.json of a whole model",
         WHOLE,
-        ("whole has no config.json: it is no folder that HuggingFace's save_pretrained wrote",),
+        ("whole has no config.json: give a folder written by HuggingFace's save_pretrained",),
         lambda at: at.remove("whole/config.json"),
     ),
     Fault(
@@ -198,8 +198,8 @@ HUGGINGFACE = [
         "code of a stranger",
         WHOLE,
         (
-            "whole brings its own code (auto_map in config.json), which is never run",
-            "was converted to one",
+            "whole needs its own code (auto_map in config.json), which is never run",
+            "converted to a transformers class",
         ),
         _remote,
     ),
@@ -215,7 +215,7 @@ HUGGINGFACE = [
     Fault(
         "a pickle alone",
         WHOLE,
-        ("only pytorch_model.bin, which is a pickle: save the model again with safetensors",),
+        ("only the pickle pytorch_model.bin: save the model again with safetensors",),
         lambda at: (at.remove("whole/model.safetensors"), at.write("whole/pytorch_model.bin", b"\x80\x04.")),
     ),
     Fault(
@@ -257,7 +257,7 @@ HUGGINGFACE = [
     Fault(
         "a broken preprocessor_config.json",
         WHOLE,
-        ("preprocessor_config.json is no JSON: ",),
+        ("preprocessor_config.json is not valid JSON: ",),
         lambda at: at.cut("whole/preprocessor_config.json"),
     ),
     Fault(

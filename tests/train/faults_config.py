@@ -86,9 +86,7 @@ CONFIG = [
         _set('train.groups=[{pattern="visoin",lr=1.0}]'),
         ("groups: 'visoin' matches nothing in the model", "nearest name is 'vision'"),
     ),
-    Fault(
-        "nothing left to train", _set('train.freeze=["*"]'), ("freeze everything; leave at least a projector to train",)
-    ),
+    Fault("nothing left to train", _set('train.freeze=["*"]'), ("freeze all parameters; train at least a projector",)),
     Fault(
         "a LoRA target for nothing",
         _set('train.lora.targets=["q_prjo"]'),
@@ -97,7 +95,7 @@ CONFIG = [
     Fault(
         "LoRA of a module that is no linear layer",
         _set('train.lora.targets=["embed_tokens"]'),
-        ("'embed_tokens' names no linear layer (torch.nn.Linear)",),
+        ("'embed_tokens' matches no linear layer (torch.nn.Linear)",),
     ),
     Fault(
         "heads that tp does not divide",
@@ -120,7 +118,7 @@ CONFIG = [
         "a GPU that is not there",
         _set("run.device=cuda"),
         (
-            "run.device is 'cuda', which takes a GPU for each",
+            "run.device is 'cuda', which needs a GPU for each",
             "set run.device = 'cpu'",
         ),
     ),
@@ -139,56 +137,56 @@ CONFIG = [
     Fault(
         "a model folder that is not there",
         _set("model.path={at}/gone", base=WHOLE),
-        ("gone: no such folder; models are read from local folders: download it first",),
+        ("gone: no such folder; models are read from local folders only: download it first",),
     ),
     Fault(
         "a file as model folder",
         _set("model.path={at}/train.jsonl", base=WHOLE),
-        ("train.jsonl is a file: give the folder that HuggingFace's save_pretrained wrote",),
+        ("train.jsonl is a file: give a folder written by HuggingFace's save_pretrained",),
     ),
     Fault(
         "a name on a hub",
         _set("model.path=llava-hf/llava-1.5-7b-hf", base=WHOLE),
-        ("llava-1.5-7b-hf: no such folder; models are read from local folders: download it first",),
+        ("llava-1.5-7b-hf: no such folder; models are read from local folders only: download it first",),
     ),
     Fault(
         "a GGUF file",
         _set("model.path={at}/model.gguf", base=WHOLE),
-        ("model.gguf is a GGUF file, made for inference: give the folder that",),
+        ("model.gguf is a GGUF file for inference: give a folder",),
         lambda at: at.write("model.gguf", b"GGUF" + bytes(60)),
     ),
     Fault(
         "a folder of GGUF files",
         _set("model.path={at}/gguf", base=WHOLE),
-        ("gguf holds GGUF files, made for inference: give the folder that",),
+        ("gguf has GGUF files for inference: give a folder",),
         lambda at: at.write("gguf/model.gguf", b"GGUF" + bytes(60)),
     ),
     Fault(
         "a folder of an adapter",
         _set("model.path={at}/adapter", base=WHOLE),
-        ("adapter holds an adapter (peft) of base, not a model: merge it into that",),
+        ("adapter is a peft adapter of base, not a model: merge it into the base model",),
         lambda at: at.write("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "base"})),
     ),
     Fault(
         "a language model as whole model",
         _set("model.path={at}/language", base=WHOLE),
         (
-            "holds LlamaForCausalLM, which is no whole vision- or audio",
-            "give the folder to [model.NAME] path",
+            "has LlamaForCausalLM, which is not a vision- or audio",
+            "use it as [model.NAME] path",
         ),
     ),
     Fault(
         "an encoder as whole model",
         _set("model.path={at}/encoder", base=WHOLE),
         (
-            "holds SiglipVisionModel, which is no whole vision-",
-            "give the folder to [model.NAME] path",
+            "has SiglipVisionModel, which is not a vision-",
+            "use it as [model.NAME] path",
         ),
     ),
     Fault(
         "a language model as encoder",
         _set("model.vision.path={at}/language", base="train {at}/parts.toml"),
-        ("language/config.json has model_type = 'llama', of which nothing takes images",),
+        ("language/config.json has model_type = 'llama', of which no class takes images",),
     ),
     Fault("no tokenizer", _set("data.tokenizer={at}/pictures"), ("no tokenizer can be loaded",)),
     Fault(
@@ -201,8 +199,8 @@ CONFIG = [
         "a tokenizer larger than the vocabulary",
         "train {at}/parts.toml",
         (
-            "/language has embeddings of 64 tokens, and the tokenizer ",
-            "name its own tokenizer as data.tokenizer",
+            "/language has embeddings of 64 tokens, but the tokenizer has ",
+            "set data.tokenizer to its own tokenizer",
         ),
         lambda at: at.table("language/config.json", vocab_size=64),
     ),

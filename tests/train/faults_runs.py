@@ -33,7 +33,7 @@ def _grown(found: dict[str, Any]) -> dict[str, Any]:
 RUNS = [
     Fault("a half-written newest checkpoint", RESUME, ("using the checkpoint before it",), _newest_cut, code=0),
     Fault(
-        "no whole checkpoint",
+        "no complete checkpoint",
         RESUME,
         (
             "no checkpoint in ",
@@ -91,7 +91,7 @@ RUNS = [
         RESUME + " --set model.vision.config.hidden_size=32 --set train.steps=3",
         (
             "is a checkpoint of another model: model.vision.config.hidden_size is 16 in the checkpoint, 32",
-            "Use the config.toml of the run",
+            "Use the config.toml of its run",
         ),
     ),
     Fault(
@@ -124,7 +124,7 @@ RUNS = [
         RESUME,
         (
             "no checkpoint under ",
-            "start it without --resume",
+            "start without --resume",
         ),
         lambda at: (at.remove(at.checkpoint(1)), at.remove(at.checkpoint(2))),
     ),
@@ -201,7 +201,7 @@ RUNS = [
     Fault(
         "export of a run without a checkpoint",
         "export {run} {at}/out",
-        ("no whole checkpoint in ",),
+        ("no complete checkpoint in ",),
         lambda at: (at.remove(at.checkpoint(1)), at.remove(at.checkpoint(2))),
     ),
     Fault(
@@ -218,7 +218,7 @@ RUNS = [
     Fault(
         "--raw without averages",
         "export {run} {at}/out --raw",
-        ("keeps no averages of its weights (train.ema): leave it out",),
+        ("has no averaged weights (train.ema): omit --raw",),
     ),
     Fault(
         "a run whose tokenizer is gone",

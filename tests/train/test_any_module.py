@@ -183,7 +183,7 @@ def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
         {f"{tower}.{key}": w.clone() for tower in "ab" for key, w in weights.items()}, folder / "model.safetensors"
     )
     config = config_with(language_model={"path": str(folder)})
-    with pytest.raises(configs.ConfigError, match=r"has these weights twice, under 'a\.' and 'b\.': save the one"):
+    with pytest.raises(configs.ConfigError, match=r"has these weights twice, under 'a\.' and 'b\.': save only one"):
         stored_weights(config, build(config, ByteTokenizer()))
 
 
@@ -207,11 +207,11 @@ def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
     assert about(mean=[0.0, 0.0, 0.0]) == ((0.0, 0.0, 0.0), (0.4, 0.5, 0.6))
     assert about(std=[1.0, 1.0, 1.0]) == ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"rescale_factor": 1.0}))
-    with pytest.raises(configs.ConfigError, match=r"does not scale pixels to 0\.\.1: say mean and std"):
+    with pytest.raises(configs.ConfigError, match=r"does not scale pixels to 0\.\.1: set mean and std"):
         spec()
     (folder / "preprocessor_config.json").unlink()
     nobody = saved(tmp_path / "data2vec", lambda: hf.DeiTModel(hf.DeiTConfig(**PICTURES)))
     config = config_with(eyes={"path": str(nobody)})
     model = build(config, ByteTokenizer(["eyes"]))
-    with pytest.raises(configs.ConfigError, match=r"says which mean and std .*give \[model.eyes\] mean and std"):
+    with pytest.raises(configs.ConfigError, match=r"with the mean and std of pixels .*set \[model.eyes\] mean and std"):
         media_specs(config, model)

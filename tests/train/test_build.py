@@ -46,14 +46,14 @@ def test_freezing_follows_the_config() -> None:
     assert "encoders.audio" in trainable and "encoders.vision" not in trainable
     everything = ["model.language_model.freeze=true"]
     everything += [f"model.{name}.{key}=true" for name in ("vision", "audio") for key in ("freeze", "freeze_projector")]
-    with pytest.raises(ConfigError, match="freeze everything"):
+    with pytest.raises(ConfigError, match="freeze all parameters"):
         _build(*everything)
 
 
 def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
     model = _build()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.6")
-    with pytest.raises(ConfigError, match=r"needs transformers 5.*this is 4.57.6: pip install"):
+    with pytest.raises(ConfigError, match=r"needs transformers 5.*but 4.57.6 is installed: pip install"):
         _build()
     with pytest.raises(ConfigError, match="needs transformers 5"):
         materialize(model, seed=0)
@@ -136,7 +136,7 @@ def test_datasets_follow_the_model() -> None:
     blind = copy.deepcopy(TABLE)
     del blind["model"]["vision"]
     config = configs.from_table(blind)
-    with pytest.raises(ConfigError, match="no encoder of images"):
+    with pytest.raises(ConfigError, match="no image encoder"):
         datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
 
 

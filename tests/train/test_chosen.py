@@ -60,5 +60,5 @@ def test_weights_are_taken_as_they_are_where_validations_do_so(tmp_path: Path) -
     without = trainer_of(tmp_path / "without", "train.steps=4")
     without.run()
     assert choose(without.config, tmp_path / "without").words == ""
-    with pytest.raises(ConfigError, match=r"--raw: .* keeps no averages of its weights \(train.ema\): leave it out"):
+    with pytest.raises(ConfigError, match=r"--raw: .* has no averaged weights \(train.ema\): omit --raw"):
         choose(without.config, tmp_path / "without", raw=True)

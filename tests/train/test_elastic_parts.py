@@ -235,7 +235,9 @@ def test_tied_weight_split_within_a_lane_is_refused(monkeypatch: pytest.MonkeyPa
     propose(config, model, templates, source="test")
     embedding = next(names for names in model.tied_parameters())[0]
     monkeypatch.setattr("interlace.run.lanes.how_cut", lambda *_, **__: HowCut(True, {embedding}))
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight .* use it in part: .*sequence_parallel to false"):
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight .* each use a part of it: .*sequence_parallel to false"
+    ):
         propose(config, model, templates, source="test")
 
 

@@ -71,4 +71,4 @@ def test_a_model_that_cannot_be_counted_says_why() -> None:
 
     mllm = tiny_mllm(encoders=())
     mllm.language_model.lm_head = Looks(16, 48, bias=False)  # type: ignore[assignment]
-    assert "cannot be run on shapes alone" in Meter(mllm, [1.0], recompute=False).why
+    assert "does not run on fake tensors" in Meter(mllm, [1.0], recompute=False).why

@@ -23,35 +23,35 @@ WRONG = [
     ("model.vision.architecture=SiglipVisionMdoel", "no model 'SiglipVisionMdoel'; did you mean 'SiglipVisionModel'?"),
     ("model.vision.architecture=Eye", "no model 'Eye'; give the name of a class, such as SiglipVisionModel or"),
     ("model.vision.architecture='os.system'", "no model 'os.system'"),
-    ("model.vision.architecture=CLIPConfig", "CLIPConfig of transformers is no model class"),
+    ("model.vision.architecture=CLIPConfig", "CLIPConfig of transformers is not a model class"),
     ("model.vision.architecture=PreTrainedModel", "PreTrainedModel is a base class of transformers"),
     ("model.vision.architecture=LlamaForCausalLM", "LlamaForCausalLM reads token ids, so it cannot be an encoder"),
     ("model.vision.architecture=CLIPModel", "is a model of several parts, .* of its parts CLIPVisionModel can"),
     ("model.vision.architecture=llava", "LlavaModel is a model of several parts, so it cannot be an encoder"),
-    ("model.vision.architecture=DetrForObjectDetection", "DetrForObjectDetection is made for a task: .*use DetrModel"),
-    ("model.vision.architecture=ViTForImageClassification", "made for a task: .*; use ViTModel"),
+    ("model.vision.architecture=DetrForObjectDetection", "DetrForObjectDetection has a task head: .*use DetrModel"),
+    ("model.vision.architecture=ViTForImageClassification", "has a task head: .*; use ViTModel"),
     ("model.vision={architecture='ResNetModel'}", r"\[model.vision\]: ResNetModel "),
     ("model.language_model.architecture=Qwen3ForCasualLM", "did you mean 'Qwen3ForCausalLM'?"),
-    ("model.language_model.architecture=LlamaModel", "LlamaModel is no causal language model; use LlamaForCausalLM"),
-    ("model.language_model.architecture=SiglipVisionModel", "SiglipVisionModel is no causal language model"),
-    ("model.language_model.architecture=gemma3", "a whole model of several parts; name the class of its language"),
+    ("model.language_model.architecture=LlamaModel", "LlamaModel is not a causal language model; use LlamaForCausalLM"),
+    ("model.language_model.architecture=SiglipVisionModel", "SiglipVisionModel is not a causal language model"),
+    ("model.language_model.architecture=gemma3", "a model of several parts; give the class of its language"),
     ("model.language_model.architecture=t5", "no class for 't5' that can be the language model"),
     ("model.vision.config.hiden_size=4", "no key 'hiden_size' for SiglipVisionModel; did you mean 'hidden_size'?"),
     ("model.vision.config={hidden_act='glu'}", r"\[model.vision.config\] SiglipVisionModel: "),
-    ("model.vision.unset=['hiden_size']", r"\[model.vision\] unset: 'hiden_size' is no key .* mean 'hidden_size'?"),
-    ("model.vision.unset=['hidden_size']", "unset: 'hidden_size' is no key that can be None"),
+    ("model.vision.unset=['hiden_size']", r"\[model.vision\] unset: 'hiden_size' is not a key .* mean 'hidden_size'?"),
+    ("model.vision.unset=['hidden_size']", "unset: 'hidden_size' is not a key that can be None"),
     ("model.vision.projector='nowhere.at_all:Projector'", "cannot import nowhere.at_all: No module named 'nowhere'"),
     (f"model.vision.projector='{OWN}:Bottelneck'", "has no 'Bottelneck'; did you mean 'Bottleneck'?"),
-    (f"model.vision.projector='{OWN}:half'", "half' is no class of torch modules"),
-    (f"model.vision.projector='{OWN}:Scaled'", r"Scaled has 'scale' but no reset_parameters\(\), which fills it"),
-    (f"model.vision.projector='{OWN}:Loose'", "keeps the tensor 'shift' as it is: use register_buffer"),
-    (f"model.vision.projector='{OWN}:Narrow'", r"makes \[6, 15\] of features \[6, 16\], where \[6, 16\] are wanted"),
+    (f"model.vision.projector='{OWN}:half'", "half' is not a subclass of torch.nn.Module"),
+    (f"model.vision.projector='{OWN}:Scaled'", r"Scaled has 'scale' but no reset_parameters\(\) that initialises it"),
+    (f"model.vision.projector='{OWN}:Loose'", "has the plain tensor 'shift': use register_buffer"),
+    (f"model.vision.projector='{OWN}:Narrow'", r"makes \[6, 15\] of features \[6, 16\], expected \[6, 16\]"),
     (f"model.vision.projector='{OWN}:TakesTwo'", r"does not take features \[6, 16\]: .*missing 1 required"),
     (f"model.vision.projector='{OWN}:Raises'", "projector Raises cannot be made: RuntimeError: no such luck"),
     ("model.vision.projector_config={scale=2}", r"projector mlp is called with .*unexpected keyword argument 'scale'"),
     ("model.vision={projector='qformer',projector_config={headss=2}}", "its arguments after the first two: queries, "),
     ("model.vision={projector='qformer',projector_config={heads=3}}", "3 heads do not divide the qformer's width 16"),
-    ("model.vision={projector='qformer',projector_config={queries=0}}", "of 1 or more, not queries = 0"),
+    ("model.vision={projector='qformer',projector_config={queries=0}}", "integers of at least 1, not queries = 0"),
     ("model.vision={projector='pixel_shuffle',projector_config={scale=1.5}}", "must be 1 or more, not 1.5"),
     (f"model.vision.postprocess='{OWN}:NOTHING'", "postprocess = .*NOTHING' is a int, not a function"),
     (f"model.vision.postprocess='{OWN}:no_arguments'", r"no_arguments' must take \(inputs, output\), not \(\)"),
@@ -59,12 +59,12 @@ WRONG = [
     (
         "model.vision={architecture='qwen2_5_vl_vision',config={hidden_size=16,out_hidden_size=16,intermediate_size=24,"
         "depth=1,num_heads=2,patch_size=4,window_size=16}}",
-        "takes no pictures .* is what the dataset 'digits' has: use another encoder or another data.dataset",
+        "does not take images .* the items of the dataset 'digits': use another encoder or another data.dataset",
     ),
     (
         "model.audio={architecture='ASTModel',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
         "num_attention_heads=2,num_mel_bins=16,max_length=64}}",
-        r"ASTModel takes no \(mel bins, frames\) of 10 ms, which is what the dataset",
+        r"ASTModel does not take \(mel bins, frames\) of 10 ms, the items of the dataset",
     ),
     ("model.train={architecture='ViTModel'}", r"\[model\]: .*'train'"),
 ]
@@ -102,11 +102,11 @@ def test_what_is_right_is_built() -> None:
 
 FOLDERS = [
     ({}, "config.json: cannot read it: No such file"),
-    ({"config.json": "{"}, "config.json is no JSON"),
-    ({"config.json": "[]"}, "config.json holds no table"),
+    ({"config.json": "{"}, "config.json is not valid JSON"),
+    ({"config.json": "[]"}, "config.json is not a JSON object"),
     ({"config.json": "{}"}, "has model_type = None, which transformers 5.* does not know"),
     ({"config.json": '{"model_type": "my_vit"}'}, "has model_type = 'my_vit', which transformers 5.* does not know"),
-    ({"config.json": '{"model_type": "llama"}'}, "has model_type = 'llama', of which nothing takes images or sound"),
+    ({"config.json": '{"model_type": "llama"}'}, "has model_type = 'llama', of which no class takes images or sound"),
     ({"config.json": '{"model_type": "resnet"}'}, r"\[model.vision\]: ResNetModel "),
     ({"config.json": '{"model_type": "vit", "num_hidden_layers": "two"}'}, "num_hidden_layers"),
     (
@@ -116,7 +116,7 @@ FOLDERS = [
     ({"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1})}, "has no model.safetensors"),
     (
         {"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1}), "pytorch_model.bin": "x"},
-        "only pytorch_model.bin, which is a pickle",
+        "only the pickle pytorch_model.bin",
     ),
     (
         {"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1}), "model.safetensors": "x"},
@@ -150,18 +150,18 @@ def test_the_command_says_it_and_exits_with_2(tmp_path: Path, capsys: pytest.Cap
 
 NOT_FED = {
     "a tower of patches": (
-        "model.vision={architecture='Qwen2VisionTransformerPretrainedModel',config={embed_dim=16,hidden_size=16,depth=1,"
-        "num_heads=2,patch_size=4}}",
-        "Qwen2VisionTransformerPretrainedModel takes no pictures (3, height, width) of square patches",
+        ""
+        "model.vision={architecture='Qwen2VisionTransformerPretrainedModel',config={embed_dim=16,hidden_size=16,depth=1,num_heads=2,patch_size=4}}",
+        "Qwen2VisionTransformerPretrainedModel does not take images (3, height, width) of square patches",
     ),
     "an encoder of waves": (
         "model.audio={architecture='Wav2Vec2Model',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
         "num_attention_heads=2,conv_dim=[8],conv_kernel=[10],conv_stride=[5],num_conv_pos_embeddings=4,num_conv_pos_embedding_groups=2,mask_time_prob=0.0,layerdrop=0.0,attention_dropout=0.0}}",
-        "Wav2Vec2Model takes no (mel bins, frames) of 10 ms",
+        "Wav2Vec2Model does not take (mel bins, frames) of 10 ms",
     ),
     "no pictures": (
         "model={audio={architecture='WhisperEncoder'},language_model={architecture='LlamaForCausalLM'}}",
-        "the digits are images, but the model has no encoder of images",
+        "the digits are images, but [model] has no image encoder",
     ),
 }
 COMMANDS = {

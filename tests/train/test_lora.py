@@ -94,19 +94,19 @@ def test_targets(targets: str, count: int) -> None:
     ("overrides", "message"),
     [
         (["train.lora.targets=['q_porj']"], r"\[train.lora\]: 'q_porj' matches nothing in the model; .*'q_proj'"),
-        (["train.lora.targets=['embed_tokens']"], r"'embed_tokens' names no linear layer"),
+        (["train.lora.targets=['embed_tokens']"], r"'embed_tokens' matches no linear layer"),
         (
             ["train.lora.targets=['vision.projector']"],
-            r"'vision.projector' names encoders.vision.projector.* is trained wh",
+            r"'vision.projector' matches encoders.vision.projector.* of a fully trained projector",
         ),
         (["train.lora.targets=['lm_head']"], r"lm_head shares its weight with another layer"),
         (
             ["train.lora={modules_to_save=['q_proj']}"],
-            r"'q_proj' is to be trained whole and .*q_proj is to have an adapt",
+            r"'q_proj' in modules_to_save matches .*q_proj, which has an adapter",
         ),
         (
             ["train.lora.dropout=0.1", "parallel.language_model.cp=2"],
-            r"dropout = 0.1: the cp = 2 ranks of language_mod",
+            r"dropout = 0.1: not supported with cp = 2 ranks of language_mod",
         ),
         (
             ["train.lora.dropout=0.1", "parallel.language_model={tp=2, cp=2}"],
@@ -206,9 +206,9 @@ def test_what_a_folder_of_peft_cannot_say_is_refused(tmp_path: Path) -> None:
         adapter_files(filled("train.lora={targets=['vision']}"), tmp_path)
     with pytest.raises(ValueError, match=r"embed_tokens.weight was trained and is tied to another weight"):
         adapter_files(filled(LORA, "train.train=['*embed_tokens*']"), tmp_path)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj was trained beside its own adapter"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj was trained besides its adapter"):
         adapter_files(filled(LORA, "train.train=['language_model.*.layers.0.self_attn.q_proj']"), tmp_path)
-    with pytest.raises(ValueError, match=r"encoders.vision.module.* was trained and is no part of language_model"):
+    with pytest.raises(ValueError, match=r"encoders.vision.module.* was trained but is outside language_model"):
         adapter_files(filled("train.lora={targets=['all-linear', 'vision']}"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -117,11 +117,14 @@ WRONG: list[tuple[Any, str]] = [
     (lambda w, t: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "which LlamaForCausalLM with"),
     (lambda w, t: w.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight', which Llama"),
     (lambda w, t: t.update(num_hidden_layers=1), "has 'model.layers.1.input_layernorm.weight', which LlamaForCausalLM"),
-    (lambda w, t: w.update({"model.norm.weight": torch.zeros(7)}), r"model.norm.weight is \[7\], the config makes"),
+    (
+        lambda w, t: w.update({"model.norm.weight": torch.zeros(7)}),
+        r"model.norm.weight has shape \[7\], but \[\d+\] follows",
+    ),
     (lambda w, t: w.clear(), "has no model.safetensors"),
     (lambda w, t: t.update(num_hidden_layers=3), "has no weight 'model.layers.2"),
     (lambda w, t: t.update(model_type="mamba"), "has no weight 'backbone.emb.* and 21 more, which MambaF"),
-    (lambda w, t: t.update(model_type="t5"), "model_type = 't5', of which nothing is a causal language model"),
+    (lambda w, t: t.update(model_type="t5"), "model_type = 't5', of which no class is a causal language model"),
     (lambda w, t: t.update(model_type="lama"), "model_type = 'lama', which transformers 5.* does not know"),
     (lambda w, t: t.update(num_attention_heads="many"), "num_attention_heads"),
 ]
@@ -143,7 +146,7 @@ def test_a_folder_that_does_not_fit_is_refused(
 def test_settings_beside_a_path_are_those_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(folders, tmp_path, "tied", lambda w, t: t.update(rms_norm_eps=1e-5))
     sizes = LLM | {"tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match=r"saved with rms_norm_eps = 1e-05, which \[model"):
+    with pytest.raises(ConfigError, match=r"saved with rms_norm_eps = 1e-05, but \[model"):
         named = config_with(language_model={"architecture": "LlamaForCausalLM", "path": str(folder), "config": sizes})
         stored_weights(named, build(named, ByteTokenizer()))
     named = config_with(
@@ -159,9 +162,9 @@ def test_settings_beside_a_path_are_those_of_the_folder(folders: dict[str, Path]
 def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder; models are read from local folders"):
         config_with(language_model={"path": str(tmp_path / "none")})
-    with pytest.raises(ConfigError, match="of which nothing takes images or sound"):
+    with pytest.raises(ConfigError, match="of which no class takes images or sound"):
         config_with(vision={"path": str(folders["llama"])}, language_model={"path": str(folders["llama"])})
-    with pytest.raises(ConfigError, match="describes no Qwen2ForCausalLM: it is of model_type llama"):
+    with pytest.raises(ConfigError, match="is not a config of Qwen2ForCausalLM: its model_type is llama"):
         config_with(language_model={"path": str(folders["llama"]), "architecture": "Qwen2ForCausalLM"})
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -170,14 +173,14 @@ def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_p
         (folders["llama"] / "model.safetensors.index.json").read_text()
     )
     config = config_with(language_model={"path": str(folder)})
-    with pytest.raises(ConfigError, match=r"names 'model-0.*', which is not there"):
+    with pytest.raises(ConfigError, match=r"names 'model-0.*', which is missing"):
         stored_weights(config, build(config, ByteTokenizer()))
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="is damaged"):
         stored_weights(config, build(config, ByteTokenizer()))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"only pytorch_model.bin, which is a pickle"):
+    with pytest.raises(ConfigError, match=r"only the pickle pytorch_model.bin"):
         stored_weights(config, build(config, ByteTokenizer()))
 
 
@@ -189,8 +192,8 @@ def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folders: dict[str, Pat
     model: Any = build(config, ByteTokenizer())
     mlp = model.language_model.model.layers[1].mlp
     mlp.register_buffer("correction_bias", torch.zeros(4, device="meta"))
-    with pytest.raises(ConfigError, match=f"keeps '{key}' in a buffer, which is not read yet"):
+    with pytest.raises(ConfigError, match=f"has '{key}' in a buffer, which is not loaded yet"):
         stored_weights(config, model)
     mlp.register_buffer("correction_bias", torch.zeros(4, device="meta"), persistent=False)
-    with pytest.raises(ConfigError, match=f"has '{key}', which LlamaForCausalLM with this config has not"):
+    with pytest.raises(ConfigError, match=f"has '{key}', but LlamaForCausalLM with this config does not"):
         stored_weights(config, model)

@@ -135,7 +135,7 @@ def test_a_model_is_planned_by_its_config_and_index(llama: Path, llava: Path) ->
             '{"weight_map": {"lm_head.weight": "model-1.safetensors"}}'
         )
         model = build(configured(spec), ByteTokenizer())
-        with pytest.raises(ConfigError, match=r"names 'model-1.safetensors', which is not there"):
+        with pytest.raises(ConfigError, match=r"names 'model-1.safetensors', which is missing"):
             stored_weights(configured(spec), model)
 
 

@@ -89,19 +89,19 @@ def test_the_schedule_sees_what_patterns_freeze() -> None:
     [
         (["train.freeze=['vison']"], r"\[train\] freeze: 'vison' matches nothing in the model; the nearest .*'vision'"),
         (["train.train=['*.projektor.*']"], r"\[train\] train: '\*.projektor.\*' matches nothing.*'vision.projector'"),
-        (["train.freeze=['*']"], r"freeze everything"),
+        (["train.freeze=['*']"], r"freeze all parameters"),
         (
             ["train.freeze=['*.lora_A*']", "train.lora={}"],
-            r"freeze: '\*.lora_A\*' names adapters alone, .* in train.lora",
+            r"freeze: '\*.lora_A\*' matches only adapters, .* from train.lora",
         ),
         (["train.groups=[{pattern='*.layres.*', lr=1}]"], r"groups: '\*.layres.\*' matches nothing.*layers"),
         (
             ["train.groups=[{pattern='vision', lr=1}]", "model.vision.freeze=true"],
-            r"groups: all that 'vision' matches is frozen; remove it",
+            r"groups: all matches of 'vision' are frozen; remove it",
         ),
         (
             ["train.groups=[{pattern='*', lr=1}, {pattern='*norm*', weight_decay=1}]"],
-            r"all that '\*norm\*' matches is frozen or in a group before it",
+            r"all matches of '\*norm\*' are frozen or in a group before it",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_optimizers_and_saved_state_match_torch_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize("layout", ["tp2", "sharded"])
 def test_what_needs_whole_matrices_is_refused_pieces(kind: str, layout: str) -> None:
     key = "tp = 2" if layout == "tp2" else "shard|tp"
-    with pytest.raises(ConfigError, match=f"optimizer = '{kind}' computes with whole matrices.*({key})"):
+    with pytest.raises(ConfigError, match=f"optimizer = '{kind}' needs whole matrices.*({key})"):
         model_of(config_of(layout, f"train.optimizer={kind}"))
     frozen = ["train.freeze=['language_model', 'vision.*']", "train.train=['*.lm_head']"]
     placed = {"placement": "parallel", "vision": {"tp": 2}}

@@ -108,7 +108,7 @@ def test_meta_model_is_initialized_and_matches_the_whole() -> None:
     assert parallel.step(samples).loss == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="weights on cpu, but device is meta: move it with"):
         parallelize(model, build_layout(config, model), transport="local", device="meta")
-    with pytest.raises(ConfigError, match=r"no rule is known for the first values of language_model\.other"):
+    with pytest.raises(ConfigError, match=r"no initialisation rule for language_model\.other"):
         next(random_values(model, ["language_model.other"], 0))
 
 

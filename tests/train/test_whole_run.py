@@ -115,7 +115,7 @@ def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folder: Path, tmp_path
     config = configs.from_table(copy.deepcopy(TABLE) | {"model": {"path": str(tmp_path / "model")}}, source="mine.toml")
     model: Any = build(config, ByteTokenizer())
     model.whole().model.language_model.layers[1].mlp.register_buffer("scores", torch.zeros(4, device="meta"))
-    with pytest.raises(configs.ConfigError, match=f"path: .* keeps '{key}' in a buffer, which is not read yet"):
+    with pytest.raises(configs.ConfigError, match=f"path: .* has '{key}' in a buffer, which is not loaded yet"):
         stored_weights(config, model)
 
 

@@ -83,33 +83,33 @@ class Alike:
 
     def leave_out(self, layers: Sequence[nn.Module]) -> None:
         """Replace the forward of a stage's skipped layers: return a tensor like the output of their representative."""
-        made: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
 
         def note(index: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-                made[index] = (hidden_argument(args, kwargs).shape, result)
+                outputs[index] = (hidden_argument(args, kwargs).shape, result)
 
             return hook
 
         for index in {self.like[f] for f in self.skipped}:
             layers[index].register_forward_hook(note(index), with_kwargs=True)
         for index in self.skipped:
-            layers[index].__dict__["forward"] = MethodType(_handing_on(made, self.like[index]), layers[index])
+            layers[index].__dict__["forward"] = MethodType(_handing_on(outputs, self.like[index]), layers[index])
 
     def filled(self, storages: Iterable[Storage]) -> list[Storage]:
         """Add the storages that the skipped layers would have kept. Raises NotAlike."""
-        found = list(storages)
+        filled_in = list(storages)
         if not self.skipped:
-            return found
+            return filled_in
         entering: dict[int, list[Storage]] = {}
         inside: dict[int, list[Storage]] = {}
-        shared = [each for each in found if each.entering() < 0 and each.home < 0]
-        for each in found:
+        shared = [each for each in filled_in if each.entering() < 0 and each.home < 0]
+        for each in filled_in:
             if each.entering() >= 0:
                 entering.setdefault(each.entering(), []).append(each)
             elif each.home >= 0:
                 if each.layers - {each.home}:
-                    raise NotAlike(f"layers {sorted(each.layers)} keep what layer {each.home} made")
+                    raise NotAlike(f"layers {sorted(each.layers)} keep tensors made by layer {each.home}")
                 inside.setdefault(each.home, []).append(each)
         for one, other in self._twice:
             self._compare(one, other, entering, inside, shared)
@@ -117,10 +117,10 @@ class Alike:
             each.layers |= {f for f in self.skipped if self.like[f] in each.layers}
         for layer, like in self.like.items():
             if layer in self.skipped:
-                found += [_moved(each, layer) for each in inside.get(like, ())]
+                filled_in += [_moved(each, layer) for each in inside.get(like, ())]
             if not self.skipped.isdisjoint({layer - 1, layer}):
                 _enter(entering.get(layer, []), entering.get(like, []), layer, like)
-        return found
+        return filled_in
 
     def _compare(
         self,
@@ -138,7 +138,7 @@ class Alike:
             return mine, sorted(given), [layer in each.layers for each in shared]
 
         if kept(one) != kept(other):
-            raise NotAlike(f"layers {one} and {other}, which look the same, keep different bytes")
+            raise NotAlike(f"layers {one} and {other} have the same structure but keep different bytes")
 
 
 def _relative(storage: Storage, layer: int) -> tuple[int, ...]:
@@ -155,10 +155,10 @@ def _enter(own: list[Storage], given: list[Storage], layer: int, like: int) -> N
     """Copy the savers of the hidden state that enters `like` to the one that enters `layer`."""
     shapes = [[(each.bytes, each.outside, each.edge < 0) for each in both] for both in (own, given)]
     if shapes[0] != shapes[1]:
-        raise NotAlike(f"what enters layer {layer} is not as what enters layer {like}")
+        raise NotAlike(f"the inputs of layers {layer} and {like} differ")
     for mine, its in zip(own, given, strict=True):
         if not its.layers <= {like - 1, like}:
-            raise NotAlike(f"layers {sorted(its.layers)} keep what enters layer {like}")
+            raise NotAlike(f"layers {sorted(its.layers)} keep inputs of layer {like}")
         mine.layers |= {each - like + layer for each in its.layers}
 
 
@@ -181,7 +181,7 @@ def _handing_on(made: Mapping[int, Any], like: int) -> Callable[..., Any]:
         shape, result = made[like]
         first, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(first, Tensor) or first.shape != shape or any(isinstance(x, Tensor) for x in others):
-            raise NotAlike(f"layer {like} gives something else than one hidden state")
+            raise NotAlike(f"layer {like} does not return a single hidden state")
         trained = [parameter for parameter in layer.parameters() if parameter.requires_grad][:1]
         out = _HandOn.apply(hidden, first.dtype, *trained)  # type: ignore[no-untyped-call]
         return (out, *others) if isinstance(result, tuple) else out

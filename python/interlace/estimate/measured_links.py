@@ -46,13 +46,13 @@ def measure_links(channel: Channel | None, modules: Sequence[str], *, hosts: Seq
     channel.add_groups(groups)
     channel.add_edges([way for ranks in groups for way in ((ranks[0], ranks[1]), (ranks[1], ranks[0]))])
     channel.begin(0)
-    found, posting = {}, 0.0
+    link_of, posting = {}, 0.0
     for number, ranks in enumerate(groups):
         link, took = _measure(channel, modules[0], ranks, number)
-        told = channel.exchange([*_numbers(link), took], "the speed of a link")[ranks[0]]
-        found[tuple(ranks)] = Link(LinkModel(*map(float, told[:2])), LinkModel(*map(float, told[2:4])))
-        posting = max(posting, float(told[4]))
-    host, network = (found.get(tuple(ranks), NO_LINK) for ranks in (max(by_host, key=len), heads))
+        values = channel.exchange([*_numbers(link), took], "the speed of a link")[ranks[0]]
+        link_of[tuple(ranks)] = Link(LinkModel(*map(float, values[:2])), LinkModel(*map(float, values[2:4])))
+        posting = max(posting, float(values[4]))
+    host, network = (link_of.get(tuple(ranks), NO_LINK) for ranks in (max(by_host, key=len), heads))
     if len(by_host) == 1:
         network = NO_LINK
     return Links(host=host, network=network, hosts=tuple(numbers), overhead=posting)

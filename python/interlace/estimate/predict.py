@@ -42,7 +42,7 @@ from interlace.simulate import Simulated, Timeline, simulate_arrays
 Floats = NDArray[np.float64]
 Job = tuple[Op, str, int, int]
 """(op, module, stage, chunk): the key of a duration, as `simulate` and the generators take them."""
-TOLD_BYTES = 32
+NORM_BYTES = 32
 """Bytes that each rank sends to the others at the end of a step: loss, squares of gradients, note, random-draw flag."""
 
 
@@ -99,14 +99,14 @@ def predict(
 
     Raises ValueError if there is not one size per chunk of the table, and for a module without costs.
     """
-    found = predict_arrays(schedule, costs, sizes, links, traffic, recompute=recompute, items=items, seconds=seconds)
+    outcome = predict_arrays(schedule, costs, sizes, links, traffic, recompute=recompute, items=items, seconds=seconds)
     cuts = schedule.first[1:-1]
     lists = [list(actions) for actions in schedule.actions]
-    start, finish = ([part.tolist() for part in np.split(times, cuts)] for times in (found.start, found.finish))
+    start, finish = ([part.tolist() for part in np.split(times, cuts)] for times in (outcome.start, outcome.finish))
     if optimizer and schedule.backward:
-        told, own = _behind(schedule, costs, links, traffic)
-        end = found.makespan + told  # all ranks wait for the norm of all gradients
-        for rank, seconds_behind in enumerate(own):
+        norm_seconds, optimizer_times = _after_last_action(schedule, costs, links, traffic)
+        end = outcome.makespan + norm_seconds  # all ranks wait for the norm of all gradients
+        for rank, seconds_behind in enumerate(optimizer_times):
             if seconds_behind > 0:
                 stage = schedule.graph.layout.of_rank(rank)[0]
                 lists[rank].append(Action(Op.OPTIMIZER_STEP, stage.module, stage.index))
@@ -133,27 +133,27 @@ def predict_arrays(
     """
     rows = schedule.rows
     step = _Step(schedule, costs, sizes, links, traffic, recompute)
-    taken, transfer = np.zeros(len(rows)), np.zeros(len(rows))
+    action_seconds, transfer = np.zeros(len(rows)), np.zeros(len(rows))
     op = rows[:, OP]
-    taken[np.isin(op, [CODES[Op.SEND], CODES[Op.RECV]])] = links.overhead
+    action_seconds[np.isin(op, [CODES[Op.SEND], CODES[Op.RECV]])] = links.overhead
     for kind, cost in ((Op.REDUCE_GRAD, step.sums), (Op.UNSHARD, step.gathers)):
         at = np.flatnonzero(op == CODES[kind])
-        taken[at] = np.asarray(cost)[rows[at, OTHER]] if len(at) else 0.0
+        action_seconds[at] = np.asarray(cost)[rows[at, OTHER]] if len(at) else 0.0
     if items is not None:
         at = np.flatnonzero(op == CODES[Op.DISPATCH])
         ranks = np.searchsorted(schedule.first, at, side="right") - 1
-        taken[at] = np.asarray(dispatch_seconds(items, links))[ranks]
+        action_seconds[at] = np.asarray(dispatch_seconds(items, links))[ranks]
     compute = np.flatnonzero(np.isin(op, [CODES[each] for each in COMPUTE]))
     each = step.durations if seconds is None else seconds
-    taken[compute] = seconds_of(each, rows[compute][:, [OP, MODULE, STAGE, CHUNK]], schedule.graph.modules)
+    action_seconds[compute] = seconds_of(each, rows[compute][:, [OP, MODULE, STAGE, CHUNK]], schedule.graph.modules)
     transfer[op == CODES[Op.SEND]] = step.messages
     if costs.around.read or costs.around.decode:
-        _read_beside(schedule, taken, reading_seconds(schedule.graph.layout, schedule.table, costs))
-    found = simulate_arrays(schedule, taken, transfer=transfer)
+        _add_reading(schedule, action_seconds, reading_seconds(schedule.graph.layout, schedule.table, costs))
+    outcome = simulate_arrays(schedule, action_seconds, transfer=transfer)
     if optimizer and schedule.backward:
-        told, own = _behind(schedule, costs, links, traffic)
-        found = replace(found, behind=told + max(own))
-    return found
+        norm_seconds, optimizer_times = _after_last_action(schedule, costs, links, traffic)
+        outcome = replace(outcome, behind=norm_seconds + max(optimizer_times))
+    return outcome
 
 
 _AT_ONCE = 4096  # chunks whose layers are computed at a time: arrays of some MB
@@ -173,11 +173,11 @@ def durations(
 
     Arguments and errors as in `predict`. Makes one object per action: for a large step use `duration_array`.
     """
-    found = duration_array(graph, table, costs, sizes, links, recompute=recompute)
+    array = duration_array(graph, table, costs, sizes, links, recompute=recompute)
     modules = [chunk.module for chunk in table.chunks]
     return {
-        (OPS[op], modules[chunk], stage, chunk): float(found[op, stage, chunk])
-        for op, stage, chunk in np.argwhere(~np.isnan(found)).tolist()
+        (OPS[op], modules[chunk], stage, chunk): float(array[op, stage, chunk])
+        for op, stage, chunk in np.argwhere(~np.isnan(array)).tolist()
     }
 
 
@@ -196,11 +196,11 @@ def duration_array(
     layers counts to its forward, and to its backward or the input half of it.
     """
     if len(sizes) != len(table.chunks):
-        raise ValueError(f"{len(sizes)} sizes for {len(table.chunks)} chunks: give one for each")
-    layout, before = graph.layout, _trained_before(graph)
+        raise ValueError(f"{len(sizes)} sizes for {len(table.chunks)} chunks: give one per chunk")
+    layout, trained_before = graph.layout, _trained_before(graph)
     stages = max((len(p.stages) for name in layout.modules for p in layout.pipelines(name)), default=0)
-    found = np.full((len(OPS), stages, len(table.chunks)), np.nan)
-    each = np.asarray(sizes, np.float64).reshape(len(table.chunks), -1)
+    array = np.full((len(OPS), stages, len(table.chunks)), np.nan)
+    columns = np.asarray(sizes, np.float64).reshape(len(table.chunks), -1)
     module_of = np.array([chunk.module for chunk in table.chunks])
     replica_of = np.array([chunk.replica for chunk in table.chunks], np.int64)
     joined = {lane: links.slowest(lane.ranks) for lane in layout.lanes()}
@@ -215,8 +215,8 @@ def duration_array(
             for places in np.split(own, range(_AT_ONCE, len(own), _AT_ONCE)):
                 if not len(places):
                     continue
-                size = sizes_at_once(each[places])
-                layers = _Layers.of(costs.of(module, size, spec.tp, spec.cp, link), before[module], recompute)
+                size = sizes_at_once(columns[places])
+                layers = _Layers.of(costs.of(module, size, spec.tp, spec.cp, link), trained_before[module], recompute)
                 ahead, behind = costs.beside(module, size, spec.tp, spec.cp, link)
                 for (index, start, stop), replicas in cuts.items():
                     there = np.isin(replica_of[places], replicas)
@@ -226,8 +226,8 @@ def duration_array(
                         forward + ahead, backward, np.maximum(backward - weight, 0.0), np.minimum(weight, backward)
                     )  # fmt: skip
                     for op, seconds in zip(_COMPUTE, times, strict=True):
-                        found[CODES[op], index, places[there]] = seconds[there]
-    return found
+                        array[CODES[op], index, places[there]] = seconds[there]
+    return array
 
 
 def samples_of(table: StepTable) -> int:
@@ -241,18 +241,18 @@ def reading_seconds(layout: Layout, table: StepTable, costs: Costs) -> list[floa
     counts: dict[tuple[str, int], int] = {}
     for chunk in table.chunks:
         counts[chunk.module, chunk.replica] = counts.get((chunk.module, chunk.replica), 0) + len(chunk.samples)
-    found, count = [], samples_of(table)
+    totals, count = [], samples_of(table)
     for rank in range(layout.world):
         encoded = {}
         for stage in layout.of_rank(rank):
             replica = layout.replica(rank, stage.module)
             if stage.index == 0 and replica is not None:
                 encoded[stage.module] = counts.get((stage.module, replica), 0)
-        found.append(costs.around.ahead(count, encoded))
-    return found
+        totals.append(costs.around.ahead(count, encoded))
+    return totals
 
 
-def _read_beside(schedule: Schedule, taken: NDArray[np.float64], seconds: Sequence[float]) -> None:
+def _add_reading(schedule: Schedule, action_seconds: NDArray[np.float64], seconds: Sequence[float]) -> None:
     """Lengthen the first compute actions of each rank by the `seconds` of a thread that uses half of the core until it
     is done; the remainder is added to the last action."""
     compute = np.isin(schedule.rows[:, OP], [CODES[each] for each in COMPUTE])
@@ -260,19 +260,21 @@ def _read_beside(schedule: Schedule, taken: NDArray[np.float64], seconds: Sequen
         first = schedule.first[rank]
         at = first + np.flatnonzero(compute[first : schedule.first[rank + 1]])
         if len(at) and left > 0:
-            before = np.concatenate([[0.0], np.cumsum(taken[at])])
+            before = np.concatenate([[0.0], np.cumsum(action_seconds[at])])
             more = np.diff(np.minimum(before, left))
             more[-1] += max(left - before[-1], 0.0)
-            taken[at] += more
+            action_seconds[at] += more
 
 
-def _behind(schedule: Schedule, costs: Costs, links: Links, traffic: Traffic) -> tuple[float, list[float]]:
+def _after_last_action(schedule: Schedule, costs: Costs, links: Links, traffic: Traffic) -> tuple[float, list[float]]:
     """Time after the lists: seconds in which all ranks exchange loss and norm, then each rank's own seconds of its
     optimizer and of the trainer's own work for a step."""
     layout = schedule.graph.layout
     aside = costs.around.aside(samples_of(schedule.table))
-    told = links.all_gather(TOLD_BYTES * layout.world, range(layout.world)) if aside > 0 and layout.world > 1 else 0.0
-    return told, [update + aside for update in optimizer_seconds(layout, costs, traffic)]
+    norm_seconds = (
+        links.all_gather(NORM_BYTES * layout.world, range(layout.world)) if aside > 0 and layout.world > 1 else 0.0
+    )
+    return norm_seconds, [update + aside for update in optimizer_seconds(layout, costs, traffic)]
 
 
 def dispatch_seconds(items: NDArray[np.float64], links: Links) -> list[float]:
@@ -359,18 +361,18 @@ def layered_backward(
     the next sum starts.
     """
     free = gathers[0]  # time at which the link is free
-    due: dict[int, float] = {}
+    ready: dict[int, float] = {}
     if len(backward) >= lowest:
         free += gathers[len(backward)]
-        due[len(backward)] = free
+        ready[len(backward)] = free
     now, summed = gathers[0], 0.0
     for layer in range(len(backward), lowest - 1, -1):
         if layer > lowest:
-            due[layer - 1] = free = max(now, free) + gathers[layer - 1]
+            ready[layer - 1] = free = max(now, free) + gathers[layer - 1]
         if layer < len(backward):  # sum of the previous layer
             now = max(now, summed)
             summed = free = max(now, free) + scatters[layer + 1]
-        now = max(now, due[layer]) + float(backward[layer - 1])
+        now = max(now, ready[layer]) + float(backward[layer - 1])
     for unit in (lowest, 0) if len(backward) >= lowest else (0,):
         now = max(now, summed)
         summed = free = max(now, free) + scatters[unit]
@@ -393,23 +395,23 @@ class _Step:
     @cached_property
     def durations(self) -> Floats:
         """Durations of the chunks, including the waits of stages that gather their weights layer by layer."""
-        found = duration_array(self.graph, self.table, self.costs, self.sizes, self.links, recompute=self.recompute)
+        array = duration_array(self.graph, self.table, self.costs, self.sizes, self.links, recompute=self.recompute)
         for (module, stage), shards in self._layered.items():
             for shard in shards:
-                self._gather_layers(found, module, stage, shard)
-        return found
+                self._gather_layers(array, module, stage, shard)
+        return array
 
     @cached_property
     def _layered(self) -> dict[tuple[str, int], list[Shard]]:
         """(module, stage) -> the shards that it gathers layer by layer in this step."""
-        rows, found = self.schedule.rows, dict[tuple[str, int], dict[int, Shard]]()
+        rows, shards_of = self.schedule.rows, dict[tuple[str, int], dict[int, Shard]]()
         for module, stage, number in np.unique(
             rows[rows[:, OP] == CODES[Op.UNSHARD_LAYERS]][:, [MODULE, STAGE, OTHER]], axis=0
         ).tolist():
-            found.setdefault((self.graph.modules[module], stage), {})[number] = self.graph.shards[number]
-        return {key: list(shards.values()) for key, shards in found.items()}
+            shards_of.setdefault((self.graph.modules[module], stage), {})[number] = self.graph.shards[number]
+        return {key: list(shards.values()) for key, shards in shards_of.items()}
 
-    def _gather_layers(self, found: Floats, module: str, index: int, shard: Shard) -> None:
+    def _gather_layers(self, array: Floats, module: str, index: int, shard: Shard) -> None:
         """Add the waits for weights to the durations of a stage's chunks, on each of the replicas that share the
         weights. (The simulator models their lock step, in which the slowest counts.)"""
         held = self._shared(shard)
@@ -423,13 +425,13 @@ class _Step:
         trained = [layer for layer, flag in enumerate(self.graph.trainable[module]) if flag]
         first = shard.start if before else min(trained, default=shard.stop)  # as `interlace.run.execute.ranks` has it
         lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
-        for place, chunk in enumerate(self.table.chunks):
+        for number, chunk in enumerate(self.table.chunks):
             if chunk.module != module or chunk.replica not in replicas:
                 continue
-            link = self.links.slowest(self._pipeline(place).stages[index].lane.ranks)
-            cost = self.costs.of(module, self.sizes[place], spec.tp, spec.cp, link)
+            link = self.links.slowest(self._pipeline(number).stages[index].lane.ranks)
+            cost = self.costs.of(module, self.sizes[number], spec.tp, spec.cp, link)
             layers = _Layers.of(cost, before, self.recompute).between(shard.start, shard.stop)
-            there, back = self.costs.beside(module, self.sizes[place], spec.tp, spec.cp, link)
+            there, back = self.costs.beside(module, self.sizes[number], spec.tp, spec.cp, link)
             halves = layered_backward(layers.backward - layers.weight, gathers, scatters, lowest)
             times = {
                 Op.FORWARD: there + layered_forward(layers.forward, gathers),
@@ -437,7 +439,7 @@ class _Step:
                 Op.BACKWARD_INPUT: back + halves,
             }
             for op, seconds in times.items():
-                found[CODES[op], index, place] = seconds
+                array[CODES[op], index, number] = seconds
 
     # -- messages ----------------------------------------------------------------------------------------------
 

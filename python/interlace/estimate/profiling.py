@@ -99,7 +99,7 @@ class Profile:
         sequence_parallel: bool = True,
     ) -> None:
         if not samples:
-            raise ValueError("no samples to profile with: give some of the data")
+            raise ValueError("no samples to profile: pass some of the data")
         self.device = torch.device(device)
         self.rounds: dict[Any, list[float]] = {}
         """Setting -> seconds of each of its rounds."""
@@ -109,7 +109,7 @@ class Profile:
         self._key_bytes = key_bytes_of(mllm, itemsize=elements.itemsize)
         order = mllm.modules_order()
         before = trainable_before({n: any(x.trainable for x in mllm.layers(n)) for n in order}, mllm.edges())
-        with self._apart():
+        with self._keep_random_state():
             for name in order:
                 batches = _batches(mllm, name, samples, largest or len(samples))
                 degrees = sorted({1, *(tps or {}).get(name, ())})
@@ -118,7 +118,7 @@ class Profile:
                 )
         _keep_memory(self.device)
 
-    def _apart(self) -> AbstractContextManager[None]:
+    def _keep_random_state(self) -> AbstractContextManager[None]:
         """Context that leaves the state of random generators unchanged."""
         return torch.random.fork_rng([self.device] if _device.on_gpu(self.device) else [], device_type=_device.KIND)
 
@@ -128,7 +128,7 @@ class Profile:
         lanes: whether to time tensor-parallel pieces, too.
         """
         start = time.perf_counter()
-        with self._apart():
+        with self._keep_random_state():
             for module in self._modules.values():
                 module.time_all(setting, lanes)
         seconds = time.perf_counter() - start
@@ -209,7 +209,7 @@ class _Slice:
     """Whether some layer of its kind computes gradients of its input alone, of both, of its weights alone."""
     times: dict[Any, list[list[_Times]]] = field(default_factory=dict)
     """Setting -> the rounds of each batch."""
-    told: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    traffic: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
     """Messages and bytes per row of a forward, and of a backward, at the largest size so far."""
     rows: float = 0.0
 
@@ -242,12 +242,12 @@ class _Module:
         """Name of the kind of each layer, after the first layer of the kind."""
         mllm, name, layers = self.mllm, self.name, self.mllm.layer_list(self.name)
         root = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
-        count, known, found = len(layers), dict[Any, str](), []
+        count, known, names = len(layers), dict[Any, str](), []
         for i, layer in enumerate(layers):
             trained = tuple(parameter.requires_grad for parameter in layer.parameters())
             key = (kind_of(root, layer, i, count), trained, i == 0, i == count - 1)
-            found.append(known.setdefault(key, "first" if i == 0 else "last" if i == count - 1 else f"like {i}"))
-        return tuple(found)
+            names.append(known.setdefault(key, "first" if i == 0 else "last" if i == count - 1 else f"like {i}"))
+        return tuple(names)
 
     # -- timing --------------------------------------------------------------------------------------------------
 
@@ -388,7 +388,7 @@ class _Module:
         if output.requires_grad:
             output.backward(torch.ones_like(output))
         back = transport.messages - there[0], transport.bytes / rows - there[1]
-        each.told = np.array([*there, *back])
+        each.traffic = np.array([*there, *back])
 
     def forget(self) -> None:
         """Drop all times so far as warm-up."""
@@ -420,13 +420,13 @@ class _Module:
             key: np.array([of_rounds(batch, axis=0) for batch in each.times[setting]]) for key, each in slices.items()
         }
         once = self._once(times)
-        told = {key: each.told[None] for key, each in slices.items()}
-        told_once = self._once(told, [0, 1, 2, 3])
+        traffic = {key: each.traffic[None] for key, each in slices.items()}
+        constant_traffic = self._once(traffic, [0, 1, 2, 3])
         kinds = {}
         for kind in dict.fromkeys(self.kinds):
             key = (self.kinds.index(kind), self.kinds.index(kind) + 1)
             own = np.maximum(times[key] - once, 0.0) * (times[key] > 0)
-            says = np.maximum(told[key] - told_once, 0.0)
+            per_layer = np.maximum(traffic[key] - constant_traffic, 0.0)
             if self._alike and key[0] == self._alike[0]:  # more accurate than a difference of differences
                 own = np.maximum(times[self._alike] - times[key], 0.0) / 2
             forward, whole, inputs, weights = own.T
@@ -435,38 +435,38 @@ class _Module:
                 part: fit(self.sizes, seconds, scale=times[key][:, int(part != PARTS[0])])
                 for part, seconds in parts.items()
             }
-            kinds[kind] = LayerFit(**fits, traffic=LaneTraffic(*says[0].tolist()))
+            kinds[kind] = LayerFit(**fits, traffic=LaneTraffic(*per_layer[0].tolist()))
         ahead, behind = (fit(self.sizes, once[:, part], scale=times[0, 1][:, part]) for part in (0, 1))
-        return kinds, (ahead, behind), LaneTraffic(*told_once[0].tolist())
+        return kinds, (ahead, behind), LaneTraffic(*constant_traffic[0].tolist())
 
     def _once(
         self, times: Mapping[tuple[int, int], NDArray[np.float64]], columns: Sequence[int] = (0, 1, 1, 1)
     ) -> NDArray[np.float64]:
         """[sizes, parts of _Times]: time of a stage independent of its number of layers. The start of a backward costs
         the same for all its gradients."""
-        found = np.zeros_like(times[0, 1])
+        constant = np.zeros_like(times[0, 1])
         if self._alike:
             first = (self._alike[0], self._alike[0] + 1)
-            found = times[first] - (times[self._alike] - times[first]) / 2
+            constant = times[first] - (times[self._alike] - times[first]) / 2
         elif len(self.kinds) > 1:
-            found = times[0, 1] + times[1, 2] - times[0, 2]
-        return np.maximum(found[:, list(columns)], 0.0)
+            constant = times[0, 1] + times[1, 2] - times[0, 2]
+        return np.maximum(constant[:, list(columns)], 0.0)
 
 
 def _give_weights(part: nn.Module, device: torch.device) -> None:
     """Replace all parameters by new random ones, and buffers without values by zeros."""
-    made: dict[
+    replacements: dict[
         int, tuple[nn.Parameter, nn.Parameter]
     ] = {}  # id -> the model's (kept so that its id is not reused), own
     for module in part.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in replacements:
                 values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 values = values.normal_(0.0, 0.02) if values.is_floating_point() else values.zero_()
-                made[id(parameter)] = parameter, nn.Parameter(values, parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)][1]
+                replacements[id(parameter)] = parameter, nn.Parameter(values, parameter.requires_grad)
+            module._parameters[key] = replacements[id(parameter)][1]
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)

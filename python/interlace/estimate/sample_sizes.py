@@ -31,15 +31,15 @@ def sizes_of_samples(
     members = np.concatenate([chunk.samples for chunk in table.chunks])
     counts = np.array([len(chunk.samples) for chunk in table.chunks])
     chunk_of = np.repeat(np.arange(len(counts)), counts)
-    found = np.zeros((3, len(counts)))
+    totals = np.zeros((3, len(counts)))
     module_of = np.array([chunk.module for chunk in table.chunks])
     for name in rows:
         own = module_of == name
         weights = [rows[name], pairs[name], *([targets] if name == LANGUAGE_MODEL else [])]
         for place, each in enumerate(weights):
             total = np.bincount(chunk_of, np.asarray(each, np.float64)[members], len(counts))
-            found[place, own] = total[own]
-    return [Size(*each) for each in found.T.tolist()]
+            totals[place, own] = total[own]
+    return [Size(*each) for each in totals.T.tolist()]
 
 
 def causal_pairs(tokens: Numbers) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ class StepFlops:
         except Uncountable:
             raise
         except Exception as error:  # a model that is run without weights may raise anything
-            raise Uncountable(f"a module cannot be run on shapes alone ({type(error).__name__}: {error})") from error
+            raise Uncountable(f"a module does not run on fake tensors ({type(error).__name__}: {error})") from error
         settings = mllm.language_settings
         head = head_of(mllm.language_model) if settings.ends_with_head and settings.postprocess is None else None
         self._at_once = None if head is None else at_once(head.out_features)
@@ -62,11 +62,11 @@ class StepFlops:
         ]
         if table is not None:
             chunks = [(chunk.module, chunk.samples.tolist()) for chunk in table.chunks]
-        found = dict.fromkeys(self.mllm.modules_order(), Flops(0, 0))
+        flops = dict.fromkeys(self.mllm.modules_order(), Flops(0, 0))
         for name, members in chunks:
             of = self._language if name == LANGUAGE_MODEL else self._encoder
-            found[name] = found[name].plus(of(name, [samples[i] for i in members]))
-        return found
+            flops[name] = flops[name].plus(of(name, [samples[i] for i in members]))
+        return flops
 
     # ---------------------------------------------------------------- modules
 
@@ -125,7 +125,7 @@ class StepFlops:
         """Spans of a sample's items whose tokens attend to each other in both directions."""
         if not self.mllm.language_settings.bidirectional or not sample.media:
             return ()
-        found: list[Span] = []
+        spans: list[Span] = []
         joined = self.mllm.language_settings.bidirectional == JOINED
         for name, token in self.mllm.placeholders.items():
             if items := sample.media.get(name):
@@ -133,13 +133,13 @@ class StepFlops:
                     starts = sample.starts[name]
                 else:
                     starts = item_starts(sample.input_ids, token, [item.tokens for item in items])
-                first = len(found)
+                first = len(spans)
                 for item, start in zip(items, starts, strict=True):
                     end = start + item.tokens
-                    if joined and len(found) > first and found[-1][1] == start:
-                        start = found.pop()[0]  # as collate_language joins items that touch
-                    found.append((start, end))
-        return tuple(sorted(found))
+                    if joined and len(spans) > first and spans[-1][1] == start:
+                        start = spans.pop()[0]  # as collate_language joins items that touch
+                    spans.append((start, end))
+        return tuple(sorted(spans))
 
 
 def total(found: Mapping[str, Flops]) -> Flops:

@@ -24,7 +24,7 @@ def gloo_links() -> Links:
     """Times messages and all-reduces of two ranks on this host. Both are threads of this process, each with its own
     process group, so bytes take the same path as between processes."""
     store = dist.HashStore()
-    found: dict[int, tuple[list[float], list[float], float]] = {}
+    timings: dict[int, tuple[list[float], list[float], float]] = {}
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -33,7 +33,7 @@ def gloo_links() -> Links:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = _TIMEOUT
-            found[rank] = _times(gloo(store, rank, 2, options), rank)
+            timings[rank] = _times(gloo(store, rank, 2, options), rank)
         except BaseException as error:  # raised again in the calling thread
             failures.append(error)
 
@@ -44,7 +44,7 @@ def gloo_links() -> Links:
         thread.join()
     if failures:
         raise failures[0]
-    messages, sums, posting = found[0]
+    messages, sums, posting = timings[0]
     message = fit_link(_SIZES, messages)
     # An all-reduce of two ranks is two steps of a ring, each of half of the bytes.
     ring = fit_link([size / 2 for size in _SIZES], [seconds / 2 for seconds in sums])

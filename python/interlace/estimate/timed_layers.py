@@ -84,20 +84,20 @@ def measure(
             long = widest.threads > 1 and warm * widest.threads > LONG
             tried = [each for each in settings if each.threads > 1 or each.world > 1 or not long]
             first = {each: once(each) for each in tried if each.world == 1}
-            taken, skipped = worth_timing(tried, first, worth)
+            chosen_settings, skipped = worth_timing(tried, first, worth)
             skipped += [f"{each}: a round would take too long, not timed" for each in settings if each not in tried]
-            known = [first[each] for each in taken if each in first] or [warm]
-            turn, budget = len(taken) * sum(known) / len(known), BUDGET_SECONDS * len(taken)
+            known = [first[each] for each in chosen_settings if each in first] or [warm]
+            turn, budget = len(chosen_settings) * sum(known) / len(known), BUDGET_SECONDS * len(chosen_settings)
             about = max(LEAST_ROUNDS * turn, min(ROUNDS * turn, budget), 1.0)
-            say(f"measuring (about {about:.0f} s): {', '.join(map(str, taken))}")
+            say(f"measuring (about {about:.0f} s): {', '.join(map(str, chosen_settings))}")
             profile.forget()
             begin, rounds = clock(), 0
             while rounds < LEAST_ROUNDS or (rounds < ROUNDS and clock() - begin + turn < budget):
-                for each in taken:
+                for each in chosen_settings:
                     once(each)
                 rounds += 1
             costs: dict[Setting, FittedCosts] = {}
-            for each in taken:
+            for each in chosen_settings:
                 torch.set_num_threads(each.threads)
                 costs[each] = profile.costs(each, optimizer=optimizer(), of_rounds=np.min)
     finally:
@@ -172,7 +172,7 @@ class Company:
             assert each.stdout is not None
             if each.stdout.read(1) != b"r":
                 self.__exit__()
-                raise RuntimeError("a process that was to compute beside the layers that are timed did not start")
+                raise RuntimeError("a companion process that loads the other cores during timing did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,13 +185,13 @@ class Company:
     @contextlib.contextmanager
     def busy(self, count: int) -> Iterator[None]:
         """Context in which `count` of them compute."""
-        self._tell(count, b"g")
+        self._write_byte(count, b"g")
         try:
             yield
         finally:
-            self._tell(count, b"s")
+            self._write_byte(count, b"s")
 
-    def _tell(self, count: int, word: bytes) -> None:
+    def _write_byte(self, count: int, word: bytes) -> None:
         for each in self._started[:count]:
             assert each.stdin is not None
             each.stdin.write(word)

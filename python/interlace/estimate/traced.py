@@ -66,16 +66,16 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
         cuts.update(cut_weights(stage.module))
         in_part |= stage.in_part
     aliases: dict[int, list[str]] = {}
-    whole = dict(mllm.named_parameters(remove_duplicate=False))
-    for name, parameter in whole.items():
+    parameters = dict(mllm.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
         aliases.setdefault(id(parameter), []).append(name)
-    found = []
+    held_weights = []
     users = users_of(mllm, [layer for name in layout.modules for layer in mllm.layer_list(name)])
     for names in aliases.values():
         parameter, (module, _) = held[names[0]], layers[names[0]]
         rows = _rows(parameter, cuts.get(names[0]), layout.spec(module).tp)
         shared_use = not in_part.isdisjoint(names)
-        found.append(
+        held_weights.append(
             WeightSize(
                 name=names[0],
                 module=module,
@@ -86,10 +86,10 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
                 trainable=parameter.requires_grad,
                 in_part=shared_use,
                 sharable=parameter.is_floating_point() and not (shared_use and parameter.requires_grad),
-                beside=0 in (having := users[id(whole[names[0]])]) or len(having) > 1,
+                beside=0 in (having := users[id(parameters[names[0]])]) or len(having) > 1,
             )
         )
-    return found
+    return held_weights
 
 
 def _rows(parameter: nn.Parameter, cut: Cut | None, tp: int) -> tuple[int, ...]:
@@ -119,17 +119,19 @@ def activations_of(
     Raises ValueError for a module that its tp cannot cut.
     """
     *encoders, language_model = layout.modules
-    found, features = {}, {}
+    by_module, features = {}, {}
     for name in encoders:
         encoder = mllm.encoders[name]
         shape = (items or {}).get(name)
         lane = _Lane(layout.spec(name).tp, sequence_parallel, layout.spec(name).cp > 1)
         item = encoder.default if shape is None else Item(shape)
-        found[name], made = _of_kinds(mllm, name, _encoder, item, lane, checkpointing, autocast, split)
+        by_module[name], made = _of_kinds(mllm, name, _encoder, item, lane, checkpointing, autocast, split)
         features[name] = made
     lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
-    found[language_model] = _of_kinds(mllm, language_model, _language, features, lane, checkpointing, autocast, split)
-    return found
+    by_module[language_model] = _of_kinds(
+        mllm, language_model, _language, features, lane, checkpointing, autocast, split
+    )
+    return by_module
 
 
 def _of_kinds(mllm: Any, name: str, measure: Callable[..., Any], *options: Any) -> Any:
@@ -289,25 +291,25 @@ class _Shaped:
 
     def run(self, inputs: Callable[[FakeTensorMode], dict[str, Any]], autocast: torch.dtype | None) -> _Run:
         notes = _Notes(self._weights, self._rows_cut, self._lane.dealt)
-        given = inputs(self._mode)
+        stage_inputs = inputs(self._mode)
         context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
         with notes.watching(self._layers):
             if self._halves:
                 # Including a tied head: its gradient is deferred if the embedding is on another rank.
                 linears = LinearLayers(self.module, ())
                 with notes, context, linears.forward():
-                    made = self.module(given)
+                    output = self.module(stage_inputs)
                 storages = self._alike.filled(
-                    _put_off(self._mllm, self.module, linears, made, self._layers, self._lane.dealt)
+                    _put_off(self._mllm, self.module, linears, output, self._layers, self._lane.dealt)
                 )
             else:
                 with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved):
                     with notes, context:
-                        made = self.module(given)
-                storages = notes.alive(made, self._alike)
-        edges = [*notes.edges.values(), made.numel() * made.element_size()]
-        backward = [*list(notes.wanted.values())[1:], made.requires_grad]
-        return _Run(storages, edges, backward, notes.rows, 0, made)
+                        output = self.module(stage_inputs)
+                storages = notes.alive(output, self._alike)
+        edges = [*notes.edges.values(), output.numel() * output.element_size()]
+        backward = [*list(notes.wanted.values())[1:], output.requires_grad]
+        return _Run(storages, edges, backward, notes.rows, 0, output)
 
 
 def _shaped(mllm: Any, name: str, alike: Alike, lane: _Lane) -> Callable[[Checkpointing, bool], _Shaped]:
@@ -326,13 +328,13 @@ def _put_off(
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     with linears.backward() as gradients:
         torch.autograd.backward(made, torch.ones_like(made))
-    found: dict[int, Storage] = {}
+    storages: dict[int, Storage] = {}
     for weight, operand in gradients.operands():
         storage = operand.untyped_storage()
         outside = dealt and id(weight) not in inside
         made_of = Storage(storage.nbytes(), outside, of[id(weight)])
-        found.setdefault(storage._cdata, made_of).layers.add(of[id(weight)])
-    return list(found.values())
+        storages.setdefault(storage._cdata, made_of).layers.add(of[id(weight)])
+    return list(storages.values())
 
 
 class _Shapes(FakeTensorMode):

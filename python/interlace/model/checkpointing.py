@@ -94,8 +94,8 @@ def _checkpointed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             if "has been mutated" not in str(error):
                 raise
             raise ValueError(
-                f'{type(layer).__name__} changes the result of a matrix product in place, which "selective" activation '
-                'checkpointing keeps: use "full"'
+                f'{type(layer).__name__} modifies the result of a matrix product in place, but "selective" activation '
+                'checkpointing stores that result: use "full"'
             ) from error
 
     return checkpoint(under_current_plan(run), *args, use_reentrant=False, **how, **kwargs)
@@ -121,9 +121,9 @@ def check_entry(layer: nn.Module) -> None:
     recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
     if recomputed and any("__call__" in base.__dict__ for base in type(layer).__mro__ if base is not nn.Module):
         raise ValueError(
-            f"{type(layer).__name__} was given activation checkpointing by gradient_checkpointing_enable(), which in "
-            "this version of transformers cannot recompute a layer that a stage or a packed row enters at: call "
-            "gradient_checkpointing_disable() and set_checkpointing() of the MultimodalModel"
+            f"{type(layer).__name__} uses gradient_checkpointing_enable(), which in this version of transformers does "
+            "not support pipeline stages and packed rows: call gradient_checkpointing_disable(), then "
+            "set_checkpointing() of the MultimodalModel"
         )
 
 

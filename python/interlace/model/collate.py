@@ -32,7 +32,7 @@ def check_bidirectional(value: Any) -> bool | str:
     """Return `value` if it is a valid setting of `bidirectional`. Raises ValueError otherwise."""
     if type(value) is bool or (isinstance(value, str) and value == JOINED):
         return value
-    raise ValueError(f"bidirectional is {value!r}: it is True, False, or {JOINED!r}, in items that touch, too")
+    raise ValueError(f"bidirectional is {value!r}: it must be True, False or {JOINED!r} (adjacent items attend, too)")
 
 
 def collate_language(
@@ -147,7 +147,7 @@ def check_sample(
     if max_length is not None and len(sample) > max_length:
         raise ValueError(
             f"{where} has {len(sample)} tokens but the language model has positions for {max_length}: shorten the "
-            "sample (smaller media become fewer tokens) or raise max_position_embeddings"
+            "sample (smaller media give fewer tokens) or raise max_position_embeddings"
         )
     for name, encoder in encoders.items():
         items = sample.media.get(name, [])
@@ -158,16 +158,16 @@ def check_sample(
                 raise ValueError(f"{where}, {name} item {i}: {error}") from None
             if tokens != item.tokens:
                 raise ValueError(
-                    f"{where}, {name} item {i} of shape {item.shape} says it becomes {item.tokens} tokens, but the "
-                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape, about)"
+                    f"{where}, {name} item {i} of shape {item.shape} has tokens = {item.tokens}, but the encoder makes "
+                    f"{tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape, about)"
                 )
         places = is_placeholder(sample.input_ids, placeholders[name]).nonzero().squeeze(1)
-        found = len(places)
-        wanted = sum(item.tokens for item in items)
-        if found != wanted:
+        count = len(places)
+        expected = sum(item.tokens for item in items)
+        if count != expected:
             raise ValueError(
-                f"{where}: input_ids hold {found} placeholders ({in_words(placeholders[name])}) for {name!r}, but its "
-                f"{len(items)} media item{'s' * (len(items) != 1)} become{'s' * (len(items) == 1)} {wanted} tokens: "
+                f"{where}: input_ids hold {count} placeholders ({in_words(placeholders[name])}) for {name!r}, but its "
+                f"{len(items)} media item{'s' * (len(items) != 1)} become{'s' * (len(items) == 1)} {expected} tokens: "
                 "write each item as that many consecutive placeholders, and check that the tokenizer's placeholder id "
                 "is the model's and that text was not truncated inside an item"
             )
@@ -175,9 +175,9 @@ def check_sample(
             first, last = int(piece[0]), int(piece[-1])
             if last - first + 1 != len(piece):
                 raise ValueError(
-                    f"{where}, {name} item {i}: its {len(piece)} placeholders ({in_words(placeholders[name])}) lie "
-                    f"between positions {first} and {last} of input_ids with other tokens among them: write each item "
-                    "as consecutive placeholders, in the order of its media"
+                    f"{where}, {name} item {i}: its {len(piece)} placeholders ({in_words(placeholders[name])}) between "
+                    f"positions {first} and {last} of input_ids are not consecutive: write each item as consecutive "
+                    "placeholders, in the order of its media"
                 )
 
 

@@ -40,21 +40,21 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
     flat = embeds.reshape(-1, embeds.shape[-1])
     for name, token in inputs["placeholders"].items():
         rows = media_in(inputs, name, token)
-        given = features.get(name)
-        count = 0 if given is None else len(given)
+        encoded = features.get(name)
+        count = 0 if encoded is None else len(encoded)
         if len(rows) != count:
             raise ValueError(
                 f"{name}: input_ids hold {len(rows)} placeholders ({in_words(token)}) but the encoder gave {count} "
                 "features: check that every item has encoder.tokens(shape) placeholders and that its media is in the "
                 "batch"
             )
-        if given is not None:  # also for zero features: gradients then still flow back through the encoder's layers
-            if given.shape[1] != flat.shape[1]:
+        if encoded is not None:  # also for zero features: gradients then still flow back through the encoder's layers
+            if encoded.shape[1] != flat.shape[1]:
                 raise ValueError(
-                    f"{name}: the projector gives features of size {given.shape[1]}, the language model's embeddings "
-                    f"have {flat.shape[1]}: a projector of your own must map to the latter"
+                    f"{name}: the projector makes features of size {encoded.shape[1]}, but the language model's "
+                    f"embeddings have size {flat.shape[1]}: a custom projector must map to that size"
                 )
-            flat = flat.index_copy(0, rows, given.to(flat.dtype))
+            flat = flat.index_copy(0, rows, encoded.to(flat.dtype))
     return {**inputs, "inputs_embeds": flat.view_as(embeds)}
 
 
@@ -84,7 +84,7 @@ def run_language(
     inputs: Inputs,
     hidden: Tensor | None,
     *,
-    wanted: Tensor | None = None,
+    logit_rows: Tensor | None = None,
     columns: Tensor | None = None,
     head: nn.Module | None = None,
 ) -> Any:
@@ -93,7 +93,7 @@ def run_language(
     inputs: as collated, with "features" on the first stage. On a rank that holds only some of the tokens, also
     "attend", which computes its attention (see interlace.attention.hf.Backend).
     hidden: the previous stage's output; None on the first stage.
-    wanted: bool [B, T], positions whose logits are needed. The logits are then [1, n, V], in order.
+    logit_rows: bool [B, T], positions whose logits are needed. The logits are then [1, n, V], in order.
     columns: int64 [n], the wanted positions of a one-row batch, if known.
     head: the layer that makes logits. The forward ends before it and returns the head's input [n, K] at the wanted
     positions.
@@ -115,18 +115,18 @@ def run_language(
     call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
     if not parts:
         plan = plan.to(device)
-        output, left = call(plan, positions, given, per_layer, hidden, wanted, columns, deep=deep)
+        output, left_early = call(plan, positions, given, per_layer, hidden, logit_rows, columns, deep=deep)
         settings.limits.update(plan.__dict__.get("_narrowed", ()))
     else:
-        tensors = (positions, given, per_layer, hidden, wanted)
+        tensors = (positions, given, per_layer, hidden, logit_rows)
         deeps = [None if deep is None else deep.of(part.row, part.start, part.stop) for part in parts]
         outputs = [
             call(part.plan.to(device), *(part.of(x) for x in tensors), deep=each) for part, each in zip(parts, deeps)
         ]
-        left = outputs[0][1]
+        left_early = outputs[0][1]
         pieces = [output for output, _ in outputs]
-        output = _joined(pieces, parts, given, wanted) if head is None else torch.cat(pieces)
-    if not left and settings.postprocess is not None:
+        output = _joined(pieces, parts, given, logit_rows) if head is None else torch.cat(pieces)
+    if not left_early and settings.postprocess is not None:
         output = settings.postprocess(inputs, output)
     return output
 
@@ -157,7 +157,7 @@ def _call(
     given: Tensor,
     per_layer: Tensor | None,
     hidden: Tensor | None,
-    wanted: Tensor | None,
+    logit_rows: Tensor | None,
     columns: Tensor | None = None,
     *,
     deep: Deepstack | None,
@@ -166,34 +166,34 @@ def _call(
     kwargs: Inputs = {"inputs_embeds": given, "position_ids": as_model_wants(positions)}
     if per_layer is not None:
         kwargs["per_layer_inputs"] = per_layer
-    kept = wanted is not None and "logits_to_keep" in inspect.signature(module.forward).parameters
-    if wanted is not None and kept:
-        columns = wanted.any(0).nonzero().squeeze(1) if columns is None else columns
+    selects_rows = logit_rows is not None and "logits_to_keep" in inspect.signature(module.forward).parameters
+    if logit_rows is not None and selects_rows:
+        columns = logit_rows.any(0).nonzero().squeeze(1) if columns is None else columns
         kwargs["logits_to_keep"] = columns.to(given.device)
     ending = nullcontext() if head is None else ending_at(head)
     with use_plan(plan, backend=backend), handing(module, deep), ending:
-        output, left = run(module, first_layer, kwargs, hidden=hidden)
-    if wanted is None or (left and head is None):
-        return output, left
+        output, left_early = run(module, first_layer, kwargs, hidden=hidden)
+    if logit_rows is None or (left_early and head is None):
+        return output, left_early
     made = output if head is not None else output.logits
-    if kept and len(wanted) == 1:
-        chosen = made[0]
-    elif len(wanted) == 1 and columns is not None:
-        chosen = made[0][columns]
+    if selects_rows and len(logit_rows) == 1:
+        selected = made[0]
+    elif len(logit_rows) == 1 and columns is not None:
+        selected = made[0][columns]
     else:  # synchronizes with a GPU
-        chosen = made[(wanted[:, columns] if kept else wanted).to(made.device)]
+        selected = made[(logit_rows[:, columns] if selects_rows else logit_rows).to(made.device)]
     if head is not None:
-        assert left
-        return chosen, True
-    output.logits = chosen.unsqueeze(0)
-    return output, left
+        assert left_early
+        return selected, True
+    output.logits = selected.unsqueeze(0)
+    return output, left_early
 
 
-def _joined(outputs: list[Any], parts: list[Document], given: Tensor, wanted: Tensor | None) -> Any:
+def _joined(outputs: list[Any], parts: list[Document], given: Tensor, logit_rows: Tensor | None) -> Any:
     """Join the results of one-sample calls into the result of a single call."""
     left = isinstance(outputs[0], Tensor)
     pieces = outputs if left else [output.logits for output in outputs]
-    if not left and wanted is not None:
+    if not left and logit_rows is not None:
         return CausalLMOutput(logits=torch.cat(pieces, dim=1))
     joined = pieces[0].new_zeros(*given.shape[:2], *pieces[0].shape[2:])
     for part, piece in zip(parts, pieces):

@@ -54,13 +54,13 @@ def add_lora(
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ValueError("LoRA layers are peft's, which is not installed: pip install peft") from None
+        raise ValueError("LoRA needs peft, which is not installed: pip install peft") from None
     layers = _targets(model, targets)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = Names(model)
-    kept = trained & names.projectors()
+    fully_trained = trained & names.projectors()
     for pattern in modules_to_save:
-        kept |= _saved(names, pattern, layers)
+        fully_trained |= _saved(names, pattern, layers)
     device = next(iter(layers.values())).weight.device
     config = LoraConfig(
         r=rank,
@@ -72,10 +72,10 @@ def add_lora(
     )
     with torch.device(device):
         inject_adapter_in_model(config, model)
-    made = {name for name, _ in model.named_parameters() if is_adapter(name)}
-    if len(made) != 2 * len(layers):
-        raise ValueError(f"peft made adapters of {len(made) // 2} layers where {len(layers)} were meant")
-    model.train_only(made | kept)
+    adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    if len(adapters) != 2 * len(layers):
+        raise ValueError(f"peft made adapters of {len(adapters) // 2} layers, expected {len(layers)}")
+    model.train_only(adapters | fully_trained)
     return [*layers]
 
 
@@ -86,29 +86,31 @@ def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
     head: Any = model.language_model.get_output_embeddings()  # type: ignore[operator]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     projectors = {name.rpartition(".")[0] for name in trained & names.projectors()}
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for pattern in targets:
         if pattern == ALL_LINEAR:
-            own = {path: layer for path, layer in linear.items() if path.startswith(f"{LANGUAGE_MODEL}.")}
-            chosen = {path: layer for path, layer in own.items() if layer is not head}
+            of_language_model = {path: layer for path, layer in linear.items() if path.startswith(f"{LANGUAGE_MODEL}.")}
+            layers = {path: layer for path, layer in of_language_model.items() if layer is not head}
         else:
-            chosen = {path: layer for path, layer in linear.items() if _names_module(names, pattern, path)}
-        if both := sorted(chosen.keys() & projectors):
-            if not any(sign in pattern for sign in "*?[") or len(both) == len(chosen):
+            layers = {path: layer for path, layer in linear.items() if _names_module(names, pattern, path)}
+        if conflicts := sorted(layers.keys() & projectors):
+            if not any(sign in pattern for sign in "*?[") or len(conflicts) == len(layers):
                 raise ValueError(
-                    f"{pattern!r} names {both[0]} of a projector that is trained whole, which an adapter would freeze: "
-                    "leave it out, or freeze the projector (freeze_projector)"
+                    f"{pattern!r} matches {conflicts[0]} of a fully trained projector, which an adapter would freeze: "
+                    "exclude it, or freeze the projector (freeze_projector)"
                 )
-            chosen = {path: layer for path, layer in chosen.items() if path not in projectors}
-        if not chosen:
+            layers = {path: layer for path, layer in layers.items() if path not in projectors}
+        if not layers:
             if not any(_names_module(names, pattern, path) for path, _ in model.named_modules()):
                 names.matching(pattern)  # raises with the nearest name
-            raise ValueError(f"{pattern!r} names no linear layer (torch.nn.Linear), which is what LoRA takes")
-        found |= chosen
+            raise ValueError(f"{pattern!r} matches no linear layer (torch.nn.Linear): LoRA supports only these")
+        matches |= layers
     tied = {name for group in model.tied_parameters() for name in group}
-    if both := [path for path in found if f"{path}.weight" in tied]:
-        raise ValueError(f"{both[0]} shares its weight with another layer, which an adapter would not change: leave it")
-    return {path: linear[path] for path in linear if path in found}
+    if conflicts := [path for path in matches if f"{path}.weight" in tied]:
+        raise ValueError(
+            f"{conflicts[0]} shares its weight with another layer, which an adapter would not change: exclude it"
+        )
+    return {path: linear[path] for path in linear if path in matches}
 
 
 def _names_module(names: Names, pattern: str, path: str) -> bool:
@@ -122,12 +124,14 @@ def _saved(names: Names, pattern: str, layers: Collection[str]) -> set[str]:
     """Parameters that a pattern of modules_to_save matches. Raises ValueError for a parameter that has an adapter."""
     modules = {name.rpartition(".")[0] for name in names.first}
     named = {path for path in modules if _names_module(names, pattern, path)}
-    found = {first for name, first in names.first.items() if name.rpartition(".")[0] in named}
-    if not found:
+    matches = {first for name, first in names.first.items() if name.rpartition(".")[0] in named}
+    if not matches:
         names.matching(pattern)
-    if both := [path for path in layers if f"{path}.weight" in found]:
-        raise ValueError(f"{pattern!r} is to be trained whole and {both[0]} is to have an adapter: say one of the two")
-    return found
+    if conflicts := [path for path in layers if f"{path}.weight" in matches]:
+        raise ValueError(
+            f"{pattern!r} in modules_to_save matches {conflicts[0]}, which has an adapter: choose one of the two"
+        )
+    return matches
 
 
 # ---------------------------------------------------------------------- export
@@ -159,24 +163,26 @@ def adapter_files(
 
     targets = [name for path, _ in lora_layers(model) if (name := inside(path)) is not None]
     if not targets:
-        raise ValueError(f"no layer of {', '.join(parts)} has an adapter: write the whole model")
+        raise ValueError(f"no layer of {', '.join(parts)} has an adapter: export the whole model")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    whole = [name for name in trained if not is_adapter(name)]
+    fully_trained = [name for name in trained if not is_adapter(name)]
     beside = {name: model.encoders[name] for name in model.encoders if name not in parts}
     kept = tuple(f"encoders.{name}.projector." for name in beside)
     if lost := [name for name in trained if inside(name) is None and not name.startswith(kept)]:
         raise ValueError(
-            f"{base_name(lost[0])} was trained and is no part of {', '.join(parts)}, which this adapter is for: {MERGE}"
+            f"{base_name(lost[0])} was trained but is outside {', '.join(parts)}, the base of this adapter: {MERGE}"
         )
     tied = {name for group in model.tied_parameters() for name in group}
-    if both := [name for name in whole if name in tied]:
-        raise ValueError(f"{both[0]} was trained and is tied to another weight, which peft would not tie: {MERGE}")
-    owners = sorted({own.rpartition(".")[0] for name in whole if (own := inside(name)) is not None})
+    if conflicts := [name for name in fully_trained if name in tied]:
+        raise ValueError(
+            f"{conflicts[0]} was trained and is tied to another weight, which peft does not support: {MERGE}"
+        )
+    owners = sorted({own.rpartition(".")[0] for name in fully_trained if (own := inside(name)) is not None})
     saved = [path for path in owners if not any(path.startswith(f"{other}.") for other in owners)]
     if around := [path for path in saved if not path or any(target.startswith(f"{path}.") for target in targets)]:
-        raise ValueError(f"{around[0]} was trained whole around layers with adapters, which peft cannot say: {MERGE}")
+        raise ValueError(f"{around[0]} was fully trained and contains adapters, which peft does not support: {MERGE}")
     if inner := [path for path in saved if any(path.startswith(f"{target}.") for target in targets)]:
-        raise ValueError(f"{base_name(inner[0])} was trained beside its own adapter, which peft cannot say: {MERGE}")
+        raise ValueError(f"{base_name(inner[0])} was trained besides its adapter, which peft does not support: {MERGE}")
     tensors = {
         f"base_model.model.{own.replace(f'.{_ADAPTER}.', '.')}": parameter.detach()
         for name, parameter in model.named_parameters()
@@ -212,14 +218,14 @@ def merge_adapters(model: MultimodalModel) -> int:
 
     The model then has the same layers and names as before `add_lora`. Not for a parallelized model.
     """
-    found = lora_layers(model)
-    for path, layer in found:
+    layers = lora_layers(model)
+    for path, layer in layers:
         layer.merge(safe_merge=True)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.get_base_layer())
-    if found:
+    if layers:
         del model.peft_config
-    return len(found)
+    return len(layers)
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -114,20 +114,20 @@ class _HeadCrossEntropy(torch.autograd.Function):
         words: Words | None,
     ) -> Tensor:
         norms = torch.empty(len(hidden), device=hidden.device)  # log of the sum of exponentials
-        wanted = torch.empty_like(norms)  # the target's logit; 0 if another rank has it
+        target_logits = torch.empty_like(norms)  # the target's logit; 0 if another rank has it
         with torch.autocast(hidden.device.type, enabled=False):
             made = [None if x is None else x.to(dtype) for x in (hidden, weight, bias)]
             for part in _parts(len(hidden), len(weight)):
                 logits = _logits(part, *made)
                 norms[part] = logits.logsumexp(1)
                 at, here = _places(targets[part], len(weight), words)
-                wanted[part] = torch.where(here, logits.gather(1, at), 0).squeeze(1)
+                target_logits[part] = torch.where(here, logits.gather(1, at), 0).squeeze(1)
         if words is not None and len(hidden):
-            everyone = words.ranks.gather(torch.stack([norms, wanted]).unsqueeze(0), 0)
-            norms, wanted = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
+            everyone = words.ranks.gather(torch.stack([norms, target_logits]).unsqueeze(0), 0)
+            norms, target_logits = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
         ctx.dtype, ctx.words = dtype, words
-        return (norms - wanted).sum()
+        return (norms - target_logits).sum()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

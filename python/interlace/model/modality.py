@@ -98,7 +98,7 @@ class ModalityModule(nn.Module):
         argument = next((name for name in parameters if name in ARGUMENTS), "")
         if not argument and GRID not in parameters:
             raise ValueError(
-                f"{type(module).__name__}.forward takes none of {', '.join(ARGUMENTS)}: it is no image, audio or text "
+                f"{type(module).__name__}.forward takes none of {', '.join(ARGUMENTS)}: pass an image, audio or text "
                 "model"
             )
         self.kind = ARGUMENTS.get(argument, "image")
@@ -139,7 +139,7 @@ class ModalityModule(nn.Module):
         width = self.feed.width if isinstance(self.feed, PatchInputs) else None
         self.hidden_size = int(width or getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
         if not self.hidden_size:
-            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
+            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: pass a HuggingFace model")
         # An encoder that packs its items into one row separates them by its own mask, except under FLASH_NAME.
         apart = self.feed.in_one_row and not isinstance(self.feed, TileInputs)
         # An encoder with its own attention keeps it: it gets items alone or with equal ones, so no mask is needed.
@@ -158,7 +158,7 @@ class ModalityModule(nn.Module):
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
-            f"{type(self.module).__name__} is no {self.kind} encoder that a ModalityModule knows how to feed "
+            f"{type(self.module).__name__} is not a supported {self.kind} encoder "
             f"({type(error).__name__}: {error}): use one like SigLIP, CLIP or Whisper"
         )
 
@@ -195,8 +195,8 @@ class ModalityModule(nn.Module):
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None and (self.kind == "text" or (width != out_features and self.postprocess is None)):
             raise ValueError(
-                f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind} of {width} channels that '
-                f"become {out_features}"
+                f'an encoder needs a projector: pass "linear", "mlp" or a module that maps {self.kind} features from '
+                f"{width} to {out_features} channels"
             )
 
     # ------------------------------------------------------------------ lengths
@@ -253,7 +253,7 @@ class ModalityModule(nn.Module):
             return self.feed.features(item)
         if self.packing == PACKED:
             return length - self.prefix
-        key = (item.shape, length, tuple(sorted(item.about.items())) if self.is_told else ())
+        key = (item.shape, length, tuple(sorted(item.about.items())) if self.takes_item_data else ())
         if key not in self._counts:
             count = features_after_layers(self, item, length)
             self._counts[key] = count - self.prefix if count == length else count
@@ -272,7 +272,7 @@ class ModalityModule(nn.Module):
         if self._collate is not None:
             return callbacks.call("collate", self._collate, items)  # type: ignore[no-any-return]
         inputs = self.feed.collate(items)
-        if self.preprocess is None and items and self.packing == PACKED and not self.is_told:
+        if self.preprocess is None and items and self.packing == PACKED and not self.takes_item_data:
             inputs["plan"] = packed_plan([self.encoder_length(item.shape, item.about) for item in items])
         return inputs
 
@@ -291,8 +291,8 @@ class ModalityModule(nn.Module):
             return [(which, {}) for which in sets]
         if any(item.is_meta for item in inputs[self.feed.argument]) and not like.is_meta:
             raise ValueError(
-                f"the batch holds {self.kind} items that were not decoded (Media.data is None), but this is the "
-                "encoder's first stage, which reads them: decode this modality on this rank"
+                f"the batch has {self.kind} items that were not decoded (Media.data is None), but this rank runs the "
+                "encoder's first stage: decode this modality on this rank"
             )
         return [(which, self.feed.kwargs(inputs, which, like)) for which in sets]
 
@@ -335,21 +335,21 @@ class ModalityModule(nn.Module):
         if not items:
             empty = like.new_zeros
             return empty(0, self.out_features) if self.is_last else empty(1, 0, self.hidden_size)
-        if self.is_told:
-            pieces = self._run_told(inputs, items, lengths, like, hidden)
+        if self.takes_item_data:
+            pieces = self._run_with_item_data(inputs, items, lengths, like, hidden)
         elif self.packing == PACKED:
             output = self._run_packed(inputs, items, lengths, like, hidden)
             if not self.is_last:
                 return output
             pieces = self.features_of(output)[0].split(lengths)
         else:
-            pieces = self._run_apart(inputs, items, lengths, like, hidden)
+            pieces = self._run_separately(inputs, items, lengths, like, hidden)
         if not self.is_last:
             return torch.cat(pieces).unsqueeze(0)
         return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
 
     @property
-    def is_told(self) -> bool:
+    def takes_item_data(self) -> bool:
         """True if the encoder takes numbers about each item (Media.about). It then also makes the features itself."""
         return isinstance(self.feed, (PatchInputs, TileInputs))
 
@@ -381,7 +381,7 @@ class ModalityModule(nn.Module):
             raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
         # The first layer replaces the hollow prologue's output.
         kwargs = self.feed.blank(items, self.packing, like)
-        if self.is_told:  # layers may take tokens without a batch [N, D], or tiles as a batch
+        if self.takes_item_data:  # layers may take tokens without a batch [N, D], or tiles as a batch
             return run(self.module, self._first_layer, kwargs, enter=lambda given: hidden.reshape(given.shape))[0]
         return run(self.module, self._first_layer, kwargs, hidden=hidden)[0]
 
@@ -406,7 +406,7 @@ class ModalityModule(nn.Module):
         output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
         return output
 
-    def _run_apart(
+    def _run_separately(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
         """One call per group; returns each item's hidden state [L, D], or its features [n, D] on the last stage."""
@@ -424,12 +424,12 @@ class ModalityModule(nn.Module):
             pieces.update(zip(which, self.features_of(output) if self.is_last else output))
         return [pieces[i] for i in range(len(lengths))]
 
-    def _run_told(
+    def _run_with_item_data(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
-        """Same as `_run_apart`, for an encoder that takes numbers about each item."""
+        """Same as `_run_separately`, for an encoder that takes numbers about each item."""
         if inputs.get("context") is not None:
-            raise ValueError(f"{type(self.module).__name__} knows where each token lies, in order: leave it at cp = 1")
+            raise ValueError(f"{type(self.module).__name__} depends on the order of tokens: use cp = 1")
         given = None if hidden is None else hidden[0].split(lengths)
         pieces: dict[int, Tensor] = {}
         for which, kwargs in self._groups(inputs, items, like):
@@ -452,7 +452,7 @@ class ModalityModule(nn.Module):
 
     def features_of(self, output: Any) -> Tensor:
         """Features [B, n, D] in an encoder's output; [1, n, D] of all items if it takes numbers about each item."""
-        if self.is_told:  # it may merge tokens, and return the merged ones beside the tokens themselves
+        if self.takes_item_data:  # it may merge tokens, and return the merged ones beside the tokens themselves
             pooled = isinstance(self.feed, TileInputs) or self.feed.pooled  # type: ignore[union-attr]
             features = getattr(output, "pooler_output", None) if pooled else None
             features = features_of(output) if features is None else features

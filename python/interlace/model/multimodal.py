@@ -95,7 +95,7 @@ class MultimodalModel(nn.Module):
         if language_model is None:
             raise ValueError("a MultimodalModel needs a language_model")
         if generators:
-            raise ValueError(f"generators ({', '.join(generators)}) are not part of this version: pass none")
+            raise ValueError(f"generators ({', '.join(generators)}) are not supported in this version: pass none")
         encoders, placeholders = dict(encoders or {}), dict(placeholders or {})
         before = after = None
         path = None
@@ -110,8 +110,8 @@ class MultimodalModel(nn.Module):
         self.vocab_size = int(config.vocab_size)
         if getattr(config, "output_router_logits", False):
             raise ValueError(
-                f"{type(language_model).__name__} has output_router_logits=True, for an auxiliary loss of its routers "
-                "that a MultimodalModel does not have: set config.output_router_logits to False to train without it"
+                f"{type(language_model).__name__} has output_router_logits=True, but a MultimodalModel does not "
+                "support an auxiliary router loss: set config.output_router_logits to False to train without it"
             )
         for name, encoder in encoders.items():
             token = configured(getattr(encoder, "kind", ""), whole, config)
@@ -121,7 +121,7 @@ class MultimodalModel(nn.Module):
         for name, encoder in encoders.items():
             if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
                 raise ValueError(
-                    f"encoder {name!r} must be a ModalityModule, under a name without '.' other than {LANGUAGE_MODEL!r}"
+                    f"encoder {name!r} must be a ModalityModule, with a name without '.' other than {LANGUAGE_MODEL!r}"
                 )
             encoder.connect(int(config.hidden_size))
             encoder.backend = backend
@@ -198,7 +198,7 @@ class MultimodalModel(nn.Module):
         """HuggingFace's whole model; it shares the weights. Raises ValueError if this model was built from modules."""
         encoder = next((self.encoders[name] for name in self.encoders), None)
         if not isinstance(encoder, WholeEncoder):
-            raise ValueError("this model was put together from modules: HuggingFace has no class of it")
+            raise ValueError("this model was built from modules: HuggingFace has no class for it")
         return put_together(encoder, self.language_model)
 
     def name_in_whole(self, name: str) -> str:
@@ -272,8 +272,8 @@ class MultimodalModel(nn.Module):
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
             raise ValueError(
-                f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
-                f"{total} (more stages than layers cannot be)"
+                f"{name}: layers {start} to {stop} are not a valid stage of its {total} layers; need 0 <= start < stop "
+                f"<= {total} (at most one stage per layer)"
             )
         if name == LANGUAGE_MODEL:
             check_cut(self.language_model, total, start, stop)
@@ -457,7 +457,9 @@ class MultimodalModel(nn.Module):
         synchronize).
         """
         if not isinstance(input_ids, Tensor):
-            raise TypeError(f"the model takes a batch, not a {type(input_ids).__name__}: mllm(**mllm.collate(samples))")
+            raise TypeError(
+                f"the model takes a batch, not a {type(input_ids).__name__}: call mllm(**mllm.collate(samples))"
+            )
         if labels is not None and labels.device.type == input_ids.device.type == "cpu":
             refuse_copies("labels", [(input_ids, labels)])
         if mask is None and plan is None:
@@ -465,9 +467,9 @@ class MultimodalModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "mask": mask, "plan": plan}
         inputs["position_ids"] = mask.pos.long() if position_ids is None and mask is not None else position_ids
         if inputs["position_ids"] is None:
-            raise ValueError("a plan without a mask needs position_ids beside it")
+            raise ValueError("a plan without a mask needs position_ids: pass them, too")
         if self.language_settings.positions is not None and position_ids is None and encoder_inputs:
-            raise ValueError("tokens of media have several positions each in this model: pass collate's position_ids")
+            raise ValueError("media tokens have several positions each in this model: pass collate's position_ids")
         inputs["features"] = self.encode(encoder_inputs)
         first_layer = self.layer_list(LANGUAGE_MODEL)[0]
         output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
@@ -504,7 +506,7 @@ class MultimodalModel(nn.Module):
             if not allowed[cut]:
                 others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
                 raise ValueError(
-                    f"{name}: {type(module).__name__} cannot be cut before layer {cut}: its later layers need more of "
-                    "the earlier ones than the hidden state. "
+                    f"{name}: {type(module).__name__} cannot be cut before layer {cut}: later layers need more than "
+                    "the hidden state of the earlier ones. "
                     + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
                 )

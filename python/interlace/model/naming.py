@@ -31,7 +31,7 @@ def resolve(model: MultimodalModel, path: str) -> list[str]:
             return [candidate]
     near = difflib.get_close_matches(path, [*valid, *inside], n=1, cutoff=0.3)
     raise ValueError(
-        f"cannot freeze {path!r}: it names no module"
+        f"cannot freeze {path!r}: no such module"
         + (f"; did you mean {near[0]!r}?" if near else "")
-        + f" Valid are {', '.join(map(repr, valid))} and the names of modules inside them."
+        + f" Valid names: {', '.join(map(repr, valid))} and modules inside them."
     )

@@ -72,8 +72,8 @@ class PixelShuffleProjector(ItemProjector):
     def tokens(self, features: int, grid: Grid | None) -> int:
         if grid is None:
             raise ValueError(
-                "pixel_shuffle joins neighbouring patches of an image, but these features are no grid of patches: use "
-                "the projector mlp, with downsample to make fewer tokens"
+                "pixel_shuffle joins neighbouring patches of an image, but these features are not a grid of patches: "
+                "use the projector mlp, with downsample for fewer tokens"
             )
         if grid[0] % self.scale or grid[1] % self.scale:
             raise ValueError(
@@ -116,9 +116,9 @@ class QFormerProjector(ItemProjector):
         hidden = inputs if hidden is None else hidden
         sizes = {"queries": queries, "layers": layers, "heads": heads, "hidden": hidden}
         if wrong := [f"{key} = {value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]:
-            raise ValueError(f"a qformer needs whole numbers of 1 or more, not {', '.join(wrong)}")
+            raise ValueError(f"a qformer needs integers of at least 1, not {', '.join(wrong)}")
         if hidden % heads:
-            raise ValueError(f"{heads} heads do not divide the qformer's width {hidden}: give other heads or hidden")
+            raise ValueError(f"{heads} heads do not divide the qformer's width {hidden}: change heads or hidden")
         from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
         config = Blip2QFormerConfig(
@@ -171,7 +171,7 @@ def project(
         if downsample > 1 or isinstance(projector, ItemProjector):
             raise ValueError(
                 f"postprocess made {len(features)} tokens of {sum(lengths)}, so downsample={downsample} or a projector "
-                "that looks at items as a whole cannot tell them apart: stack tokens in the callback, set downsample=1 "
+                "over whole items cannot find the items: stack tokens in the callback, set downsample=1 "
                 'and use the projector "linear" or "mlp"'
             )
         lengths = [len(features)]
@@ -188,8 +188,8 @@ def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, g
         return projector.tokens(features, grid)
     if isinstance(projector, type) and issubclass(projector, ItemProjector):
         raise ValueError(
-            f"how many tokens {projector.__name__} makes of an item is known when there is one: put the encoder into a "
-            "MultimodalModel first"
+            f"{projector.__name__} determines the number of tokens of an item, but does not exist yet: put the encoder "
+            "into a MultimodalModel first"
         )
     return features
 
@@ -199,19 +199,19 @@ def unit_of(projector: nn.Module | None) -> int:
     return projector.unit if isinstance(projector, ItemProjector) else 1
 
 
-def make_projector(made: type[nn.Module], inputs: int, outputs: int, config: Mapping[str, Any]) -> nn.Module:
+def make_projector(projector_class: type[nn.Module], inputs: int, outputs: int, config: Mapping[str, Any]) -> nn.Module:
     """Create a projector of that class. Raises ValueError for arguments that the class does not take."""
-    name = next((key for key, each in PROJECTORS.items() if each is made), made.__name__)
+    name = next((key for key, each in PROJECTORS.items() if each is projector_class), projector_class.__name__)
     try:
-        inspect.signature(made).bind(inputs, outputs, **config)
+        inspect.signature(projector_class).bind(inputs, outputs, **config)
     except TypeError as error:
-        known = ", ".join(list(inspect.signature(made).parameters)[2:]) or "none"
+        known = ", ".join(list(inspect.signature(projector_class).parameters)[2:]) or "none"
         raise ValueError(
             f"projector {name} is called with (in_features, out_features, **projector_config), but: {error}; its "
             f"arguments after the first two: {known}"
         ) from None
     try:
-        return made(inputs, outputs, **config)
+        return projector_class(inputs, outputs, **config)
     except ValueError:
         raise
     except Exception as error:  # a user's class may raise anything

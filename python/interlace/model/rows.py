@@ -50,24 +50,24 @@ def documents(plan: AttentionPlan) -> list[Document]:
 
     Raises ValueError for a document whose tokens are not contiguous.
     """
-    made: list[Document] | None = plan.__dict__.get("_documents")
-    if made is None:
-        made, queries = [], plan.queries()
+    cached: list[Document] | None = plan.__dict__.get("_documents")
+    if cached is None:
+        cached, queries = [], plan.queries()
         for row, docs in enumerate(plan.q_doc):
             ids, counts = torch.unique_consecutive(docs, return_counts=True)
             valid = ids[ids >= 0]
             if len(valid.unique()) < len(valid):
                 raise ValueError(
-                    f"a document of row {row} lies in several pieces, or has a token that sees nothing: "
-                    "put its tokens side by side, each seeing at least itself"
+                    f"a document of row {row} is not contiguous, or has a token that sees nothing: put its tokens side "
+                    "by side, each seeing at least itself"
                 )
             for document, stop, count in zip(ids.tolist(), counts.cumsum(0).tolist(), counts.tolist()):
                 if document >= 0:
                     tokens = Tokens(*(field[row : row + 1, stop - count : stop] for field in queries))
                     alone = AttentionPlan.build(mask_of(tokens, plan.sinks), block=plan.block)
-                    made.append(Document(row, stop - count, stop, alone))
-        plan.__dict__["_documents"] = made
-    return made
+                    cached.append(Document(row, stop - count, stop, alone))
+        plan.__dict__["_documents"] = cached
+    return cached
 
 
 def check_rows(plan: AttentionPlan) -> None:
@@ -78,8 +78,8 @@ def check_rows(plan: AttentionPlan) -> None:
         inside = torch.arange(doc.shape[1], device=doc.device) < (doc >= 0).sum(1, keepdim=True)
         if bool((torch.where(inside, doc != first, doc >= 0) | (inside & (first < 0))).any()):
             raise ValueError(
-                "a row of the batch holds several samples, padding before its own or a token that sees nothing, but "
-                "this language model mixes neighbouring tokens outside attention: give each sample a row, padded on "
+                "a row of the batch has several samples, padding on the left or a token that sees nothing, but this "
+                "language model mixes neighbouring tokens outside attention: give each sample a row, padded on "
                 "the right (doc = -1), as mllm.collate does"
             )
         plan.__dict__["_has_rows"] = True

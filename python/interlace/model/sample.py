@@ -52,10 +52,10 @@ class Media:
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"media of shape {self.shape} is empty: every dimension must be at least 1")
         if tokens < 1:
-            raise ValueError(f"media of shape {self.shape} has tokens={tokens}; every item becomes at least 1")
+            raise ValueError(f"media of shape {self.shape} has tokens={tokens}; it must be at least 1")
         if data is not None and load is not None:
             raise ValueError(
-                f"media of shape {self.shape} has data and a function that loads them: give one of the two"
+                f"media of shape {self.shape} has data and a function that loads them: pass one of the two"
             )
         self._data, self._load = None if data is None else self._checked(data), load
         self._lock = threading.Lock() if load is not None else None
@@ -85,7 +85,7 @@ class Media:
 
     def _checked(self, data: Tensor) -> Tensor:
         if tuple(data.shape) != self.shape:
-            raise ValueError(f"media says shape {self.shape} but its data has {tuple(data.shape)}")
+            raise ValueError(f"media has shape {self.shape} but its data has {tuple(data.shape)}")
         if not data.is_floating_point():
             raise TypeError(f"media data is {data.dtype}; scale and normalise it to a floating dtype first")
         return data
@@ -130,8 +130,8 @@ class Sample:
             raise ValueError(f"sample {self.name!r} has no tokens")
         if len(self.labels) != len(self.input_ids):
             raise ValueError(
-                f"sample {self.name!r} has {len(self.input_ids)} input_ids but {len(self.labels)} labels: give every "
-                f"position a target, {IGNORE} where there is none"
+                f"sample {self.name!r} has {len(self.input_ids)} input_ids but {len(self.labels)} labels: pass one "
+                f"label per position, {IGNORE} for positions without a target"
             )
         refuse_copies(f"sample {self.name!r}", [(self.input_ids, self.labels)], warn=True)
 
@@ -183,12 +183,12 @@ class SampleOutline:
     @property
     def input_ids(self) -> Tensor:
         """Raises RuntimeError."""
-        raise RuntimeError(f"the tokens of {self.name} are on another rank: this one computes without them")
+        raise RuntimeError(f"the tokens of {self.name} are on another rank: this rank does not need them")
 
     @property
     def labels(self) -> Tensor:
         """Raises RuntimeError."""
-        raise RuntimeError(f"the labels of {self.name} are on another rank: this one computes without them")
+        raise RuntimeError(f"the labels of {self.name} are on another rank: this rank does not need them")
 
 
 def check_samples(call: str, given: Any) -> None:
@@ -198,7 +198,7 @@ def check_samples(call: str, given: Any) -> None:
     if not wrong:
         return
     if isinstance(given, Mapping):
-        hint = "a batch that mllm.collate made goes to mllm(**batch)"
+        hint = "pass a batch made by mllm.collate to mllm(**batch)"
     elif isinstance(given, Sample):
         hint = "put it in a list"
     else:
@@ -214,7 +214,7 @@ def shift_labels(labels: Tensor) -> Tensor:
     Raises ValueError for a row without tokens.
     """
     if labels.dim() == 0 or labels.shape[-1] == 0:
-        raise ValueError(f"labels {list(labels.shape)} hold no tokens: give at least one per row")
+        raise ValueError(f"labels {list(labels.shape)} have no tokens: pass at least one per row")
     return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE)], dim=-1)
 
 

@@ -127,7 +127,7 @@ class Generation:
         try:
             table = json.loads(text)
             nodes = [Node.from_table(each) for each in table["nodes"]]
-            found = cls(
+            generation = cls(
                 int(table["number"]),
                 tuple(tuple(map(str, pipeline)) for pipeline in table["pipelines"]),
                 {node.id: node for node in nodes},
@@ -137,11 +137,13 @@ class Generation:
                 tuple(map(str, table["leaving"])),
             )
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"this is no generation ({type(error).__name__}: {error})") from error
-        missing = {*found.order(), *found.leaving} - set(found.nodes)
+            raise ValueError(f"invalid generation ({type(error).__name__}: {error})") from error
+        missing = {*generation.order(), *generation.leaving} - set(generation.nodes)
         if missing:
-            raise ValueError(f"generation {found.number} speaks of nodes that it does not describe: {sorted(missing)}")
-        return found
+            raise ValueError(
+                f"generation {generation.number} refers to nodes that it does not describe: {sorted(missing)}"
+            )
+        return generation
 
 
 def _typed(table: Any, types: Mapping[str, type]) -> dict[str, Any]:

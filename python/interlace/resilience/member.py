@@ -43,7 +43,7 @@ LONGEST_PAUSE = 0.05  # longest polling interval of the store, seconds
 NEWEST, GENERATION, READY, TEMPLATES = "newest", "generation", "ready", "templates"  # keys of the store
 ENDS = "ends"
 SPARE, REMOVED = "spare", "removed"  # keys per node
-GAVE_UP, WHY, OVER, COPIED, ENTERED = "gave up", "why", "over", "copied", "entered"  # under `prefix_of` of a generation
+ABORTED, WHY, OVER, COPIED, ENTERED = "gave up", "why", "over", "copied", "entered"  # under `prefix_of` of a generation
 VOTES, VOTED, DECISION = "votes", "voted", "decision"  # likewise; VOTES and DECISION per step
 
 
@@ -60,7 +60,7 @@ class Member:
         self.progress, self.timeout = progress, timeout
         self._thread = threading.get_ident()
         self._is_ready, self._templates = False, ""
-        link.tell_again = self._say_again
+        link.publish_again = self._publish_again
 
     @classmethod
     def from_environment(cls, timeout: float) -> Member:
@@ -99,11 +99,11 @@ class Member:
         ResilienceError if no generation follows within `timeout` seconds, unless the node is a spare. Also raises it if
         the coordinator considers the node lost.
         """
-        what = f"waiting for a generation after {after}"
+        waiting_for = f"waiting for a generation after {after}"
         timeout += self._link.patience  # time for nodes to reconnect to a restarted coordinator
 
         def work(store: dist.Store) -> Generation:
-            self.progress.idle(what, timeout)
+            self.progress.idle(waiting_for, timeout)
             if not self._is_ready:
                 store.add(f"{READY}/{self.node}", 1)
                 self._is_ready = True
@@ -120,17 +120,17 @@ class Member:
                             return generation
                     if store.check([f"{REMOVED}/{self.node}"]):
                         raise ResilienceError(
-                            f"node {self.node} was taken for lost: {store.get(f'{REMOVED}/{self.node}').decode()}"
+                            f"node {self.node} was removed from the run: {store.get(f'{REMOVED}/{self.node}').decode()}"
                         )
                 if not store.check([f"{SPARE}/{self.node}"]):
                     break
-                self.progress.idle(f"a spare node, {what}", timeout)
+                self.progress.idle(f"a spare node, {waiting_for}", timeout)
             raise ResilienceError(
-                f"rank {self.local_rank} of node {self.node}: no generation after {after} took this node in within "
-                f"{timeout:g} s: too few nodes have come (resilience.nodes), or ranks of another node are not ready"
+                f"rank {self.local_rank} of node {self.node}: no generation after {after} included this node within "
+                f"{timeout:g} s: too few nodes have joined (resilience.nodes), or ranks of another node are not ready"
             )
 
-        return self._ask(what, work)
+        return self._ask(waiting_for, work)
 
     def store(self, generation: Generation) -> dist.PrefixStore:
         """Store of a generation, for `init_process_group` and for data shared among its ranks."""
@@ -157,7 +157,7 @@ class Member:
         drop the gradient and take the next generation. Every training rank of a generation votes once per step. Raises
         ResilienceError if there is no decision within the member's timeout.
         """
-        world, what, timeout = generation.world, f"voting on step {step}", self.timeout + self._link.patience
+        world, action, timeout = generation.world, f"voting on step {step}", self.timeout + self._link.patience
 
         def work(store: dist.Store) -> Answer:
             self.progress.waiting([rank for rank in range(world) if rank != self.rank(generation)])
@@ -167,15 +167,15 @@ class Member:
                 if answer is not None:
                     return answer
             raise ResilienceError(
-                f"rank {self.rank(generation)}, {what}: not all {world} ranks of generation {generation.number} "
+                f"rank {self.rank(generation)}, {action}: not all {world} ranks of generation {generation.number} "
                 f"voted within {timeout:g} s"
             )
 
-        answer = self._ask(what, work)
+        answer = self._ask(action, work)
         self.progress.computing()
         return answer
 
-    def gave_up(self, generation: Generation, reason: str) -> None:
+    def abort(self, generation: Generation, reason: str) -> None:
         """Reports that this rank cannot continue in the generation.
 
         The coordinator finds lost nodes and creates the next generation.
@@ -184,7 +184,7 @@ class Member:
 
         def work(store: dist.Store) -> None:
             store.compare_set(f"{prefix}/{WHY}", "", words)
-            store.add(f"{prefix}/{GAVE_UP}", 1)
+            store.add(f"{prefix}/{ABORTED}", 1)
 
         self._ask("giving up a generation", work)
 
@@ -202,29 +202,29 @@ class Member:
         True when all layers are copied. False if the generation ended first; then take the next one. Raises
         ResilienceError after `timeout` seconds.
         """
-        what = f"node {self.node} waiting to be released"
+        action = f"node {self.node} waiting to be released"
 
         def work(store: dist.Store) -> bool:
-            self.progress.idle(what, timeout)
+            self.progress.idle(action, timeout)
             for _ in _looking(timeout):
                 if store.add(f"{prefix_of(generation)}/{COPIED}", 0) >= generation.world:
                     return True
                 if _is_over(store, generation):
                     return False
             raise ResilienceError(
-                f"{what}: generation {generation.number} did not copy its layers within {timeout:g} s"
+                f"{action}: generation {generation.number} did not copy its layers within {timeout:g} s"
             )
 
-        return self._ask(what, work)
+        return self._ask(action, work)
 
-    def _say_again(self, store: dist.Store) -> None:
+    def _publish_again(self, store: dist.Store) -> None:
         """Writes this rank's state to a new store: its templates and its readiness."""
         if self._templates:
             store.compare_set(TEMPLATES, "", self._templates)
         if self._is_ready:
             store.add(f"{READY}/{self.node}", 1)
 
-    def _ask(self, what: str, work: Callable[[dist.Store], T]) -> T:
+    def _ask(self, action: str, work: Callable[[dist.Store], T]) -> T:
         """Result of `work` on the coordinator's store.
 
         After a coordinator restart, `work` is repeated from its beginning on the new store. Raises ResilienceError if
@@ -235,18 +235,18 @@ class Member:
             try:
                 return work(store)
             except dist.DistNetworkError as error:
-                why = "waiting for the coordinator to be started again"
+                why = "waiting for a restart of the coordinator"
                 own = threading.get_ident() == self._thread
                 try:
                     with self.progress.idle_for(why, self._link.longest) if own else contextlib.nullcontext():
                         self._link.renew(store, first_line(error))
                 except ResilienceError as gone:
-                    raise ResilienceError(f"rank {self.local_rank} of node {self.node}, {what}: {gone}") from error
+                    raise ResilienceError(f"rank {self.local_rank} of node {self.node}, {action}: {gone}") from error
             except RuntimeError as error:
                 if isinstance(error, ResilienceError):
                     raise
                 raise ResilienceError(
-                    f"rank {self.local_rank} of node {self.node}, {what}: the coordinator's store does not answer "
+                    f"rank {self.local_rank} of node {self.node}, {action}: the coordinator's store does not answer "
                     f"({first_line(error)})"
                 ) from error
 
@@ -298,5 +298,5 @@ def prefix_of_number(number: int) -> str:
 def _answer(raw: bytes) -> Answer:
     text = raw.decode(errors="replace")
     if text not in get_args(Answer):
-        raise ResilienceError(f"the store says that a step was decided {text[:100]!r}: do all nodes run one version?")
+        raise ResilienceError(f"unknown decision {text[:100]!r} in the store: install the same version on all nodes")
     return text  # type: ignore[return-value]

@@ -29,15 +29,15 @@ class Settings:
     def from_table(cls, table: Mapping[str, Any]) -> Settings:
         """Raises ValueError."""
         try:
-            found = cls(**{str(key): value for key, value in table.items()})
-            numbers = asdict(found)
+            settings = cls(**{str(key): value for key, value in table.items()})
+            numbers = asdict(settings)
             whole = all(type(numbers[key]) is int for key in ("nodes", "faults", "min_nodes", "ranks_per_node"))
             if not whole or not all(isinstance(value, int | float) for value in numbers.values()):
-                raise TypeError("a value is no number")
+                raise TypeError("a value is not a number")
         except TypeError as error:
-            raise ValueError(f"these are no settings of a run ({error})") from error
-        if found.nodes < 1 or found.faults < 0 or found.min_nodes < 0 or found.ranks_per_node < 1:
-            raise ValueError(f"counts of nodes must be positive, got {found}")
-        if not found.heartbeat > 0 or not found.gather >= 0 or not found.patience >= 0:
-            raise ValueError(f"seconds must be positive, got {found}")
-        return found
+            raise ValueError(f"invalid settings of a run ({error})") from error
+        if settings.nodes < 1 or settings.faults < 0 or settings.min_nodes < 0 or settings.ranks_per_node < 1:
+            raise ValueError(f"counts of nodes must be positive, got {settings}")
+        if not settings.heartbeat > 0 or not settings.gather >= 0 or not settings.patience >= 0:
+            raise ValueError(f"seconds must be positive, got {settings}")
+        return settings

@@ -81,7 +81,7 @@ def assign(
                 sources[name, rank % lane].append(rank)
     sends = dict.fromkeys(held, 0.0)  # time at which each is free again
     takes = dict.fromkeys(needed, 0.0)
-    found: dict[tuple[int, int], list[str]] = {}
+    assigned: dict[tuple[int, int], list[str]] = {}
     order = {name: at for at, name in enumerate(dict.fromkeys(chain(*sizes)))}
     for name, rank in sorted(missing, key=lambda each: (-sizes[each[1] % lane][each[0]], order[each[0]], each[1])):
         if not sources[name, rank % lane]:
@@ -93,10 +93,10 @@ def assign(
 
         source = min(sources[name, rank % lane], key=end)
         sends[source] = takes[rank] = end(source)[0]
-        found.setdefault((source, rank), []).append(name)
+        assigned.setdefault((source, rank), []).append(name)
     transfers = tuple(
         Transfer(source, to, tuple(sorted(names, key=order.__getitem__)))
-        for (source, to), names in sorted(found.items())
+        for (source, to), names in sorted(assigned.items())
     )
     orphans = dict.fromkeys(name for (name, _), of in sources.items() if not of)
     return Takeover(transfers, tuple(orphans))

@@ -25,7 +25,7 @@ from typing import Any
 
 VERSION = 3
 LONGEST = 1 << 18  # largest line, bytes
-FOREIGN = "the other end does not speak this protocol"
+FOREIGN = "the peer does not use this protocol"
 AHEAD = 5.0  # alive messages per heartbeat
 
 
@@ -47,7 +47,7 @@ class Line:
         raw = json.dumps({"kind": kind, **values}).encode() + b"\n"
         try:
             if self.socket.send(raw) < len(raw):
-                self.closed = "the other end takes nothing more"
+                self.closed = "the peer no longer reads"
         except OSError as error:
             self.closed = error.strerror or str(error)
 
@@ -65,7 +65,7 @@ class Line:
         except OSError as error:
             self.closed = error.strerror or str(error)
         *lines, self._read = self._read.split(b"\n")
-        found: list[dict[str, Any]] = []
+        tables: list[dict[str, Any]] = []
         for line in lines:
             try:
                 table = json.loads(line)
@@ -73,9 +73,9 @@ class Line:
                 table = None
             if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
                 self.closed = FOREIGN
-                return found
-            found.append(table)
-        return found
+                return tables
+            tables.append(table)
+        return tables
 
     def close(self) -> None:
         self.closed = self.closed or "closed here"

@@ -50,9 +50,9 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
     )  # fmt: skip
 
 
-def disagreement(said: Mapping[int, str]) -> str:
+def disagreement(texts: Mapping[int, str]) -> str:
     """Differences between the texts of `Arguments` (by rank) and the first one; "" if there are none."""
-    (first, mine), *others = said.items()
+    (first, mine), *others = texts.items()
     for rank, theirs in others:
         if theirs != mine:
             return "; ".join(differences(mine, theirs, f"on rank {first}", f"on rank {rank}"))
@@ -84,14 +84,14 @@ def begin(channel: Channel | None, digest: int, refused: bool, model: str, given
             return  # the caller raises its own error
         if bad := everyone[:, 1].nonzero().flatten().tolist():
             ranks = ", ".join(map(str, bad))
-            raise ValueError(f"rank {ranks} refused its batch, so no rank runs this step: see its error")
+            raise ValueError(f"rank {ranks} rejected its batch, so no rank runs this step: see the error of that rank")
         if not bool((everyone[:, 0] == everyone[0, 0]).all()):
-            said = channel.exchange([model, given], "what the ranks were given")
-            wrong = disagreement({rank: model for rank, (model, _) in enumerate(said)})
-            wrong = wrong or disagreement({rank: given for rank, (_, given) in enumerate(said)})
+            inputs = channel.exchange([model, given], "inputs of the ranks")
+            wrong = disagreement({rank: model for rank, (model, _) in enumerate(inputs)})
+            wrong = wrong or disagreement({rank: given for rank, (_, given) in enumerate(inputs)})
             raise ValueError(
-                "the ranks were not given the same, so none runs this step: "
-                f"{wrong or 'their tables or schedules differ: do they run one version of the program?'}"
+                "the inputs of the ranks differ, so no rank runs this step: "
+                f"{wrong or 'their step tables or schedules differ: use the same version of Interlace on all ranks'}"
             )
         channel.begin(digest)
 

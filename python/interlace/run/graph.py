@@ -25,7 +25,7 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
         raise ValueError(
-            f"the layout has the modules {', '.join(layout.modules)}, the model {', '.join(modules)}, in this order"
+            f"the layout's modules are {', '.join(layout.modules)}, the model's {', '.join(modules)}, in this order"
         )
     for name in modules:
         layers, placed = len(mllm.layer_list(name)), layout.pipelines(name)[0].num_layers
@@ -38,15 +38,15 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
 def _repeating(mllm: Any) -> frozenset[str]:
     """The modules that may run a layer several times for one chunk: they call their layers for some of the chunk's
     samples or items at a time, or have one layer at several places."""
-    found = set()
+    repeating = set()
     for name in mllm.modules_order():
         layers, packing, limit = mllm.layer_list(name), mllm.packing[name], None
         if name not in mllm.encoders:
             limit = mllm.language_settings.limit
             packing = PACKED if packing == ROWS else packing  # one batch of rows here, but not in encoders
         if packing != PACKED or limit is not None or len(set(map(id, layers))) < len(layers):
-            found.add(name)
-    return frozenset(found)
+            repeating.add(name)
+    return frozenset(repeating)
 
 
 def edges(graph: StageGraph) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
         sources, readers = layout.pipelines(producer), layout.pipelines(consumer)
         feeds = zip(sources, readers, strict=True) if len(sources) == len(readers) else product(sources, readers)
         pairs += [(source.stages[-1], reader.stages[0]) for source, reader in feeds]
-    found = {
+    rank_pairs = {
         way
         for source, reader in pairs
         for lane in reader.lanes
@@ -70,7 +70,7 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
         for a, b in ((source.lane.ranks[i], lane.ranks[j]),)
         for way in ((a, b), (b, a))
     }
-    return sorted((a, b) for a, b in found if a != b)
+    return sorted((a, b) for a, b in rank_pairs if a != b)
 
 
 def groups(graph: StageGraph) -> list[tuple[int, ...]]:
@@ -86,7 +86,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
     Raises ValueError for tied weights that the ranks cannot hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
     layer_of = parameter_layers(mllm)
-    found: dict[tuple[tuple[str, int], ...], None] = {}
+    tied: dict[tuple[tuple[str, int], ...], None] = {}
     for names in mllm.tied_parameters():
         places = sorted({layer_of[name] for name in names})
         if len(places) < 2:
@@ -97,8 +97,8 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             if not trained and all(spec.tp == 1 and spec.shard != "full" for spec in specs):
                 continue
             raise ValueError(
-                f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it, or "
-                "freeze it and leave these modules at tp = 1 and without shard = 'full'"
+                f"{names[0]} is shared by several modules, and their ranks cannot keep it equal: untie it, or freeze "
+                "it and use tp = 1 without shard = 'full' for these modules"
             )
         homes = [
             {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}
@@ -108,17 +108,17 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
         if trained and spec.shard != "none" and layout.uneven(places[0][0], [layer for _, layer in places]):
             raise ValueError(
                 f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others, "
-                f"which with shard = {spec.shard!r} would keep other slices of it: cut and place all alike"
+                f"so shard = {spec.shard!r} would slice it differently: cut and place all replicas the same way"
             )
         for lanes in ({stage.lane for stage in stages} for stages in homes):  # a rank has one piece of the weight
             if len({rank for lane in lanes for rank in lane.ranks}) < sum(len(lane.ranks) for lane in lanes):
                 raise ValueError(
                     f"the tied weight {names[0]} is on lanes that share some of their ranks "
-                    f"({' and '.join(sorted(map(str, lanes)))}): give its stages one lane, or lanes of their own"
+                    f"({' and '.join(sorted(map(str, lanes)))}): give its stages the same lane, or disjoint lanes"
                 )
         if trained and max(map(len, homes)) > 1:
-            found[tuple(places)] = None
-    return tuple(found)
+            tied[tuple(places)] = None
+    return tuple(tied)
 
 
 def check_read(graph: StageGraph, table: StepTable) -> None:
@@ -126,12 +126,12 @@ def check_read(graph: StageGraph, table: StepTable) -> None:
     feeding, read = {producer for producer, _ in graph.links}, set(table.links[:, 0].tolist())
     unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
     if unread is not None:
-        raise ValueError(f"nobody reads {unread}, so it has no gradient: leave it out of the step's table")
+        raise ValueError(f"no chunk reads {unread}, so it has no gradient: omit it from the step's table")
 
 
 def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
     """Name of a parameter -> (module, the layer that it is placed with)."""
-    found = {}
+    layer_of = {}
     for module in mllm.modules_order():
         layers = mllm.layers(module)
         whole = "language_model." if module == "language_model" else f"encoders.{module}."
@@ -139,22 +139,22 @@ def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
         for name, _ in mllm.named_parameters(remove_duplicate=False):
             if name.startswith(whole):
                 # Parameters beside the layers that belong to no listed part count to the first layer.
-                found[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
-    return found
+                layer_of[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
+    return layer_of
 
 
-def users_of(whole: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """id of a parameter of `whole` -> the layers that have it, counted from 1; 0: modules beside the layers have it."""
+def users_of(root: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """id of a parameter of `root` -> the layers that have it, counted from 1; 0: modules beside the layers have it."""
     users: dict[int, set[int]] = {}
     for number, layer in enumerate(layers, 1):
         for parameter in layer.parameters():
             users.setdefault(id(parameter), set()).add(number)
-    found, seen = [whole], set(map(id, layers))
-    while found:
-        module = found.pop()
+    pending, seen = [root], set(map(id, layers))
+    while pending:
+        module = pending.pop()
         if id(module) not in seen:
             seen.add(id(module))
-            found += module.children()
+            pending += module.children()
             for beside in module.parameters(recurse=False):
                 users.setdefault(id(beside), set()).add(0)
     return users

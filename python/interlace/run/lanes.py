@@ -65,13 +65,13 @@ class Place:
 
 def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     """The groups of ranks that communicate inside lanes, in the same order on every rank: see `Place`."""
-    found: dict[tuple[int, ...], None] = {}
+    unique: dict[tuple[int, ...], None] = {}
     for stage in layout.stages():
         for lane in stage.lanes:
             tp = layout.spec(stage.module).tp
             groups = lane.ranks, *lane.tp_groups(tp), *lane.cp_groups(tp)
-            found.update(dict.fromkeys(group for group in groups if len(group) > 1))
-    return list(found)
+            unique.update(dict.fromkeys(group for group in groups if len(group) > 1))
+    return list(unique)
 
 
 def check_stages(mllm: Any, layout: Layout) -> None:
@@ -98,13 +98,12 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
         tp, cp = layout.spec(name).tp, layout.spec(name).cp
         if tp * cp > 1 and (rate := _draws(mllm, name)):
             raise ValueError(
-                f"{name} has tp = {tp}, cp = {cp} and drops at random in training ({rate}), which its ranks would not "
-                f"do alike: set that to 0, freeze the part, or leave {name} at tp = cp = 1"
+                f"{name} has dropout ({rate}), which tp = {tp} and cp = {cp} do not support: set it to 0, freeze the "
+                f"part, or use tp = cp = 1 for {name}"
             )
         if cp > 1 and (reason := _not_dealt(mllm, name)):
             raise ValueError(
-                f"{name} cannot be dealt among cp = {cp} ranks: {reason}. Leave {name} at cp = 1 and give it tp, pp or "
-                "dp"
+                f"{name} does not support cp = {cp}: {reason}. Use cp = 1 for {name}, and tp, pp or dp instead"
             )
         if tp > 1:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
@@ -131,7 +130,8 @@ def _check_tied_in_part(graph: StageGraph, name: str, whole: StageModule, in_par
     if tied:
         raise ValueError(
             f"the tied weight {tied[0]} is on one stage, or one rank, of some replicas and on several of others, and "
-            f"the ranks of a lane of {name} use it in part: cut and place all alike, or set sequence_parallel to false"
+            f"the ranks of a lane of {name} each use a part of it: cut and place all replicas the same way, or set "
+            "sequence_parallel to false"
         )
 
 
@@ -149,19 +149,18 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
     """
     try:
         if name in mllm.encoders and mllm.encoders[name].implementation not in NAMES:
-            raise Unknown("its attention, which is not HuggingFace's interface")
+            raise Unknown("its attention, which does not use HuggingFace's interface")
         plan = plan_of(whole)
         check_plan(whole, plan, tp)
         rows = sequence_parallel and cuts_rows(mllm, name, plan)
         return HowCut(rows, used_in_part(whole, plan, sequence_parallel=rows))
     except Unknown as error:
         raise ValueError(
-            f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 and give "
-            "it pp or dp"
+            f"{name} does not support tp = {tp}: no rule for {error}. Use tp = 1 for {name}, and pp or dp instead"
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+            f"{name} does not support tp = {tp}: {error}. Or use tp = 1 for {name}, and pp or dp instead"
         ) from error
 
 
@@ -196,21 +195,21 @@ def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part
     if large:
         raise ValueError(
             f"{name} has shard = {spec.shard!r}, but with sequence parallelism each of its tp = {spec.tp} ranks "
-            f"applies all experts to rows of its own, and their weights ({large[0]} and {len(large) - 1} more) would "
-            "stay whole on every rank: set sequence_parallel to false, or freeze the experts, or leave shard at 'none' "
-            "or tp at 1"
+            f"applies all experts to its own rows, so expert weights ({large[0]} and {len(large) - 1} more) would stay "
+            "unsharded on every rank: set sequence_parallel to false, freeze the experts, or use shard = 'none' or "
+            "tp = 1"
         )
 
 
 def _not_dealt(mllm: Any, name: str) -> str:
     """The reason why the rows of a module's chunks cannot be distributed among ranks; empty if they can."""
-    mixes = "its layers mix rows, or know their places, otherwise than by attention and position ids, as a trial shows"
+    mixes = "a probe shows that its layers mix rows, or depend on row order, other than by attention and position ids"
     if name in mllm.encoders:
         encoder = mllm.encoders[name]
         return "" if encoder.packing == PACKED and encoder_takes_any_order(encoder) else mixes
     settings = mllm.language_settings
     if settings.merge is not merge_tokens or settings.preprocess is not None or settings.postprocess is not None:
-        return "its callbacks (preprocess, postprocess) expect whole chunks"
+        return "its callbacks (preprocess, postprocess) need whole chunks"
     if settings.packing != PACKED or not language_takes_any_order(mllm.language_model, settings, mllm.max_length):
         return mixes
     return ""
@@ -235,8 +234,8 @@ def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
     reason (`mllm.packing`), modules with a second list of blocks, whose rows may differ, and encoders that pass the
     positions of all rows to their layers.
     """
-    told = name in mllm.encoders and mllm.encoders[name].is_told
-    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not told
+    takes_item_data = name in mllm.encoders and mllm.encoders[name].takes_item_data
+    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not takes_item_data
 
 
 def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:

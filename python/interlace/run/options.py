@@ -68,9 +68,7 @@ class StepOptions:
                 names = ", ".join(map(repr, known))
                 raise ValueError(f"unknown {what} {getattr(self, what)!r}: use one of {names}")
         if callable((self.schedule_options or {}).get("durations")):
-            raise ValueError(
-                "schedule_options: give durations as a mapping, which ranks can compare, not as a function"
-            )
+            raise ValueError("schedule_options: durations is a function, which ranks cannot compare: pass a mapping")
 
     @property
     def recompute(self) -> bool:

@@ -238,7 +238,9 @@ class ParallelModel:
     def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None) -> StepResult:
         """loss_scale: for a training step; None for evaluation."""
         if self._failed:
-            raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
+            raise PipelineError(
+                f"an earlier step failed and left the ranks out of sync ({self._failed}): restart the run"
+            )
         try:
             with as_pipeline_errors():
                 return self._run_step(given, note, loss_scale)
@@ -248,7 +250,7 @@ class ParallelModel:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
-                    self._failed = f"rank {self.ranks[0]}: {lost}, which showed as: {error}"
+                    self._failed = f"rank {self.ranks[0]}: {lost}; first symptom: {error}"
                 if self.options.crash_folder is not None:
                     with contextlib.suppress(OSError):  # must not hide the original error
                         self.channel.recorder.dump(Path(self.options.crash_folder), self._failed)
@@ -292,7 +294,7 @@ class ParallelModel:
             for i, c in enumerate(table.chunks)
         }
         self._refresh()
-        kept = self._set_shared_gradients_aside() if train else []
+        earlier_gradients = self._set_shared_gradients_aside() if train else []
         steps = {
             number: Step(
                 routes=routes[number],
@@ -313,11 +315,11 @@ class ParallelModel:
         try:
             self._execute(schedule, steps, digest, device)
         except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
-            for parameter, gradient in kept:
+            for parameter, gradient in earlier_gradients:
                 parameter.grad = gradient
             raise
         self._collect_gradients()
-        for parameter, gradient in kept:
+        for parameter, gradient in earlier_gradients:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._last, self._times = (schedule, table), {number: step.times for number, step in steps.items()}
         loss, norm, notes = self._results(steps, note, train)
@@ -371,8 +373,8 @@ class ParallelModel:
                 channel.close()
         if drawn():
             raise PipelineError(
-                "the model draws random numbers (dropout?), which ranks that are threads of one process would share in "
-                "no fixed order: set its dropout to 0, play one rank (a layout of world 1), or start a process per rank"
+                "the model draws random numbers (dropout?), and ranks that are threads of one process share one "
+                "generator: set its dropout to 0, use a layout of world 1, or start a process per rank"
             )
 
     def _results(
@@ -390,7 +392,7 @@ class ParallelModel:
         if drew := everyone[:, 3].nonzero().flatten().tolist():
             raise PipelineError(
                 f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a module with tp > 1 or cp > 1, "
-                "which its ranks do not draw alike: set what it drops to 0, or give it tp = cp = 1"
+                "whose ranks draw different ones: set its dropout to 0, or use tp = cp = 1"
             )
         total, square, *_ = everyone.sum(0).tolist()
         return total, square**0.5, tuple(everyone[:, 2].tolist())
@@ -437,7 +439,7 @@ class ParallelModel:
         elif self._norm is None:
             raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
         elif self._norm[1] != self._signature():
-            raise ValueError("gradients were changed since step(): pass recompute=True, on every rank")
+            raise ValueError("gradients were changed since step(): pass recompute=True on every rank")
         else:
             norm = self._norm[0]
         if norm > max_norm:

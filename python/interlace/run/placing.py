@@ -17,7 +17,7 @@ from interlace.layout import Layout
 from interlace.model import MultimodalModel
 from interlace.plan import analytic_costs
 from interlace.run.errors import PipelineError
-from interlace.run.execute.device import place_of
+from interlace.run.execute.device import compute_device
 from interlace.run.graph import stage_durations
 from interlace.run.options import StepOptions
 from interlace.run.parallel_model import ParallelModel
@@ -70,7 +70,7 @@ def parallelize(
     if options.schedule == "auto" and given.get("durations") is None:
         durations = stage_durations(mllm, layout, analytic_costs(mllm), recompute=options.recompute)
         options = replace(options, schedule_options={**given, "durations": durations})
-    place = place_of(mllm, device)
+    compute_on = compute_device(mllm, device)
     if transport == "local":
         ranks = list(range(layout.world))
         channel = None
@@ -79,11 +79,11 @@ def parallelize(
             raise PipelineError("torch.distributed is not initialised: call init_process_group before parallelize")
         if dist.get_world_size() != layout.world:
             raise ValueError(
-                f"{dist.get_world_size()} ranks run but the layout is for {layout.world}: start that many, or change "
-                "the specs"
+                f"{dist.get_world_size()} ranks run, but the layout is for {layout.world}: start {layout.world} ranks, "
+                "or change the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), options.timeout, place, coordinated=coordinated)
+        channel = GroupChannel(mllm.modules_order(), options.timeout, compute_on, coordinated=coordinated)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, layout, options, ranks, channel, place)
+    return ParallelModel(mllm, layout, options, ranks, channel, compute_on)

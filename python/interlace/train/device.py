@@ -29,9 +29,9 @@ def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
         return _device.KIND if gpus >= ranks else "cpu"
     if wanted == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
-            f"this machine, but {_found(gpus)}; set run.device = 'cpu', lower the degrees in [parallel], or use more "
-            "machines"
+            f"{source}: run.device is 'cuda', which needs a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
+            f"this machine, but {_gpus_available(gpus)}; set run.device = 'cpu', lower the degrees in [parallel], or "
+            "use more machines"
         )
     return _device.KIND if wanted == "cuda" else wanted
 
@@ -74,7 +74,7 @@ def compile_layers(parallel: Any, device: torch.device, *, source: str = "config
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"{source}: train.compile = true, but torch.compile does not work here: {why}. A CPU needs a C++ compiler "
-            "(g++) and Python's headers, a GPU Triton; install them, or leave the key out"
+            "(g++) and Python's headers, a GPU needs Triton; install them, or omit the key"
         ) from None
     for stages in parallel.stages.values():
         for stage in stages.values():
@@ -114,13 +114,13 @@ def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: 
                 device=device,
                 backward=trained,
                 threads=torch.get_num_threads(),
-                progress=partial(_say_of, name, say),
+                progress=partial(_log_for, name, say),
             )
         except Exception as error:  # a compiler may raise anything
-            say(f"{name}: attention kernels were not compiled ahead: {' '.join(str(error).split())[:200]}")
+            say(f"{name}: attention kernels were not precompiled: {' '.join(str(error).split())[:200]}")
 
 
-def _say_of(name: str, say: Callable[[str], object], line: str) -> None:
+def _log_for(name: str, say: Callable[[str], object], line: str) -> None:
     say(f"{name}: {line}")
 
 
@@ -132,12 +132,13 @@ def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
         with contextlib.suppress(TrainingError):  # rank 0 may host the store and close it once all have read
             startup.gather("ending for want of one kind of device", "")
         raise ConfigError(
-            f"{source}: rank 0 computes on {_names(kinds[0])}, ranks {other} on {_names(kinds[other[0]])}: not every "
-            "machine has a GPU for each of its ranks; set run.device = 'cpu', or start ranks where there are GPUs alone"
+            f"{source}: rank 0 computes on {_names(kinds[0])}, ranks {other} on {_names(kinds[other[0]])}: some "
+            "machines lack a GPU for each rank; set run.device = 'cpu', or start ranks only on "
+            "machines with enough GPUs"
         )
 
 
-def _found(gpus: int) -> str:
+def _gpus_available(gpus: int) -> str:
     if gpus:
         return f"this machine has {gpus}"
     return "this torch is built without CUDA" if torch.version.cuda is None else "no GPU is usable here"

@@ -34,9 +34,8 @@ def check_device(kind: str, *, source: str = "config") -> None:
     """Raises ConfigError for ranks that compute on the CPU, where there is nothing to offload."""
     if kind == "cpu":
         raise ConfigError(
-            f"{source}: train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but the "
-            "ranks compute on the CPU, where it is in host memory already: leave the key out, or set "
-            "run.device = 'cuda'"
+            f"{source}: train.offload_optimizer = true needs a GPU, but the ranks compute on the CPU: omit the key, or "
+            "set run.device = 'cuda'"
         )
 
 

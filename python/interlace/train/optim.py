@@ -120,7 +120,7 @@ class Optimizer:
 
 def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) -> dict[str, StateSize]:
     """Parameter name (canonical) -> sizes of the state that the optimizer and ``train.ema`` keep for it."""
-    found, known = {}, dict[Any, StateSize]()
+    sizes, known = {}, dict[Any, StateSize]()
     for name, parameter in model.named_parameters():
         if name in rates:
             kind = rates[name].optimizer, parameter.shape, parameter.dtype
@@ -129,5 +129,5 @@ def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) ->
                 alike = sum(key != "step" and tensor.shape == parameter.shape for key, tensor in first.items())
                 rest = sum(t.nbytes for key, t in first.items() if key == "step" or t.shape != parameter.shape)
                 known[kind] = StateSize(alike + (config.train.ema is not None), rest)
-            found[name] = known[kind]
-    return found
+            sizes[name] = known[kind]
+    return sizes

@@ -50,7 +50,7 @@ def create(config: Config) -> Path:
         except OSError as error:
             raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}; set run.folder") from None
         return folder
-    raise ConfigError(f"{parent} already holds 1000 runs of {stamp}")
+    raise ConfigError(f"{parent} already has 1000 runs of {stamp}: set run.folder")
 
 
 def discard(folder: Path) -> None:
@@ -87,7 +87,7 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
         parent = Path(config.run.folder) / config.run.name
         with_state = [path for path in _runs(parent) if has_checkpoint(path)]
         if not with_state:
-            raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start it without --resume")
+            raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start without --resume")
         return _newest(with_state), None
     path = Path(resume)
     if not path.is_dir():
@@ -98,7 +98,7 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     if path.name == "checkpoints":
         path = path.parent
     if not has_checkpoint(path):
-        raise ConfigError(f"--resume {resume}: no checkpoint under {checkpoints_of(path)}; start it without --resume")
+        raise ConfigError(f"--resume {resume}: no checkpoint under {checkpoints_of(path)}; start without --resume")
     return path, None
 
 
@@ -158,8 +158,8 @@ def check_shared(folder: Path, startup: Any) -> None:
     """
     if startup.world == 1:
         return
-    what, rank = "probing the run folder", startup.rank
-    probe = folder / f".probe-{startup.gather(what, secrets.token_hex(8))[0]}"
+    action, rank = "probing the run folder", startup.rank
+    probe = folder / f".probe-{startup.gather(action, secrets.token_hex(8))[0]}"
 
     def write() -> None:
         probe.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ def check_shared(folder: Path, startup: Any) -> None:
             (rank > 0, answer),
             (rank == 0, lambda: _find(probe, range(1, startup.world))),
         ):
-            troubles = startup.gather(what, _trouble_of(work) if mine else "")
+            troubles = startup.gather(action, _error_of(work) if mine else "")
             if any(troubles):
                 break
     finally:
@@ -190,7 +190,7 @@ def check_shared(folder: Path, startup: Any) -> None:
         )
 
 
-def _trouble_of(work: Callable[[], None]) -> str:
+def _error_of(work: Callable[[], None]) -> str:
     try:
         work()
     except OSError as error:
@@ -200,9 +200,9 @@ def _trouble_of(work: Callable[[], None]) -> str:
 
 def _find(probe: Path, ranks: Iterable[int]) -> None:
     """Raises FileNotFoundError if a rank's file does not become visible here."""
-    from interlace.train.checkpoint.folder import settled
+    from interlace.train.checkpoint.folder import wait_until_visible
 
     deadline = time.monotonic() + PROBE_SECONDS
     for rank in ranks:
-        if not settled(probe / str(rank), deadline=deadline):
+        if not wait_until_visible(probe / str(rank), deadline=deadline):
             raise FileNotFoundError(errno.ENOENT, f"does not see what rank {rank} wrote", str(probe / str(rank)))

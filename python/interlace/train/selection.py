@@ -41,7 +41,7 @@ def choose(
     `raw` if a run keeps no averages.
     """
     if raw and config.train.ema is None:
-        raise ConfigError(f"--raw: {folder} keeps no averages of its weights (train.ema): leave it out")
+        raise ConfigError(f"--raw: {folder} has no averaged weights (train.ema): omit --raw")
     words = []
     path = at
     if path is None and step is not None:
@@ -49,7 +49,7 @@ def choose(
     if path is None:
         path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
         if path is None:
-            raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+            raise ConfigError(f"no complete checkpoint in {runfolder.checkpoints_of(folder)}")
         if config.checkpoint.best is not None and (best := _best(path)) is not None:
             path = best
             words.append("the least held-out loss")
@@ -95,7 +95,7 @@ def _best(newest: Path) -> Path | None:
         step = Verdict.model_validate(table.get("verdict") if isinstance(table, dict) else None).step
     except ValidationError as error:
         raise checkpoints.CheckpointError(
-            f"{newest}: its progress is damaged: {error.errors()[0]['msg']}; name another with --step"
+            f"{newest}: its progress is damaged: {error.errors()[0]['msg']}; choose another with --step"
         ) from None
     path = newest.with_name(checkpointfolder.name_of(step))
     return path if step >= 0 and path.is_dir() else None

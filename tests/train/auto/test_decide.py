@@ -84,9 +84,9 @@ def _candidate(dp: int, shard: str = "none", microbatches: int = 1, **given: Any
 def test_near_ties_go_to_simpler_layouts_and_fewer_ranks() -> None:
     one, two, sharded = _candidate(1), _candidate(2), _candidate(2, "full")
     found = [_outcome(sharded, 0.9), _outcome(two, 0.905), _outcome(one, 1.0)]
-    assert decide_module._chosen(found).candidate == two
-    assert decide_module._chosen(found, worth=0.2).candidate == one
-    assert decide_module._chosen([_outcome(sharded, 0.9), _outcome(two, 0.92)]).candidate == sharded
+    assert decide_module._best_of(found).candidate == two
+    assert decide_module._best_of(found, worth=0.2).candidate == one
+    assert decide_module._best_of([_outcome(sharded, 0.9), _outcome(two, 0.92)]).candidate == sharded
 
 
 def test_of_numbers_of_threads_the_faster_is_taken() -> None:
@@ -207,7 +207,7 @@ def test_degrees_by_hand_that_no_layout_of_the_ranks_has() -> None:
     config = oracle.config_of((2, 2), language_model={"tp": 3})
     model = oracle.model_of(config)
     machine = oracle.machine_of(config, model, latency=1e-6, bandwidth=1e9)
-    with pytest.raises(ConfigError, match=r"no layout of 1, 2 ranks says what .* by hand \(language_model = "):
+    with pytest.raises(ConfigError, match=r"no layout of 1, 2 ranks has the degrees that .* sets \(language_model = "):
         decide(config, model, oracle.work_of(model), machine, [1, 2])
 
 
@@ -219,7 +219,7 @@ def test_an_open_batch_is_the_stable_one() -> None:
     assert batch_size_of(config, model, samples, machine, 2) == (8, "")
     choose = config.parallel.model_copy(update={"choose": ["batch_size"]})
     size, why = batch_size_of(config.model_copy(update={"parallel": choose}), model, samples, machine, 2)
-    assert size >= 2 and size & (size - 1) == 0 and f"batch_size {size}: the smallest whose work" in why
+    assert size >= 2 and size & (size - 1) == 0 and f"batch_size {size}: the smallest with balanced work" in why
 
 
 def test_memory_estimate_counts_deferred_weight_gradients() -> None:

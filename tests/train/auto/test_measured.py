@@ -11,8 +11,7 @@ import torch
 from interlace.costs.fitted import FREE
 from interlace.costs.outside_lists import NOTHING_AROUND
 from interlace.estimate.timed_layers import Company, Setting, measure, settings_of, unsure_of, worth_timing
-from interlace.train.auto import machine
-from interlace.train.auto import resolve as settle
+from interlace.train.auto import machine, resolve
 from interlace.train.config.load import ConfigError
 from interlace.train.data import feed
 from tests.train.auto import oracle
@@ -117,14 +116,14 @@ def test_thread_settings_count_only_ranks_of_this_host(
     assert machine.memory_of(config, "cpu", 4) == pytest.approx(alone / 2)
     assert machine.threads(oracle.config_of((2, 2), threads=3), 1) == (3,)
     with pytest.raises(ConfigError, match=r"does not measure the network between hosts.*parallel\.links"):
-        settle._links(config, "cpu", [4], "x.toml")
+        resolve._links(config, "cpu", [4], "x.toml")
 
 
 def test_links_that_the_config_states_are_taken() -> None:
     host = {"microseconds": 7.0, "gb_per_second": 3.0}
     config = oracle.config_of((2, 2), links={"host": host})
-    links, how = settle._links(config, "cpu", [2], "x.toml")
-    assert how == "links as parallel.links says" and links.host.message.latency == pytest.approx(7e-6)
+    links, how = resolve._links(config, "cpu", [2], "x.toml")
+    assert how == "links from parallel.links" and links.host.message.latency == pytest.approx(7e-6)
     made = machine.counted(config, oracle.model_of(config), tflops=1.0, memory=1e9, how="as given")
     assert made.links(2) == links and how in made.origin
 
@@ -133,10 +132,10 @@ def test_a_model_that_cannot_be_timed_is_said_with_the_way_out(monkeypatch: pyte
     def breaks(*_: Any, **__: Any) -> None:
         raise RuntimeError("its layer wants\n  more than hidden states")
 
-    monkeypatch.setattr(settle, "here", breaks)
-    monkeypatch.setattr(settle, "_links", lambda *_: (None, ""))
-    monkeypatch.setattr(settle, "pool", lambda *_: [])
-    monkeypatch.setattr(settle, "measure_around", lambda *_: lambda *_: NOTHING_AROUND)
+    monkeypatch.setattr(resolve, "here", breaks)
+    monkeypatch.setattr(resolve, "_links", lambda *_: (None, ""))
+    monkeypatch.setattr(resolve, "pool", lambda *_: [])
+    monkeypatch.setattr(resolve, "measure_overhead", lambda *_: lambda *_: NOTHING_AROUND)
     monkeypatch.setattr(feed, "datasets", lambda *_, **__: (None, None))
     with pytest.raises(ConfigError, match=r"x.toml: \[parallel\] plan = 'auto'.*wants more.*--lock plan.lock"):
-        settle.choose(oracle.config_of((1, 1)), source="x.toml", say=print, ranks=1)
+        resolve.choose(oracle.config_of((1, 1)), source="x.toml", say=print, ranks=1)

@@ -101,7 +101,7 @@ def test_another_base_is_refused_and_a_moved_one_is_not(folders: Path, tmp_path:
     moved = config_with(folders, LORA, f"model.language_model.path={str(tmp_path / 'elsewhere')!r}")
     trainer_of_newest(moved, tmp_path / "run")
     other = config_with(folders, LORA, language_model="other")
-    line = rf"goes with the frozen weights that {folders}/llm had, and {folders}/other has others: language\S+ and \d+"
+    line = rf"needs the frozen weights of {folders}/llm, but {folders}/other has different ones: language\S+ and \d+"
     with pytest.raises(CheckpointError, match=line):
         trainer_of_newest(other, tmp_path / "run")
     model = build(other, ByteTokenizer())
@@ -110,7 +110,7 @@ def test_another_base_is_refused_and_a_moved_one_is_not(folders: Path, tmp_path:
     assert len(str(told.value).splitlines()) == 1
     identity = identity_of(build(config, ByteTokenizer()), read_manifest(newest(tmp_path / "run")).model.architecture)
     with pytest.raises(
-        CheckpointError, match=rf"does not hold \S+, which is frozen and lies in {folders}/vision: the con"
+        CheckpointError, match=rf"does not contain \S+, which is frozen and stored in {folders}/vision: set"
     ):
         load_parameters(newest(tmp_path / "run"), model, identity)
 
@@ -161,7 +161,9 @@ def test_ranks_that_read_different_bases_are_told(tmp_path: Path, monkeypatch: p
     sources = {"weight": Stored(tmp_path / "base.safetensors", "w")}
     peers = Peers(1.0)
     monkeypatch.setattr(peers, "together", lambda what, work, **_: [work(), "another print"])
-    with pytest.raises(CheckpointError, match=rf"ranks \[1\] read other frozen weights from {tmp_path} than rank 0"):
+    with pytest.raises(
+        CheckpointError, match=rf"ranks \[1\] read different frozen weights from {tmp_path} than rank 0"
+    ):
         Checkpoints(
             tmp_path,
             keep=1,

@@ -188,6 +188,6 @@ def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     chosen = found["chosen"]
     assert (chosen["train"]["batch_size"], chosen["train"]["microbatches"]) == (4, 2)
-    assert chosen["parallel"]["dp"] <= 2 and "links as parallel.links says" in json.dumps(found)
+    assert chosen["parallel"]["dp"] <= 2 and "links from parallel.links" in json.dumps(found)
     assert main(["plan", str(path), *asked, "--set", "parallel.placment=chain"]) == 2  # keys are still checked
     assert "[parallel] has no key 'placment'; did you mean 'placement'?" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_who_sees_whom_comes_back(way: bool | str, tmp_path: Path) -> None:
     facts = tmp_path / "out/interlace.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"bidirectional": "joint"}))
     for read in (MultimodalModel.from_pretrained, Reloaded):
-        with pytest.raises(ValueError, match="bidirectional is 'joint': it is True, False, or 'joined'"):
+        with pytest.raises(ValueError, match="bidirectional is 'joint': it must be True, False or 'joined'"):
             read(tmp_path / "out")
     with pytest.raises(ValueError, match="bidirectional is 'Joined'"):
         model_of("Joined")

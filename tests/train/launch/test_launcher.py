@@ -58,8 +58,8 @@ def test_killed_rank_is_named_with_the_way_to_go_on(tmp_path: Path) -> None:
     body = f"os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(body)
     code, said, seconds = _run(body, tmp_path, resume=lambda: "interlace train --resume x")
     assert code == 1 and seconds < 60
-    assert "rank 1 was killed by SIGKILL (signal 9); its last words: about to do step 7" in said
-    assert "the other ranks (0) have been stopped" in said
+    assert "rank 1 was killed by SIGKILL (signal 9); its last output: about to do step 7" in said
+    assert "stopped the other ranks (0)" in said
     assert "interlace train --resume x" in said
 
 
@@ -92,7 +92,7 @@ def test_first_exception_is_reported_as_the_cause(tmp_path: Path) -> None:
     """
     code, said, _ = _run(textwrap.dedent(body), tmp_path)
     assert code == 1
-    assert "rank 1 exited with code 1; its last words: RuntimeError: division of labour" in said
+    assert "rank 1 exited with code 1; its last output: RuntimeError: division of labour" in said
 
 
 def test_user_errors_stay_one_line(tmp_path: Path) -> None:

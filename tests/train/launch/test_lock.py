@@ -116,7 +116,7 @@ def test_take_over_replaces_a_live_lock_and_informs_its_holder(tmp_path: Path) -
     second.release()
     third = locks.take(tmp_path)
     (tmp_path / locks.NAME).unlink()
-    with pytest.raises(TrainingError, match="somebody removed it"):
+    with pytest.raises(TrainingError, match="was removed, so another job may use"):
         third.check()
     third.release()
 
@@ -150,7 +150,7 @@ def test_a_claim_that_nobody_gives_up_is_named(tmp_path: Path, monkeypatch: pyte
     (tmp_path / locks.NAME).write_bytes(b"damaged")
     claim = tmp_path / f"{locks.NAME}.damaged.claim"
     claim.touch()
-    with pytest.raises(ConfigError, match=f"if there is none, remove {claim}"):
+    with pytest.raises(ConfigError, match=f"if no such job exists, remove {claim}"):
         locks.take(tmp_path)
     assert (tmp_path / locks.NAME).read_bytes() == b"damaged" and claim.exists()
 

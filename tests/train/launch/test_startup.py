@@ -99,8 +99,10 @@ def test_what_a_rank_does_alone_is_named_among_the_reasons(alone: str, monkeypat
     one.timeout = 60.0
     with pytest.raises(TrainingError) as failed, one.bounded("making groups", alone):
         raise RuntimeError("can't allocate memory")
-    own = ", or this one could not make memory" if alone else ""
-    assert str(failed.value).startswith(f"rank 1, making groups: not all came within 60 s{own} (can't allocate memory)")
+    own = ", or this rank could not make memory" if alone else ""
+    assert str(failed.value).startswith(
+        f"rank 1, making groups: not all ranks joined within 60 s{own} (can't allocate memory)"
+    )
 
 
 def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> None:
@@ -134,10 +136,10 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("address", "port", "local", "says"),
     [
-        ("", "29500", "2", "MASTER_ADDR is '' and MASTER_PORT '29500': set them to an address of the machine"),
-        ("127.0.0.1", "", "2", "MASTER_PORT '': set them to"),
-        ("127.0.0.1", "66000", "2", "MASTER_PORT '66000': set them to"),
-        ("127.0.0.1", "29500", "1", "1 ranks are on other machines, but MASTER_ADDR, 127.0.0.1, means this machine"),
+        ("", "29500", "2", "MASTER_ADDR is '' and MASTER_PORT is '29500': set them to an address of rank 0"),
+        ("127.0.0.1", "", "2", "MASTER_PORT is '': set them to"),
+        ("127.0.0.1", "66000", "2", "MASTER_PORT is '66000': set them to"),
+        ("127.0.0.1", "29500", "1", "1 ranks are on other machines, but MASTER_ADDR = 127.0.0.1 is a loopback"),
         ("192.0.2.1", "29500", "2", "cannot listen on 192.0.2.1 port 29500 .*: MASTER_ADDR must be an address of the"),
         ("no.such.name.invalid", "29500", "2", "MASTER_ADDR must be an address of the machine of rank 0"),
     ],

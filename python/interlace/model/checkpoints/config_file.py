@@ -21,7 +21,7 @@ UNSAID = {*DTYPES, "architectures", "transformers_version", "_name_or_path"}
 Table = dict[str, Any]
 
 
-def keep_config(folder: Path, source: Path) -> bool:
+def copy_config(folder: Path, source: Path) -> bool:
     """Replace the config.json of `folder`, as saved by HuggingFace, by that of `source`, the model's original folder.
 
     Later changes of the config are included. Returns False, and changes nothing, if `source` has no equivalent
@@ -34,12 +34,12 @@ def keep_config(folder: Path, source: Path) -> bool:
     try:
         table = json.loads(text)
         before, now = _read(source), _read(folder)
-        kept = type(before) is type(now) and _change(table, _said(before), _said(now))
+        kept = type(before) is type(now) and _change(table, _settings_of(before), _settings_of(now))
         if kept:
             _set_dtype(table, json.loads(theirs).get("dtype"))
             same = table == json.loads(text)
             written.write_text(text if same else json.dumps(table, indent=2) + "\n", encoding="utf-8")
-            kept = _said(_read(folder)) == _said(now)
+            kept = _settings_of(_read(folder)) == _settings_of(now)
     except Exception:  # the library may raise anything for broken configs: its own file stays
         kept = False
     if not kept:
@@ -61,7 +61,7 @@ def _read(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _said(config: Any) -> Table:
+def _settings_of(config: Any) -> Table:
     """The settings of a config that affect the computation."""
 
     def without(table: Table) -> Table:

@@ -17,36 +17,35 @@ def refuse_other_kinds(folder: Path) -> None:
     unreadable config.json is left to its reader.
     """
     if folder.is_file():
-        what = "a GGUF file, made for inference" if folder.suffix == ".gguf" else "a file"
-        raise ValueError(f"{folder} is {what}: give the folder that HuggingFace's save_pretrained wrote")
+        what = "a GGUF file for inference" if folder.suffix == ".gguf" else "a file"
+        raise ValueError(f"{folder} is {what}: give a folder written by HuggingFace's save_pretrained")
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no such folder; models are read from local folders: download it first (hf download NAME "
-            "--local-dir FOLDER)"
+            f"{folder}: no such folder; models are read from local folders only: download it first (hf download "
+            "NAME --local-dir FOLDER)"
         )
     if not (folder / CONFIG).exists():
         if (folder / ADAPTER).exists():
             base = _table(folder / ADAPTER).get("base_model_name_or_path")
             raise ValueError(
-                f"{folder} holds an adapter (peft) of {base}, not a model: merge it into that (merge_and_unload), save "
-                "the result and give its folder"
+                f"{folder} is a peft adapter of {base}, not a model: merge it into the base model (merge_and_unload), "
+                "save the result and give its folder"
             )
         if any(folder.glob("*.gguf")):
             raise ValueError(
-                f"{folder} holds GGUF files, made for inference: give the folder that HuggingFace's save_pretrained "
-                "wrote"
+                f"{folder} has GGUF files for inference: give a folder written by HuggingFace's save_pretrained"
             )
     table = _table(folder / CONFIG)
     for key in QUANTIZED:
         if isinstance(said := _inside(table, key), dict):
             raise ValueError(
-                f"{folder} holds weights that are quantized ({said.get('quant_method', key)}): whole ones are trained; "
-                "give the model as it was before"
+                f"{folder} has quantized weights ({said.get('quant_method', key)}), which cannot be trained: give the "
+                "unquantized model"
             )
     if "auto_map" in table and not _known(table.get("model_type")):
         raise ValueError(
-            f"{folder} brings its own code (auto_map in {CONFIG}), which is never run, and the installed transformers "
-            f"has no model of type {table.get('model_type')!r}: give a folder that was converted to one of its classes"
+            f"{folder} needs its own code (auto_map in {CONFIG}), which is never run, and the installed transformers "
+            f"has no model of type {table.get('model_type')!r}: give a folder converted to a transformers class"
         )
 
 

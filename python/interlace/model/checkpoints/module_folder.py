@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from interlace.model.checkpoints.config_file import keep_config
+from interlace.model.checkpoints.config_file import copy_config
 from interlace.model.collate import check_bidirectional
 from interlace.model.inputs.placeholders import Ids
 from interlace.model.language import LanguageSettings, merge_tokens
@@ -55,14 +55,15 @@ def save_modules(
     for name, encoder in encoders.items():
         if set_ := [key for key in CALLBACKS if getattr(encoder, key) is not None]:
             raise ValueError(
-                f"{name} has a {set_[0].strip('_')} function, which a folder of weights cannot hold: save it yourself"
+                f"{name} has a {set_[0].strip('_')} function, which cannot be stored in a folder of "
+                "weights: save it yourself"
             )
         _check_layers(name, encoder.module, encoder.layer_path, None)
         kind = next((key for key, each in PROJECTORS.items() if type(encoder.projector) is each), None)
         if encoder.projector is not None and (kind is None or (kind not in PLAIN and encoder.projector_class is None)):
             raise ValueError(
-                f"the projector of {name} is {type(encoder.projector).__name__}, none of {', '.join(PROJECTORS)}: save "
-                "its weights yourself"
+                f"the projector of {name} is {type(encoder.projector).__name__}, not one of {', '.join(PROJECTORS)}: "
+                "save its weights yourself"
             )
         modules[name] = {"class": _class_of(encoder.module), "projector": kind, "downsample": encoder.downsample}
         modules[name]["projector_config"] = encoder.projector_config
@@ -70,7 +71,7 @@ def save_modules(
     for name, module in {**{n: e.module for n, e in encoders.items()}, LANGUAGE_MODEL: language_model}.items():
         module.save_pretrained(folder / name)  # type: ignore[operator]
         if source is not None:
-            keep_config(folder / name, source / name)
+            copy_config(folder / name, source / name)
             copy_companions(source / name, folder / name)
     save_file(projector_weights(encoders), folder / PROJECTOR)
     facts = {
@@ -95,22 +96,22 @@ def projector_weights(encoders: Mapping[str, ModalityModule]) -> dict[str, Tenso
 def _check_settings(language_model: nn.Module, settings: LanguageSettings) -> None:
     """Raise ValueError for settings of a language model that are not in its weights and would be lost."""
     if settings.preprocess or settings.postprocess or settings.merge is not merge_tokens or settings.positions:
-        raise ValueError("the language model has functions of your own around it: save its modules yourself")
+        raise ValueError("the language model has callbacks, which cannot be stored: save its modules yourself")
     if settings.deepstack:
         raise ValueError(
-            "features are added behind layers of the language model (deepstack): save its modules yourself"
+            "DeepStack features, added behind layers of the language model, cannot be stored: save the modules yourself"
         )
     _check_layers(LANGUAGE_MODEL, language_model, settings.layer_path, decoder_layers(language_model))
 
 
-def _check_layers(name: str, module: nn.Module, path: str, told: str | None) -> None:
-    """Raise ValueError if a reader would not find the layers at `path`. told: path that HuggingFace's model reports."""
+def _check_layers(name: str, module: nn.Module, path: str, reported: str | None) -> None:
+    """Raise ValueError if a reader would not find the layers at `path`. reported: path from HuggingFace's model."""
     try:
-        found: str | None = find_layers(module, told)
+        found: str | None = find_layers(module, reported)
     except ValueError:
         found = None
     if found != path:
-        raise ValueError(f"{name} is cut at layers {path!r}, which you named yourself: save its modules yourself")
+        raise ValueError(f"{name} has layers={path!r}, which cannot be stored: save its modules yourself")
 
 
 def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -121,24 +122,24 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / FACTS} does not say what the folder holds: {error}") from None
-    told = facts.get("format") if isinstance(facts, dict) else None
-    if told != FORMAT:
-        raise ValueError(f"{folder / FACTS} has format {told!r}, this version of Interlace reads {FORMAT}")
+        raise ValueError(f"{folder / FACTS} is invalid: {error}") from None
+    version = facts.get("format") if isinstance(facts, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"{folder / FACTS} has format {version!r}, but this version of Interlace reads {FORMAT}")
     try:
         made = {name: (_class_named(each["class"]), each) for name, each in dict(facts["modules"]).items()}
         given = {name: _projector(each) for name, (_, each) in made.items() if name != LANGUAGE_MODEL}
         placeholders = {name: _ids(ids) for name, ids in dict(facts["placeholders"]).items()}
         bidirectional = check_bidirectional(facts["bidirectional"])
     except KeyError as error:
-        raise ValueError(f"{folder / FACTS} does not say what the folder holds: it has no {error}") from None
+        raise ValueError(f"{folder / FACTS} is invalid: it has no {error}") from None
     except (ImportError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / FACTS} does not say what the folder holds: {error}") from None
+        raise ValueError(f"{folder / FACTS} is invalid: {error}") from None
     if LANGUAGE_MODEL not in made:
         raise ValueError(f"{folder / FACTS} names no {LANGUAGE_MODEL}")
     for name in made:
         if Path(name).name != name or not (folder / name).is_dir():
-            raise ValueError(f"{folder / FACTS} names {name!r}, of which there is no folder beside it")
+            raise ValueError(f"{folder / FACTS} names {name!r}, but its folder is missing")
     read = {name: read_module(found, folder / name, dtype) for name, (found, _) in made.items()}
     return {
         "encoders": {name: ModalityModule(read[name], **arguments) for name, arguments in given.items()},
@@ -151,7 +152,7 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
 def _of(kind: type[Any], value: Any, name: str) -> Any:
     """Return `value` if it has exactly this type. Raises ValueError otherwise."""
     if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+        raise ValueError(f"{name} is {value!r}, not a {kind.__name__}")
     return value
 
 
@@ -188,7 +189,7 @@ def _class_of(module: nn.Module) -> str:
     kind = type(module)
     if kind.__module__.partition(".")[0] != "transformers":
         raise ValueError(
-            f"{kind.__name__} is no class of transformers, so nobody could load it again: save it yourself"
+            f"{kind.__name__} is not a class of transformers, so it could not be loaded again: save it yourself"
         )
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -199,5 +200,5 @@ def _class_named(path: str) -> type[Any]:
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name) if module.partition(".")[0] == "transformers" else None
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(f"{path} is no model class of transformers")
+        raise ValueError(f"{path} is not a model class of transformers")
     return found

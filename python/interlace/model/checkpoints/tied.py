@@ -17,7 +17,7 @@ def own_parameter(model: nn.Module, name: str) -> None:
         ties.pop(name.removeprefix(f"{prefix}.") if prefix else name, None)
 
 
-def say_untied(model: nn.Module) -> None:
+def log_untied(model: nn.Module) -> None:
     """Set tie_word_embeddings = False for the parts of `model` whose weights are not tied although the config says so.
 
     Otherwise a reader that trusts the config would tie them and lose one of the two weights.

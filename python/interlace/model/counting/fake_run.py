@@ -35,7 +35,17 @@ if TYPE_CHECKING:
     from interlace.model.multimodal import MultimodalModel
 
 LENGTH = 8  # tokens of a sample for a run of the language model
-TOLD = ("mm", "matmul", "conv", "attention", "linear", "gru", "lstm", "rnn", "fft")  # in names of product operations
+PRODUCT_WORDS = (
+    "mm",
+    "matmul",
+    "conv",
+    "attention",
+    "linear",
+    "gru",
+    "lstm",
+    "rnn",
+    "fft",
+)  # in names of product operations
 
 
 class Uncountable(ValueError):
@@ -166,15 +176,15 @@ class _Tally(TorchDispatchMode):
             call = [q.shape[1], q.shape[3], v.shape[3], plan, block, sinks, False]
             self.calls.setdefault(self.key, []).append(call)
         elif packet is _ATTENTION_BACKWARD:
-            self._went_back(args[2], args[4], args[7])
+            self._count_backward(args[2], args[4], args[7])
         elif packet in _DENSE:
             self._add(sdpa_flop_count(*(args[i].shape for i in range(3))), args)
         elif packet in _DENSE_BACKWARD:
             self._add(sdpa_backward_flop_count(*(args[i].shape for i in range(4))), args)
         elif packet in flop_registry:
             self._add(flop_registry[packet](*args, **kwargs, out_val=result), args)
-        elif not (name := packet.__name__).startswith(PLAIN) and any(word in name for word in TOLD):
-            raise Uncountable(f"nobody knows how many operations {func.name()} takes")
+        elif not (name := packet.__name__).startswith(PLAIN) and any(word in name for word in PRODUCT_WORDS):
+            raise Uncountable(f"no FLOP formula for {func.name()}")
         return result
 
     def _add(self, flops: Any, operands: Sequence[Any]) -> None:
@@ -193,19 +203,19 @@ class _Tally(TorchDispatchMode):
         finally:
             self.key = before
 
-    def go_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run a backward from `roots`."""
         self.in_backward = True
         try:
             torch.autograd.backward(list(roots), list(gradients))
         except RuntimeError as error:
             if "second time" in str(error):  # it would count twice
-                raise Uncountable("what its layers are given is used beside them, too") from None
+                raise Uncountable("inputs of its layers are also used outside the layers") from None
             raise
         finally:
             self.in_backward = False
 
-    def _went_back(self, q: Tensor, v: Tensor, plan: Sequence[Tensor]) -> None:
+    def _count_backward(self, q: Tensor, v: Tensor, plan: Sequence[Tensor]) -> None:
         wanted = (q.shape[1], q.shape[3], v.shape[3], plan[0].data_ptr())
         for call in reversed(self.calls.get(self.key, [])):
             if not call[-1] and (*call[:3], call[3][0].data_ptr()) == wanted:
@@ -216,11 +226,11 @@ class _Tally(TorchDispatchMode):
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Replace masks with known values by indices: fake tensors do not support masks."""
-    found: list[Tensor | None] = []
+    indices_only: list[Tensor | None] = []
     for index in indices:
         known = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        found += index.nonzero().unbind(1) if known and index is not None else [index]
-    return found
+        indices_only += index.nonzero().unbind(1) if known and index is not None else [index]
+    return indices_only
 
 
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
@@ -233,7 +243,7 @@ _DENSE, _DENSE_BACKWARD = (
         ("_scaled_dot_product_flash_attention_for_cpu_backward",),
     )
 )
-PLAIN = ("upsample_", "_upsample_")  # name prefixes of non-products that contain a word of TOLD
+PLAIN = ("upsample_", "_upsample_")  # name prefixes of non-products that contain a word of PRODUCT_WORDS
 
 
 class Run:
@@ -276,11 +286,11 @@ class Run:
         for key, count in [(None, 1), *times.items()]:
             forward, backward = tally.sums.get(key, (0, 0))
             back = 1 if key is None else went[key]
-            found = Products(count * forward, back * backward, back * forward)
+            products = Products(count * forward, back * backward, back * forward)
             if key == PROJECTOR:
-                projected = found._replace(again=0)
+                projected = products._replace(again=0)
             elif key is not None:
-                inside = inside.plus(found)
+                inside = inside.plus(products)
             for heads, size, values, plan, block, sinks, has_backward in tally.calls.get(key, ()):
                 kind = Attends(heads, size, values, False, plan[0].data_ptr())
                 plans[kind.limits] = AttentionPlan.from_tensors(list(plan), block, sinks)
@@ -360,10 +370,10 @@ class Run:
         first: dict[int, int] = {}  # the first segment that took the tensor
         for number, segment in enumerate(self._segments):
             for value, _ in segment.inputs:
-                first.setdefault(id(value), number if _comes_from(value, outputs) else -1)
+                first.setdefault(id(value), number if _depends_on(value, outputs) else -1)
         waiting: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of tensors made between segments
         went: Counter[Any] = Counter()
-        self.tally.go_back([made], [torch.ones_like(made)])
+        self.tally.run_backward([made], [torch.ones_like(made)])
         for number, segment in reversed(list(enumerate(self._segments))):
             reached = [i for i, output in enumerate(segment.outputs) if output.grad is not None]
             if reached:
@@ -371,7 +381,9 @@ class Run:
                 if segment.roots:
                     with self.tally.counting(segment.key):
                         gradients = [segment.outputs[i].grad for i in reached]
-                        self.tally.go_back([segment.roots[i] for i in reached], [g for g in gradients if g is not None])
+                        self.tally.run_backward(
+                            [segment.roots[i] for i in reached], [g for g in gradients if g is not None]
+                        )
                 for value, leaf in segment.inputs:
                     gradient = torch.ones_like(value) if leaf is None else leaf.grad
                     if gradient is None:
@@ -381,20 +393,20 @@ class Run:
                     else:
                         before = waiting.get(id(value))
                         waiting[id(value)] = value, gradient if before is None else before[1] + gradient
-            self._go_on([waiting.pop(each) for each in list(waiting) if first[each] == number])
-        self._go_on(list(waiting.values()))
+            self._continue_backward([waiting.pop(each) for each in list(waiting) if first[each] == number])
+        self._continue_backward(list(waiting.values()))
         return went
 
-    def _go_on(self, ready: list[tuple[Tensor, Tensor]]) -> None:
+    def _continue_backward(self, ready: list[tuple[Tensor, Tensor]]) -> None:
         if ready:
-            self.tally.go_back(*zip(*ready, strict=True))
+            self.tally.run_backward(*zip(*ready, strict=True))
 
 
 def _with_gradients(value: Any) -> list[Tensor]:
     return [x for x in tree_iter(value) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _comes_from(value: Tensor, leaves: set[int]) -> bool:
+def _depends_on(value: Tensor, leaves: set[int]) -> bool:
     """True if any of `leaves` (by id) is in the history of a tensor."""
     todo, seen = [value.grad_fn], set[Any]()
     while todo:

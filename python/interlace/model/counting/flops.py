@@ -77,7 +77,7 @@ def count_language(mllm: MultimodalModel, features: Mapping[str, torch.Tensor]) 
     for a, b, c in zip(one.inside, more.inside, proof.inside, strict=True):
         per_target, rest = divmod(b - a, 3)
         if rest or c != 2 * (a - per_target) + 6 * per_target:
-            raise Uncountable(f"products of {type(mllm.language_model).__name__} are not linear in tokens and targets")
+            raise Uncountable(f"FLOPs of {type(mllm.language_model).__name__} are not linear in tokens and targets")
         token.append(round((a - per_target) / length))
         target.append(per_target)
     kinds = {}
@@ -87,7 +87,7 @@ def count_language(mllm: MultimodalModel, features: Mapping[str, torch.Tensor]) 
     attention = []
     for call, _ in one.attention:
         if call.limits not in kinds:
-            raise Uncountable(f"{type(mllm.language_model).__name__} attends by a mask of its own")
+            raise Uncountable(f"{type(mllm.language_model).__name__} uses its own attention mask")
         attention.append(call._replace(limits=kinds[call.limits]))
     return Language(Products(*token), Products(*target), tuple(attention))
 
@@ -110,11 +110,11 @@ class Encoder:
         self.encoder = mllm.encoders[name]
         self._run = Run(mllm, name)
         probes = _probes(self.encoder)
-        found = [self._found(item) for item in probes]
-        self._works = {_key(item): _work(*each) for item, each in zip(probes, found, strict=True)}
-        self.output = found[0][0].output
+        counts = [self._count(item) for item in probes]
+        self._works = {_key(item): _work(*each) for item, each in zip(probes, counts, strict=True)}
+        self.output = counts[0][0].output
         self.gradients = self.output.requires_grad
-        self._rule = self._learn(probes, found)
+        self._rule = self._learn(probes, counts)
 
     def of(self, item: Media) -> Work:
         """The work of an item. A shape without a rule runs once. Raises Uncountable for too many such shapes."""
@@ -125,32 +125,32 @@ class Encoder:
             return work
         if self._rule is None and len(self._works) >= SHAPES:
             raise Uncountable(
-                f"the work of {self.name} does not follow from the size of an item, and items have more than {SHAPES} "
-                "sizes, of which each would have to be run once"
+                f"the FLOPs of {self.name} are not a function of the item size, and items have more than {SHAPES} "
+                "sizes, each of which would need its own run"
             )
         if len(self._works) >= KEPT:
             self._works.clear()
-        work = self._works[key] = self._rule(shown) if self._rule is not None else _work(*self._found(shown))
+        work = self._works[key] = self._rule(shown) if self._rule is not None else _work(*self._count(shown))
         return work
 
-    def _found(self, item: Item) -> tuple[Found, list[tuple[int, ...]]]:
+    def _count(self, item: Item) -> tuple[Found, list[tuple[int, ...]]]:
         media = Media(item.shape, self.encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
         inputs = self.encoder.collate([media])
         found = self._run(inputs)
         return found, [_documents(plan) for _, plan in found.attention]
 
     def _learn(
-        self, probes: Sequence[Item], found: Sequence[tuple[Found, list[tuple[int, ...]]]]
+        self, probes: Sequence[Item], counts: Sequence[tuple[Found, list[tuple[int, ...]]]]
     ) -> Callable[[Item], Work] | None:
         """Rule that gives the work of an item from its numbers of tokens; None if no such rule fits."""
         if len(probes) == 1:
             return None
-        kinds = [each._replace(limits=None) for each, _ in found[0][0].attention]
-        if any([each._replace(limits=None) for each, _ in one.attention] != kinds for one, _ in found):
+        kinds = [each._replace(limits=None) for each, _ in counts[0][0].attention]
+        if any([each._replace(limits=None) for each, _ in one.attention] != kinds for one, _ in counts):
             return None
-        inside = self._line(probes, [one.inside for one, _ in found])
-        projected = self._line(probes, [one.projected for one, _ in found])
-        cuts = [self._cut(probes, [documents[i] for _, documents in found]) for i in range(len(kinds))]
+        inside = self._line(probes, [one.inside for one, _ in counts])
+        projected = self._line(probes, [one.projected for one, _ in counts])
+        cuts = [self._cut(probes, [documents[i] for _, documents in counts]) for i in range(len(kinds))]
         if inside is None or projected is None or any(cut is None for cut in cuts):
             return None
 
@@ -204,9 +204,9 @@ def _key(item: Item) -> Any:
     return (item.shape, *sorted(item.about.items())) if item.about else item.shape
 
 
-def _work(found: Found, documents: Sequence[tuple[int, ...]]) -> Work:
-    kinds = [each._replace(limits=None) for each, _ in found.attention]
-    return Work(found.inside.plus(found.projected), tuple(zip(kinds, documents, strict=True)))
+def _work(counts: Found, documents: Sequence[tuple[int, ...]]) -> Work:
+    kinds = [each._replace(limits=None) for each, _ in counts.attention]
+    return Work(counts.inside.plus(counts.projected), tuple(zip(kinds, documents, strict=True)))
 
 
 def _through(numbers: Sequence[int], values: Sequence[int]) -> tuple[int, int] | None:
@@ -229,12 +229,12 @@ def _documents(plan: AttentionPlan) -> tuple[int, ...]:
     for row in queries.doc:
         ids, counts = torch.unique_consecutive(row, return_counts=True)
         if len(ids.unique()) < len(ids):
-            raise Uncountable("documents of an encoder's mask lie in pieces")
+            raise Uncountable("documents of an encoder's mask are not contiguous")
         runs += [n for document, n in zip(ids.tolist(), counts.tolist(), strict=True) if document >= 0]
     mask = BitfieldMask(queries.bits, doc=queries.doc, span=queries.span, pos=queries.pos, window=queries.window)
     limited = bool((queries.window < NO_WINDOW).any() | (queries.bits < 0).any() | (queries.span >= 0).any())
     if limited and int(mask.to_dense().sum()) != sum(n * n for n in runs):
-        raise Uncountable("an encoder's layers look no further than some tokens")
+        raise Uncountable("an encoder's layers use attention windows")
     return tuple(runs)
 
 

@@ -17,7 +17,7 @@ from interlace.model.language import merge_tokens
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.probe.cache import remembered
 from interlace.model.probe.encoder import known
-from interlace.model.probe.inconclusive import gave_up
+from interlace.model.probe.inconclusive import record_failure
 from interlace.model.probe.separation import one_line
 from interlace.model.probe.stand_in import plainly
 from interlace.model.sample import Media
@@ -65,18 +65,18 @@ def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[La
     """LayerInfo for each layer of module `name`. context: number of keys per token, for the FLOPs of attention."""
     root, path = _root(mllm, name)
     prefix = name if name == LANGUAGE_MODEL else f"encoders.{name}"
-    before, after = _around(root, path)
-    found = counted(mllm, name)
+    before, after = _outside_layers(root, path)
+    counts = counted(mllm, name)
     infos = []
     layers = list(root.get_submodule(path).named_children())
     for i, (key, layer) in enumerate(layers):
         parts = []
         if i == 0:
-            parts += [_part(f"{prefix}.{at}", "prologue", part, found.around[at]) for at, part in before]
-        flops = found.layers[i] + found.pairs[i] * context
+            parts += [_part(f"{prefix}.{at}", "prologue", part, counts.around[at]) for at, part in before]
+        flops = counts.layers[i] + counts.pairs[i] * context
         parts.append(_part(f"{prefix}.{path}.{key}", "layer", layer, flops))
         if i == len(layers) - 1:
-            parts += [_part(f"{prefix}.{at}", "epilogue", part, found.around[at]) for at, part in after]
+            parts += [_part(f"{prefix}.{at}", "epilogue", part, counts.around[at]) for at, part in after]
         infos.append(
             LayerInfo(
                 index=i,
@@ -97,7 +97,7 @@ def _root(mllm: MultimodalModel, name: str) -> tuple[nn.Module, str]:
     return mllm.encoders[name], f"module.{mllm.encoders[name].layer_path}"
 
 
-def _around(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+def _outside_layers(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     """Modules with parameters registered before and after the list at `path`, with the same split as in carve."""
     before: list[tuple[str, nn.Module]] = []
     after: list[tuple[str, nn.Module]] = []
@@ -169,7 +169,7 @@ def _remembered(mllm: MultimodalModel, name: str) -> Counted:
             with plainly():
                 return tuple(_language(mllm) if name == LANGUAGE_MODEL else _encoder(mllm, name))
         except Exception as error:  # a model may raise anything
-            gave_up(error)
+            record_failure(error)
             return tuple(_estimated(mllm, name, f"{type(error).__name__}: {one_line(error)}"))
 
     key = _key(mllm, name)
@@ -196,24 +196,24 @@ def _key(mllm: MultimodalModel, name: str) -> tuple[Any, ...] | None:
 def _language(mllm: MultimodalModel) -> Counted:
     """Count with a long sample: chunked recurrences pad the last chunk, which matters less in longer samples."""
     run, length, most = Run(mllm, LANGUAGE_MODEL), shortest(mllm), min(LONGEST, mllm.max_length or LONGEST)
-    around = [dict(parts) for parts in _around(run.stage.language_model, mllm.language_settings.layer_path)]
+    around = [dict(parts) for parts in _outside_layers(run.stage.language_model, mllm.language_settings.layer_path)]
 
     def forward(tokens: int) -> Forward:
         return run.forward(blank_inputs(mllm, {}, 1, tokens, run.mode, tokens), *around)
 
-    found = forward(length)
+    count = forward(length)
     while 2 * length <= most:
         longer = forward(2 * length)
-        if abs(longer.products - 2 * found.products) <= ALIKE * longer.products:
+        if abs(longer.products - 2 * count.products) <= ALIKE * longer.products:
             break
-        found, length = longer, 2 * length
-    return _per_token(found, length)
+        count, length = longer, 2 * length
+    return _per_token(count, length)
 
 
 def _encoder(mllm: MultimodalModel, name: str) -> Counted:
     """Count with an item of the encoder's configured size."""
     encoder, run = mllm.encoders[name], Run(mllm, name)
-    around = [dict(parts) for parts in _around(run.encoder, f"module.{encoder.layer_path}")]
+    around = [dict(parts) for parts in _outside_layers(run.encoder, f"module.{encoder.layer_path}")]
     item = encoder.default
     media = Media(item.shape, encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
     return _per_token(run.forward(encoder.collate([media]), *around), encoder.nominal_length)
@@ -227,7 +227,7 @@ def _per_token(found: Forward, tokens: int) -> Counted:
 def _estimated(mllm: MultimodalModel, name: str, why: str) -> Counted:
     """Estimate: every matrix multiplies every token once, and attention is as wide as the hidden state."""
     root, path = _root(mllm, name)
-    before, after = _around(root, path)
+    before, after = _outside_layers(root, path)
     config: Any = mllm.language_model.config
     width = config.get_text_config().hidden_size if name == LANGUAGE_MODEL else mllm.encoders[name].hidden_size
     layers = [_of_weights(layer) for layer in root.get_submodule(path).children()]

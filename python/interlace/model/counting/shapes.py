@@ -52,7 +52,7 @@ def tokens_before_layers(encoder: ModalityModule, item: Item) -> int:
     kwargs = encoder.kwargs_of([Media(item.shape, 1, about=item.about)], like)
     hidden, _ = run(prologue(encoder.module, encoder.layer_path), encoder.layers[0], kwargs)
     if hidden.dim() != 3:
-        raise ValueError(f"its layers take {list(hidden.shape)}, not tokens [B, N, D]")
+        raise ValueError(f"the input of its layers is {list(hidden.shape)}, not tokens [B, N, D]")
     return int(hidden.shape[1])
 
 
@@ -82,7 +82,7 @@ def measured_tiles(encoder: ModalityModule, tiles: TileInputs) -> TileInputs:
     encoder.feed = replace(tiles, length=tokens_before_layers(encoder, tiles.item(1, height, width)))
     examples = []
     for size in ((height, width), (2 * height, width), (height, 2 * width + width // 2)):
-        fitting = (item for item in tiles.may_be(*size) if _is_taken(encoder, item))
+        fitting = (item for item in tiles.candidates(*size) if _is_taken(encoder, item))
         examples += [item for item in [next(fitting, None)] if item is not None]
     if not examples:
         features_after_layers(encoder, tiles.item(1, height, width), encoder.feed.length)  # raises with the reason
@@ -111,5 +111,5 @@ def features_after_layers(encoder: ModalityModule, item: Item, length: int) -> i
     except Exception as error:  # a model may raise anything
         raise ValueError(
             f"{type(encoder.module).__name__} makes no features of an item of shape {item.shape}, about "
-            f"{dict(item.about)} ({error}): give items as its image or audio processor makes them"
+            f"{dict(item.about)} ({error}): pass items in the format of its image or audio processor"
         ) from error

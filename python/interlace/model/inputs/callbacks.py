@@ -72,8 +72,8 @@ def check_features(features: Any, counts: Sequence[int]) -> None:
     got = len(features) if isinstance(features, Tensor) else f"a {type(features).__name__} instead of"
     if got != sum(counts):
         raise ValueError(
-            f"an encoder and its callbacks made {got} features of {len(counts)} items that become {sum(counts)} "
-            "tokens: the callback tokens must return the number of features of an item after postprocess_projector"
+            f"an encoder and its callbacks made {got} features of {len(counts)} items of {sum(counts)} tokens in "
+            "total: the callback tokens must return the number of features of an item after postprocess_projector"
         )
 
 

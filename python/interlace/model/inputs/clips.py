@@ -48,19 +48,19 @@ class ClipInputs:
         """Candidate kinds of clips for the encoder. Raises ValueError for layer drop."""
         if getattr(config, "layerdrop", 0):
             raise ValueError(
-                f"its config has layerdrop {config.layerdrop}, which cannot be cut into stages: set it to 0"
+                f"its config has layerdrop = {config.layerdrop}, which pipeline stages do not support: set it to 0"
             )
         before = itertools.takewhile(lambda part: part[0] != layer_path, module.named_modules())
         strides = [max(part.stride) for _, part in before if isinstance(part, (nn.Conv1d, nn.Conv2d))]
         length = TOKENS * math.prod(strides)
         bins = next((int(n) for name in BINS if isinstance(n := getattr(config, name, None), int)), 0)
         whole = getattr(config, "max_length", None)
-        found = []
+        candidates = []
         if bins and isinstance(whole, int):
-            found.append(ClipInputs(argument, Item((whole, bins)), 0))
+            candidates.append(ClipInputs(argument, Item((whole, bins)), 0))
         if bins:
-            found += [ClipInputs(argument, Item((length, bins)), 0), ClipInputs(argument, Item((bins, length)), 1)]
-        return [*found, ClipInputs(argument, Item((length,)), 0)]
+            candidates += [ClipInputs(argument, Item((length, bins)), 0), ClipInputs(argument, Item((bins, length)), 1)]
+        return [*candidates, ClipInputs(argument, Item((length,)), 0)]
 
     def check(self, item: Item, name: str) -> None:
         """Raise ValueError unless a clip has the dimensions of `default`."""
@@ -71,8 +71,8 @@ class ClipInputs:
             raise ValueError(f"audio of shape {item.shape} does not fit {name}, which takes ({', '.join(wanted)})")
         if not self.any_length and item.shape != self.default.shape:
             raise ValueError(
-                f"audio of shape {item.shape} does not fit {name}, which takes clips of one length: cut them, or fill "
-                f"them up, to {self.default.shape}"
+                f"audio of shape {item.shape} does not fit {name}, which takes clips of one length: cut or pad them to "
+                f"{self.default.shape}"
             )
 
     def with_length(self, length: int) -> Item:

@@ -95,7 +95,7 @@ class ImageInputs:
             wanted = (self.tokens(item), tall * wide * self.channels)
             if shape != wanted:
                 raise ValueError(
-                    f"an image of {GRID} {item.about[GRID]} has shape {shape}, but {name} takes (patches, numbers of a "
+                    f"an image of {GRID} {item.about[GRID]} has shape {shape}, but {name} takes (patches, values per "
                     f"patch), {wanted}"
                 )
             return
@@ -106,12 +106,12 @@ class ImageInputs:
             )
         if shape[1] % tall or shape[2] % wide:
             raise ValueError(
-                f"an image of {shape[1]} x {shape[2]} pixels would lose its rim: resize it so that both sides are "
-                f"multiples of the patch, {tall if tall == wide else f'{tall} x {wide}'}"
+                f"an image of {shape[1]} x {shape[2]} pixels does not divide into patches: resize it so that both "
+                f"sides are multiples of the patch, {tall if tall == wide else f'{tall} x {wide}'}"
             )
         if not self.any_size and shape != self.default.shape:
             raise ValueError(
-                f"an image of shape {shape} does not fit {name}, whose positions do not interpolate: resize images to "
+                f"an image of shape {shape} does not fit {name}, which cannot interpolate positions: resize images to "
                 f"{self.default.shape}"
             )
 
@@ -187,5 +187,5 @@ def _pair(config: Any, name: str) -> Size:
     value = getattr(config, name, None)
     pair = [value, value] if isinstance(value, int) else value
     if not isinstance(pair, (list, tuple)) or [type(side) for side in pair] != [int, int]:
-        raise ValueError(f"{name} of {type(config).__name__} is {value}, neither a number nor two")
+        raise ValueError(f"{name} of {type(config).__name__} is {value}, neither one number nor two")
     return pair[0], pair[1]

@@ -43,7 +43,7 @@ class PatchInputs:
     """
 
     argument: str
-    told: tuple[str, ...]
+    item_keys: tuple[str, ...]
     patch: tuple[int, ...]
     width: int
     side: int
@@ -62,13 +62,13 @@ class PatchInputs:
         )
         weight = next(embeddings, None)
         if weight is None:
-            raise ValueError("it has no convolution or linear map that takes patches")
+            raise ValueError("it has no convolution or linear layer for patches")
         image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
         side = NOMINAL
         if isinstance(image, int) and isinstance(patch, int):
             side = max(UNIT, image // patch // UNIT * UNIT)
-        told = tuple(name for name in parameters if name in NUMBERS)
-        return PatchInputs(next(iter(parameters)), told, (weight[0].numel(),), weight.shape[0], side)
+        item_keys = tuple(name for name in parameters if name in NUMBERS)
+        return PatchInputs(next(iter(parameters)), item_keys, (weight[0].numel(),), weight.shape[0], side)
 
     def patches(self, module: nn.Module) -> list[tuple[int, ...]]:
         """Candidate shapes of a patch: flat, or in the format of the first convolution."""
@@ -78,7 +78,7 @@ class PatchInputs:
     def item(self, *grid: int, merge: int = 1) -> Item:
         """An image or a video of this grid of patches (frames, rows, columns)."""
         numbers = {GRID: grid, "merge_sizes": (merge,)}
-        return Item((math.prod(grid), *self.patch), {name: numbers[name] for name in self.told})
+        return Item((math.prod(grid), *self.patch), {name: numbers[name] for name in self.item_keys})
 
     @property
     def default(self) -> Item:
@@ -87,16 +87,16 @@ class PatchInputs:
 
     def _merge(self, item: Item) -> int:
         """Rows (and columns) of patches that become one feature."""
-        return math.isqrt(self.merged) * (int(item.about["merge_sizes"][0]) if "merge_sizes" in self.told else 1)
+        return math.isqrt(self.merged) * (int(item.about["merge_sizes"][0]) if "merge_sizes" in self.item_keys else 1)
 
     def check(self, item: Item, name: str) -> None:
         """Raise ValueError unless the item (patches, numbers of a patch) matches its grid and other numbers."""
-        for key in self.told:
+        for key in self.item_keys:
             numbers = item.about.get(key)
             if numbers is None or len(numbers) != NUMBERS[key] or any(n != int(n) or n < 1 for n in numbers):
                 raise ValueError(
-                    f"{name} must be told {key} of each item, {NUMBERS[key]} whole numbers, but its about is "
-                    f"{dict(item.about)}: give Media(shape, ..., about={{{key!r}: (...)}})"
+                    f"{name} needs {key} of each item, {NUMBERS[key]} integers, but its about is {dict(item.about)}: "
+                    f"pass Media(shape, ..., about={{{key!r}: (...)}})"
                 )
         frames, rows, columns = (int(n) for n in item.about[GRID])
         if item.shape != (frames * rows * columns, *self.patch):
@@ -105,12 +105,12 @@ class PatchInputs:
                 f"patches of shape {(frames * rows * columns, *self.patch)}"
             )
         if frames > 1 and not self.videos:
-            raise ValueError(f"{name} takes images, but grid_thw tells of {frames} frames: give each as an item")
+            raise ValueError(f"{name} takes images, but grid_thw has {frames} frames: pass each frame as an item")
         merge = self._merge(item)
         if rows % merge or columns % merge:
             raise ValueError(
-                f"{rows} x {columns} patches do not fit {name}, which makes one feature of {merge} x {merge}: resize "
-                f"media so that rows and columns of patches are multiples of {merge}"
+                f"{rows} x {columns} patches do not fit {name}, which merges {merge} x {merge} patches: resize media "
+                f"so that rows and columns of patches are multiples of {merge}"
             )
 
     def tokens(self, item: Item) -> int:
@@ -122,33 +122,33 @@ class PatchInputs:
 
     def collate(self, items: Sequence[Media]) -> Inputs:
         inputs: Inputs = {self.argument: [data_of(item) for item in items]}
-        for key in self.told:
+        for key in self.item_keys:
             numbers = [[int(n) for n in item.about.get(key, ())] for item in items]
             inputs[key] = torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(len(items), -1)
         return inputs
 
     def items(self, inputs: Inputs) -> list[Item]:
-        numbers = {key: inputs[key].tolist() for key in self.told}
+        numbers = {key: inputs[key].tolist() for key in self.item_keys}
         return [
-            Item(tuple(data.shape), {key: tuple(numbers[key][i]) for key in self.told})
+            Item(tuple(data.shape), {key: tuple(numbers[key][i]) for key in self.item_keys})
             for i, data in enumerate(inputs[self.argument])
         ]
 
     def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
         return {
             self.argument: torch.cat([inputs[self.argument][i].to(like) for i in which]),
-            **self._numbers([inputs[key][list(which)].tolist() for key in self.told], like),
+            **self._numbers([inputs[key][list(which)].tolist() for key in self.item_keys], like),
         }
 
     def blank(self, items: Sequence[Item], packing: str, like: Tensor) -> dict[str, Any]:
         total = sum(item.shape[0] for item in items)
-        numbers = [[[int(n) for n in item.about[key]] for item in items] for key in self.told]
+        numbers = [[[int(n) for n in item.about[key]] for item in items] for key in self.item_keys]
         return {self.argument: like.new_zeros(()).expand(total, *self.patch), **self._numbers(numbers, like)}
 
     def _numbers(self, numbers: list[list[list[int]]], like: Tensor) -> dict[str, Tensor]:
         """int64 [n, k] for each name; [n] for a single number."""
         made = {}
-        for key, rows in zip(self.told, numbers, strict=True):
+        for key, rows in zip(self.item_keys, numbers, strict=True):
             tensor = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
             made[key] = tensor[:, 0] if NUMBERS[key] == 1 else tensor
         return made

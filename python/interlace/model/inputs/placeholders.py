@@ -69,8 +69,8 @@ def check_placeholders(encoders: Mapping[str, Any], placeholders: Mapping[str, I
     missing = [name for name in encoders if name not in placeholders or not token_ids(placeholders[name])]
     if missing:
         raise ValueError(
-            f"no placeholder for encoder {missing[0]!r}: placeholders={{{missing[0]!r}: token id}} names the token "
-            "that stands for its features in input_ids (the language model's config names none, as image_token_id or "
+            f"no placeholder for encoder {missing[0]!r}: pass placeholders={{{missing[0]!r}: token id}}, the token in "
+            "input_ids that its features replace (the language model's config has no image_token_id or "
             "audio_token_id)"
         )
     unknown = [name for name in placeholders if name not in encoders]

@@ -61,11 +61,11 @@ class AudioInputs:
                 f"audio of {shape[1]} frames is too long for {name}, which has positions for {self.frames} frames: "
                 f"shorten the clip or raise max_source_positions to {-(-shape[1] // self.stride)}"
             )
-        told = item.about.get(FRAMES)
-        if told is not None and (len(told) != 1 or told[0] != int(told[0]) or not 1 <= told[0] <= shape[1]):
+        frames = item.about.get(FRAMES)
+        if frames is not None and (len(frames) != 1 or frames[0] != int(frames[0]) or not 1 <= frames[0] <= shape[1]):
             raise ValueError(
-                f"media of shape {shape} for {name} has about {FRAMES} = {told}: give (n,), how many of its "
-                f"{shape[1]} frames are no padding"
+                f"media of shape {shape} for {name} has about {FRAMES} = {frames}: pass (n,), the number of its "
+                f"{shape[1]} frames without padding"
             )
 
     def tokens(self, item: Item) -> int:

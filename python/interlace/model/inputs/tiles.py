@@ -49,7 +49,7 @@ class TileInputs:
         """An image of the size of a tile."""
         return self.examples[0]
 
-    def may_be(self, height: int, width: int) -> list[Item]:
+    def candidates(self, height: int, width: int) -> list[Item]:
         """Candidate items for an image of this size: in two tiles, in three, and so on, and in one."""
         return [self.item(tiles, height, width) for tiles in (*range(2, MOST + 1), 1)]
 
@@ -58,8 +58,8 @@ class TileInputs:
         size = item.about.get(SIZES)
         if size is None or len(size) != 2 or any(n != int(n) or n < 1 for n in size):
             raise ValueError(
-                f"{name} must be told {SIZES} of each item, its height and width in pixels, but its about is "
-                f"{dict(item.about)}: give Media(shape, ..., about={{{SIZES!r}: (height, width)}})"
+                f"{name} needs {SIZES} of each item, its height and width in pixels, but its about is "
+                f"{dict(item.about)}: pass Media(shape, ..., about={{{SIZES!r}: (height, width)}})"
             )
         if len(item.shape) != 4 or item.shape[1:] != self.tile:
             raise ValueError(f"media of shape {item.shape} does not fit {name}, which takes (tiles, *{self.tile})")

@@ -52,7 +52,7 @@ _answers: dict[Any, Any] = {}
 _folder: Path | None = None
 
 
-def keep_in(folder: Path | None) -> None:
+def use_cache_folder(folder: Path | None) -> None:
     """Set the folder for results, for reading and writing. None: results stay in this process."""
     global _folder
     _folder = folder
@@ -68,26 +68,26 @@ def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]
         if hooked or "forward" in vars(part):
             return answer()
     config: Any = module.config
-    told = config.to_json_string(use_diff=False)
-    key = (what, type(module), told, signature(module), extra)
+    config_text = config.to_json_string(use_diff=False)
+    key = (what, type(module), config_text, signature(module), extra)
     if key not in _answers:
-        file = None if _folder is None else _file(_folder, (what, told, repr(extra)), module)
-        _answers[key] = answer() if file is None else _kept(file, answer)
+        file = None if _folder is None else _file(_folder, (what, config_text, repr(extra)), module)
+        _answers[key] = answer() if file is None else _cached(file, answer)
     found: T = _answers[key]
     return found
 
 
-def _kept(file: Path, answer: Callable[[], Any]) -> Any:
+def _cached(file: Path, answer: Callable[[], Any]) -> Any:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: rewritten below
         made = decoded(json.loads(file.read_text(encoding="utf-8")))
         if _is_answer(made):
             return made
     with failures() as failed:
-        found = answer()
-    if not failed and not (isinstance(found, Packing) and found.name == ALONE):
+        result = answer()
+    if not failed and not (isinstance(result, Packing) and result.name == ALONE):
         with contextlib.suppress(OSError, TypeError):  # an unwritable folder costs only time
-            _write(file, json.dumps(encoded(found)))
-    return found
+            _write(file, json.dumps(encoded(result)))
+    return result
 
 
 def _is_answer(found: Any) -> bool:
@@ -115,11 +115,11 @@ def _write(file: Path, text: str) -> None:
         raise
 
 
-def _file(folder: Path, told: tuple[str, ...], module: nn.Module) -> Path | None:
+def _file(folder: Path, key: tuple[str, ...], module: nn.Module) -> Path | None:
     """Path of a result file; None for a module with a part whose code is not, or may not be, a library's."""
     if any("dev" in version for version in (torch.__version__, transformers.__version__)):
         return None  # such a version stands for many builds
-    digest = hashlib.sha256(repr((told, _versions())).encode())
+    digest = hashlib.sha256(repr((key, _versions())).encode())
     sources: dict[type[nn.Module], tuple[Any, ...] | None] = {}
     for name, part in module.named_modules():
         kind = type(part)
@@ -154,7 +154,7 @@ def _source(kind: type[nn.Module]) -> tuple[Any, ...] | None:
             except (OSError, TypeError):
                 return None
     stamps = [_stamp(file) for file in sorted(files)]
-    return None if None in stamps else (*stamps, _said(code), _said(outermost))
+    return None if None in stamps else (*stamps, _code_content(code), _code_content(outermost))
 
 
 @cache
@@ -167,9 +167,9 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
     return str(path), found.st_size, found.st_mtime_ns
 
 
-def _said(code: CodeType) -> tuple[Any, ...]:
+def _code_content(code: CodeType) -> tuple[Any, ...]:
     """Content of a function and its nested functions: instructions, names and constants."""
-    constants = [_said(each) if isinstance(each, CodeType) else _plain(each) for each in code.co_consts]
+    constants = [_code_content(each) if isinstance(each, CodeType) else _plain(each) for each in code.co_consts]
     return code.co_firstlineno, zlib.crc32(code.co_code), code.co_names, constants
 
 
@@ -206,7 +206,7 @@ def encoded(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[key, encoded(one)] for key, one in value.items()]}
     if KINDS.get(name) is not type(value):
-        raise TypeError(f"an answer holds a {name}")
+        raise TypeError(f"a probe result contains a {name}")
     fields = value._asdict() if isinstance(value, Item) else vars(value)
     return {name: [[key, encoded(one)] for key, one in fields.items()]}
 

@@ -20,7 +20,7 @@ from interlace.model.inputs.patches import UNIT, PatchInputs
 from interlace.model.inputs.spectrograms import AudioInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.probe.cache import remembered, spelled
-from interlace.model.probe.inconclusive import gave_up, raise_if_no_memory
+from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
 from interlace.model.probe.separation import (
     TOLERANCE,
     Packing,
@@ -85,15 +85,15 @@ def _packing_with(encoder: ModalityModule, implementation: str) -> Packing:
         elif encoder.nominal_length <= LARGEST:
             trial.choose([encoder.default])
             trial.check()
-        found = Packing(ALONE)
+        packing = Packing(ALONE)
         for items in _items(trial.encoder.feed):
             trial.choose(items)
-            found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
-            if found.name != ALONE or (encoder.images is not None and encoder.images.any_size):
+            packing = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
+            if packing.name != ALONE or (encoder.images is not None and encoder.images.any_size):
                 break
-        if found.name != PACKED and not encoder.is_told:
+        if packing.name != PACKED and not encoder.takes_item_data:
             trial.check_counts()
-        return replace(found, returned=tuple(trial.returned), width=trial.width, feed=trial.encoder.feed)
+        return replace(packing, returned=tuple(trial.returned), width=trial.width, feed=trial.encoder.feed)
 
 
 class _Trial:
@@ -127,40 +127,40 @@ class _Trial:
             try:
                 [images, _] = _items(self.encoder.feed)
                 self.choose(images)
-                patches, features = zip(*((one.shape[0], len(self._own(one))) for one in self.items))
+                patches, features = zip(*((one.shape[0], len(self._reference_features(one))) for one in self.items))
                 if set(features) == {1}:  # one vector per item
                     self.encoder.feed = replace(self.encoder.feed, pooled=False)
-                    features = tuple(len(self._own(one)) for one in self.items)
+                    features = tuple(len(self._reference_features(one)) for one in self.items)
                 merged = {count / made for count, made in zip(patches, features)}
                 if len(merged) == 1 and min(merged).is_integer():
                     break
-                problems.append(f"it makes {features} features of {patches} patches, whose number does not follow")
+                problems.append(f"it makes {features} features of {patches} patches, not a constant ratio")
             except Exception as error:  # a model may raise anything
                 raise_if_no_memory(error)
                 problems.append(f"{type(error).__name__}: {one_line(error)}")
         else:
             problem = ValueError(
-                f"{type(self.encoder.module).__name__} takes grid_thw, but not patches of it one behind the other "
+                f"{type(self.encoder.module).__name__} takes grid_thw, but not concatenated patches "
                 f"({'; '.join(problems)}): use an encoder like those of Qwen2-VL, or give it a forward like theirs"
             )
-            gave_up(problem)
+            record_failure(problem)
             raise problem
         self.encoder.feed = replace(self.encoder.feed, merged=int(merged.pop()))
         video = self.encoder.feed.item(2, UNIT, UNIT)
         self.choose([video])
         try:
-            many = len(self._own(self.items[0])) == self.encoder.feed.features(video)
+            many = len(self._reference_features(self.items[0])) == self.encoder.feed.features(video)
         except Exception as problem:  # a model may raise anything
-            gave_up(problem)
+            record_failure(problem)
             many = False
         self.encoder.feed = replace(self.encoder.feed, videos=many)
         self.choose(_items(self.encoder.feed)[0])
 
-    def _own(self, one: Media) -> Tensor:
+    def _reference_features(self, one: Media) -> Tensor:
         """Features [n, D] of an item by the module's own forward and eager attention."""
-        return self.encoder.features_of(self._own_output(one))[0]
+        return self.encoder.features_of(self._reference_output(one))[0]
 
-    def _own_output(self, one: Media) -> Any:
+    def _reference_output(self, one: Media) -> Any:
         encoder: Any = self.encoder
         try:
             encoder.module.set_attn_implementation(OWN)
@@ -174,31 +174,31 @@ class _Trial:
         name = type(encoder.module).__name__
         for one in items:
             try:
-                output = self._own_output(one)
+                output = self._reference_output(one)
             except Exception as problem:  # a model may raise anything; the error shows again in a real run
-                gave_up(problem)
+                record_failure(problem)
                 if encoder.implementation in NAMES:
                     return
                 raise ValueError(
-                    f"{name} has attention of its own, and does not run by itself on what it would be given "
+                    f"{name} has its own attention, and does not run by itself on the inputs of its kind "
                     f"({type(problem).__name__}: {one_line(problem)}): use another encoder"
                 ) from problem
-            own = encoder.features_of(output)[0]
+            own_features = encoder.features_of(output)[0]
             self.items = [one]
             try:
-                found = self.alone()[0]
+                features = self.alone()[0]
             except Exception as problem:  # as above
-                gave_up(problem)
+                record_failure(problem)
                 raise ValueError(
                     f"{name} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
-                    f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
+                    f"{one_line(problem)}): its layers may need more than tokens [B, N, D]. Use another encoder"
                 ) from problem
-            own = encoder.without_prefix(own, encoder.encoder_length(one.shape, one.about))
-            error = far([found], [own])
+            own_features = encoder.without_prefix(own_features, encoder.encoder_length(one.shape, one.about))
+            error = far([features], [own_features])
             if error > TOLERANCE:
                 raise ValueError(
                     f"{name} gives other features inside a ModalityModule than by itself (relative error {error:.0e} "
-                    "on random weights): its layers are told more than their tokens. Use another encoder"
+                    "on random weights): its layers use more than their tokens. Use another encoder"
                 )
         self.items = items
 
@@ -206,16 +206,16 @@ class _Trial:
         """Raise ValueError if an item's number of features differs from the output of the modules after the layers."""
         encoder, one = self.encoder, self.items[0]
         try:
-            found = len(self._run(ALONE, [one], training=False))
+            count = len(self._run(ALONE, [one], training=False))
         except Exception as problem:  # a model may raise anything; the error shows again in a real run
-            gave_up(problem)
+            record_failure(problem)
             return
         encoder.returned = tuple(self.returned)
-        wanted = encoder.tokens(one.shape, one.about)
-        if found != wanted:
+        expected = encoder.tokens(one.shape, one.about)
+        if count != expected:
             raise ValueError(
-                f"{type(encoder.module).__name__} makes {found} features of an item, where {wanted} follow from the "
-                "tokens that its layers are given: its layers change their number. Use another encoder"
+                f"{type(encoder.module).__name__} makes {count} features of an item, but {expected} follow from the "
+                "number of input tokens: its layers change their number. Use another encoder"
             )
 
     def alone(self, training: bool = False) -> list[Tensor]:
@@ -292,11 +292,11 @@ def _order(encoder: ModalityModule) -> bool:
             whole = trial.encoder
             whole.packing = PACKED
             inputs = whole.collate(trial.items)
-            wanted, found = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
+            expected, shuffled = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
         except Exception as problem:  # a model may raise anything
-            gave_up(problem)
+            record_failure(problem)
             return False
-    return far([found], [wanted]) <= TOLERANCE
+    return far([shuffled], [expected]) <= TOLERANCE
 
 
 def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
@@ -311,7 +311,7 @@ def _cuts(encoder: ModalityModule) -> list[bool | str]:
         try:
             trial = _Trial(encoder, keep=count)
         except Unanswerable as problem:
-            gave_up(problem)
+            record_failure(problem)
             return [True] * count
         trial.choose(_items(encoder.feed)[0])
         whole = trial.encoder

@@ -20,7 +20,7 @@ _failures: ContextVar[list[str] | None] = ContextVar("failures", default=None)
 
 @contextmanager
 def failures() -> Iterator[list[str]]:
-    """List of the errors passed to `gave_up` inside this context. Enclosing contexts get them, too."""
+    """List of the errors passed to `record_failure` inside this context. Enclosing contexts get them, too."""
     around, mine = _failures.get(), list[str]()
     token = _failures.set(mine)
     try:
@@ -31,7 +31,7 @@ def failures() -> Iterator[list[str]]:
             around += mine
 
 
-def gave_up(problem: Exception) -> None:
+def record_failure(problem: Exception) -> None:
     """Record that the coming result is caused by an error. If memory is short, raises `problem` itself."""
     raise_if_no_memory(problem)
     found = _failures.get()
@@ -41,6 +41,6 @@ def gave_up(problem: Exception) -> None:
 
 def raise_if_no_memory(problem: Exception) -> None:
     """Raise `problem` if it reports a lack of memory, which is unrelated to the model."""
-    told = isinstance(problem, RuntimeError) and any(words in str(problem).lower() for words in NO_MEMORY)
-    if told or isinstance(problem, (MemoryError, torch.OutOfMemoryError)):
+    out_of_memory = isinstance(problem, RuntimeError) and any(words in str(problem).lower() for words in NO_MEMORY)
+    if out_of_memory or isinstance(problem, (MemoryError, torch.OutOfMemoryError)):
         raise problem

@@ -18,7 +18,7 @@ from interlace.model.generate import Reading, Readings
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import head_of
 from interlace.model.probe.cache import remembered
-from interlace.model.probe.inconclusive import gave_up, raise_if_no_memory
+from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
 from interlace.model.probe.separation import (
     TOLERANCE,
     Case,
@@ -71,7 +71,7 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
                 break
         model.set_attn_implementation(NAME)  # type: ignore[operator]
         if own is None:
-            gave_up(Unanswerable("it does not run by itself"))
+            record_failure(Unanswerable("it does not run by itself"))
         else:
             few.check(own)
         layers: Any = model.get_submodule(settings.layer_path)
@@ -82,15 +82,15 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             *both_modes(few.together, few.alone),
             Case("longer samples", many.together, many.alone, needed=False),
         ]
-        found = fastest(type(module).__name__, (PACKED, ROWS), cases)
-        found = (
-            few.limited(found, max_length)
-            if found.name != ALONE
-            else replace(found, limit=_original_length(module.config))
+        packing = fastest(type(module).__name__, (PACKED, ROWS), cases)
+        packing = (
+            few.limited(packing, max_length)
+            if packing.name != ALONE
+            else replace(packing, limit=_original_length(module.config))
         )
         ends_with_head = few.ends_with_head()
         unread = set(range(len(layers))) - read if read else ()
-        return replace(found, returned=tuple(returned), ends_with_head=ends_with_head, unread=tuple(sorted(unread)))
+        return replace(packing, returned=tuple(returned), ends_with_head=ends_with_head, unread=tuple(sorted(unread)))
 
 
 def trim(model: Any, words: int) -> None:
@@ -124,13 +124,13 @@ class _Trial:
         try:
             error = far(self.alone(), own)
         except Exception as problem:  # it cannot run at all; the error shows again in a real run
-            gave_up(problem)
+            record_failure(problem)
             return
         if error > TOLERANCE:
             raise ValueError(
                 f"{type(self.model).__name__} gives other logits inside a MultimodalModel than by itself (relative "
-                f"error {error:.0e} on random weights): it is not causal, or computes more with token ids than their "
-                "embeddings, or puts more into its attention than a mask. Use another language model"
+                f"error {error:.0e} on random weights): it is not causal, or uses token ids beyond their embeddings, "
+                "or changes attention by more than a mask. Use another language model"
             )
 
     def alone(self, training: bool = False) -> list[Tensor]:
@@ -157,7 +157,7 @@ class _Trial:
             return packing
         limit = _original_length(self.model.config)
         if limit is None or limit <= length or not right(limit):
-            alone = one_by_one(type(self.model).__name__, "rotary frequencies or more depend on the longest sample")
+            alone = one_by_one(type(self.model).__name__, "rotary frequencies, or more, depend on the longest sample")
             return replace(alone, limit=0 if limit is None else limit)
         return replace(packing, limit=limit)
 
@@ -179,7 +179,7 @@ class _Trial:
         try:
             logits = self._run(ALONE, self.ids[:1], False)[0]
         except Exception as problem:  # a model may raise anything
-            gave_up(problem)
+            record_failure(problem)
             return False
         finally:
             hook.remove()
@@ -213,11 +213,11 @@ def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None
             order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
             plan = AttentionPlan.build(batch["mask"].select(order[None]))
             other = {"input_ids": ids[:, order], "position_ids": positions[:, order], "plan": plan}
-            wanted, found = (run_language(model, plain, first, given, None).logits[0] for given in (batch, other))
+            expected, shuffled = (run_language(model, plain, first, given, None).logits[0] for given in (batch, other))
         except Exception as problem:  # a model may raise anything
-            gave_up(problem)
+            record_failure(problem)
             return False
-    return far([found], [wanted[order]]) <= TOLERANCE
+    return far([shuffled], [expected[order]]) <= TOLERANCE
 
 
 def allowed_cuts(
@@ -242,7 +242,7 @@ def _cuts(
         try:
             model = stand_in(module, settings.layer_path, keep=count)
         except Unanswerable as problem:
-            gave_up(problem)
+            record_failure(problem)
             return [True] * count
         model.set_attn_implementation(NAME)  # type: ignore[operator]
         inputs = _batch(plain_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
@@ -283,7 +283,7 @@ def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | Non
                 if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
                     return False
         except Exception as problem:  # a model may raise anything
-            gave_up(problem)
+            record_failure(problem)
             return False
     return True
 
@@ -319,13 +319,13 @@ def _original_length(config: Any) -> int | None:
     """Maximum length with the original rotary frequencies, if the config has it."""
     text = config.get_text_config()
     settings = [text, *(x for x in vars(text).values() if isinstance(x, dict))]
-    found = [
+    lengths = [
         x.get("original_max_position_embeddings")
         if isinstance(x, dict)
         else getattr(x, "original_max_position_embeddings", None)
         for x in settings
     ]
-    return min((int(value) for value in found if value), default=None)
+    return min((int(value) for value in lengths if value), default=None)
 
 
 def _batch(ids: list[Tensor], packing: str, shift: int = 0) -> dict[str, Any]:

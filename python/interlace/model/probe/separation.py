@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.model.inputs.kinds import Feed
-from interlace.model.probe.inconclusive import gave_up, raise_if_no_memory
+from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
 from interlace.model.rows import ALONE
 
 log = logging.getLogger(__name__)
@@ -94,20 +94,20 @@ def both_modes(together: Callable[..., Sequence[Tensor]], alone: Callable[..., S
 def fastest(name: str, packings: Iterable[str], cases: Iterable[Case]) -> Packing:
     """The first of `packings` in which every sample of every case has the same output as alone; otherwise ALONE."""
     reasons = []
-    wanted: list[tuple[Case, Sequence[Tensor]]] = []
+    references: list[tuple[Case, Sequence[Tensor]]] = []
     for case in cases:
         try:
-            alone = case.alone()
-            if not case.trusted and far(case.alone(), alone) > 0:
+            separate = case.alone()
+            if not case.trusted and far(case.alone(), separate) > 0:
                 continue  # random in every packing, as in training: other cases decide
-            wanted.append((case, alone))
+            references.append((case, separate))
         except Exception as error:  # a model may raise anything
-            gave_up(error)
+            record_failure(error)
             if case.needed:
                 reasons.append(f"{case.what}: {type(error).__name__}: {one_line(error)}")
                 packings = ()
     for packing in packings:
-        wrong = next((reason for case, alone in wanted if (reason := _differs(case, packing, alone))), "")
+        wrong = next((reason for case, separate in references if (reason := _differs(case, packing, separate))), "")
         if not wrong:
             return Packing(packing)
         reasons.append(wrong)
@@ -126,9 +126,9 @@ def _differs(case: Case, packing: str, alone: Sequence[Tensor]) -> str:
         error = far(case.together(packing), alone)
     except Exception as problem:  # a model may raise anything
         if not _raises(problem, lambda: case.together(packing)):
-            gave_up(problem)
+            record_failure(problem)
         return f"{packing} ({case.what}): {type(problem).__name__}: {one_line(problem)}"
-    return f"{packing} ({case.what}): samples change outputs of others by {error:.0e}" if error > TOLERANCE else ""
+    return f"{packing} ({case.what}): samples change each other's outputs by {error:.0e}" if error > TOLERANCE else ""
 
 
 def _raises(problem: Exception, run: Callable[[], object]) -> bool:
@@ -137,8 +137,10 @@ def _raises(problem: Exception, run: Callable[[], object]) -> bool:
     try:
         run()
     except Exception as again:  # as above
-        told = str(again), type(again)
-        return told == (str(problem), type(problem)) and not isinstance(again, OSError) and "thread" not in told[0]
+        repeated = str(again), type(again)
+        return (
+            repeated == (str(problem), type(problem)) and not isinstance(again, OSError) and "thread" not in repeated[0]
+        )
     return False
 
 
@@ -155,13 +157,13 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool |
         except ValueError as refusal:
             return str(refusal)
         except Exception as problem:  # a model may raise anything if earlier layers' results are missing
-            gave_up(problem)
+            record_failure(problem)
             return False
 
     try:
         whole = run([0, count])
     except Exception as problem:  # as above
-        gave_up(problem)
+        record_failure(problem)
         return [True] * count
     if right(*range(count + 1)) is True:
         return [True] * count

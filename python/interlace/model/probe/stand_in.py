@@ -44,14 +44,14 @@ def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
     Must be called inside `cheaply`. Raises Unanswerable for weights that are not floating-point (quantised ones).
     """
     generator = torch.Generator().manual_seed(0)
-    again: dict[str, dict[int, int]] = {}
+    repeated: dict[str, dict[int, int]] = {}
     memo: dict[int, Any] = {}
     for path in paths:
         layers = module.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
-        again[path] = _repeated(module, layers) if len(layers) > keep else {}
-        memo |= {id(layers[i]): _Again(layers[i]) for i in again[path]}
-    repeats = tuple(f"{path}.{i}." for path, found in again.items() for i in found)
+        repeated[path] = _repeated(module, layers) if len(layers) > keep else {}
+        memo |= {id(layers[i]): _Again(layers[i]) for i in repeated[path]}
+    repeats = tuple(f"{path}.{i}." for path, found in repeated.items() for i in found)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             raise Unanswerable(f"{name} is {parameter.dtype}")
@@ -64,25 +64,25 @@ def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
             memo[id(buffer)] = buffer.detach().to("cpu", torch.float32, copy=True)
     for part in module.modules():  # recurrent states from the model's last run, with their graph
         memo.update({id(x): x.detach() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf})
-    made = copy.deepcopy(module, memo)
-    for part in made.modules():
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
         # Chunked recurrences pad the last chunk, which costs chunk_size squared.
         size: Any = vars(part).get("chunk_size")
         if isinstance(size, int) and size > CHUNK:
             vars(part)["chunk_size"] = CHUNK
-    for path, found in again.items():
-        kept = made.get_submodule(path)
+    for path, found in repeated.items():
+        kept = copied.get_submodule(path)
         assert isinstance(kept, nn.ModuleList)
         for i, like in found.items():
             follower = kept[i]
             assert isinstance(follower, _Again)
             kept[like].register_forward_hook(follower.learn)
-    _fill_buffers(module, made)
-    _large.get().update(p.untyped_storage().data_ptr() for p in made.parameters() if p.numel() > SMALL)
-    set_experts = getattr(made, "set_experts_implementation", None)
+    _fill_buffers(module, copied)
+    _large.get().update(p.untyped_storage().data_ptr() for p in copied.parameters() if p.numel() > SMALL)
+    set_experts = getattr(copied, "set_experts_implementation", None)
     if set_experts is not None:
         set_experts("eager")  # expert by expert: a fused product would gather all experts' weights
-    return made.eval()
+    return copied.eval()
 
 
 def _repeated(module: nn.Module, layers: nn.ModuleList) -> dict[int, int]:
@@ -105,7 +105,7 @@ def kind_of(model: nn.Module, layer: nn.Module, index: int, count: int) -> tuple
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
     """Same as `kind_of`, for any module with all its parts. Holds the functions, so that their ids are not reused."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for name, part in module.named_modules():
         plain = tuple(
             (key, repr(value))
@@ -118,8 +118,8 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
         own = tuple(vars(part).get(key) for key in ("forward", "_old_forward") if key in vars(part))
         hooks = [getattr(hook, "__code__", hook) if captures(hook) else hook for hook in part._forward_hooks.values()]
         hooks += part._forward_pre_hooks.values()
-        found.append((name, type(part), getattr(forward, "__code__", forward), plain, shapes, own, tuple(hooks)))
-    return tuple(found)
+        parts.append((name, type(part), getattr(forward, "__code__", forward), plain, shapes, own, tuple(hooks)))
+    return tuple(parts)
 
 
 def _configs(config: Any) -> Iterator[Any]:

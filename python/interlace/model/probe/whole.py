@@ -23,7 +23,7 @@ from interlace.model.inputs.placeholders import Ids, token_ids
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.probe.cache import remembered
-from interlace.model.probe.inconclusive import gave_up, raise_if_no_memory
+from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
 from interlace.model.probe.language import WORDS, plain_ids, trim
 from interlace.model.probe.separation import TOLERANCE, far, one_line, random_rows
 from interlace.model.probe.stand_in import Unanswerable, cheaply, stand_in
@@ -64,24 +64,24 @@ def _bidirectional(whole: Any, encoder: WholeEncoder, given: TakenApart) -> bool
     with cheaply():
         try:
             layers = decoder_layers(whole) or find_layers(whole)
-            twin, trial, own = _own(whole, layers, encoder, given)
+            twin, trial, reference = _reference(whole, layers, encoder, given)
         except Unanswerable as error:
             raise ValueError(
-                f"{name} cannot be tried, so nothing says that its modules compute the same: {error}"
+                f"{name} cannot be probed, so it is unknown whether its modules compute the same: {error}"
             ) from None
         except Exception as error:  # a model may raise anything
             raise_if_no_memory(error)
             raise ValueError(
                 f"{name} does not run by itself on a text with two items ({type(error).__name__}: {one_line(error)}), "
-                "so nothing says that its modules compute the same: it cannot be cut"
+                "so it is unknown whether its modules compute the same: it cannot be split"
             ) from error
-        errors = _errors(twin, layers, trial, own, (False, True))
+        errors = _errors(twin, layers, trial, reference, (False, True))
         joined = errors[0] > TOLERANCE >= errors[1] and _joins(twin, layers, encoder, given)
     if min(errors) > TOLERANCE:
         raise ValueError(
-            f"{name} gives other logits cut into its modules than whole (relative error {min(errors):.0e} on random "
-            "weights): it changes features on their way into the text, or has a mask or positions of its own. Train it "
-            "with HuggingFace's class"
+            f"{name} gives other logits split into its modules than whole (relative error {min(errors):.0e} on "
+            "random weights): it changes features before they enter the text, or has its own mask or positions. Train "
+            "it with HuggingFace's class"
         )
     return JOINED if joined else errors[0] > TOLERANCE
 
@@ -93,7 +93,7 @@ def _joins(twin: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> 
         touching = _Trial(twin, encoder, given, between=0)
         apart, joined = _errors(twin, layers, touching, touching.own(), (True, JOINED))
     except Exception as problem:  # a model may raise anything if it does not support adjacent items
-        gave_up(problem)
+        record_failure(problem)
         return False
     return joined <= TOLERANCE < apart
 
@@ -107,7 +107,7 @@ def _errors(twin: Any, layers: str, trial: _Trial, own: Tensor, ways: Sequence[b
     return [far([trial.logits(language_model, layers, features, way)], [own]) for way in ways]
 
 
-def _own(whole: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> tuple[Any, _Trial, Tensor]:
+def _reference(whole: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> tuple[Any, _Trial, Tensor]:
     """A stand-in of the whole, its probe, and its logits; only the first WORDS logits if possible."""
     for words in (WORDS, None):
         twin: Any = stand_in(whole, layers, encoder.layer_path)

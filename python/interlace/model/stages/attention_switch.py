@@ -22,12 +22,12 @@ def use_bitfield_attention(module: nn.Module, implementation: str = NAME, *, req
     drop = getattr(module, "layerdrop", 0.0)
     if drop:
         raise ValueError(
-            f"{type(module).__name__} has layer drop {drop}, which cannot be cut into stages: set layerdrop "
+            f"{type(module).__name__} has layer drop {drop}, which pipeline stages do not support: set layerdrop "
             "(encoder_layerdrop in Whisper's config) to 0"
         )
     setter = getattr(module, "set_attn_implementation", None)
     if setter is None:
-        raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")
+        raise ValueError(f"{type(module).__name__} is not a HuggingFace model: its attention cannot be switched")
     config: Any = module.config
     if config._attn_implementation != implementation:
         setter(implementation)

@@ -52,7 +52,7 @@ def split_features(
     if not layers or not features:
         return dict(features), None
     if len(features) > 1:
-        raise ValueError(f"a model with DeepStack has one encoder, not {', '.join(features)}")
+        raise ValueError(f"a model with DeepStack must have one encoder, not {', '.join(features)}")
     [(name, given)] = features.items()
     width = given.shape[1] // (1 + layers)
     mask = is_placeholder(inputs["input_ids"], inputs["placeholders"][name])
@@ -84,7 +84,7 @@ def check_deepstack(name: str, layers: int, start: int, stop: int, total: int) -
     for cut in sorted({start, stop} - {0, total}):
         if cut < layers:
             raise ValueError(
-                f"{name} cannot be cut before layer {cut}: features of media are added behind each of its first "
+                f"{name} cannot be cut before layer {cut}: media features are added behind each of its first "
                 f"{layers} layers (DeepStack), and only the first stage has them. Cut it before layer {layers} or later"
             )
 
@@ -96,5 +96,5 @@ def layers_of(tower: Any, decoder: Any) -> int:
     """
     count = len(getattr(tower.config, INDEXES, None) or ())
     if count and FEATURES not in inspect.signature(decoder.forward).parameters:
-        raise ValueError(f"{type(decoder).__name__} does not take the features of several layers that its tower gives")
+        raise ValueError(f"{type(decoder).__name__} does not take features for several layers, which its tower makes")
     return count

@@ -40,25 +40,25 @@ def _text_model(module: nn.Module) -> Any:
 
 def check_cut(module: nn.Module, layers: int, start: int, stop: int) -> None:
     """Raise ValueError if the stage [start, stop) of a language model of `layers` layers separates shared tensors."""
-    wanted = {start, stop} - {0, layers}
-    if not wanted:
+    boundaries = {start, stop} - {0, layers}
+    if not boundaries:
         return
     name = type(module).__name__
     if _text_model(module) is not None:
         raise ValueError(
-            f"{name} cannot be cut into stages: each of its layers is given a vector per token that is made from the "
-            "token ids before the first (per-layer embeddings). Keep this module on one stage"
+            f"{name} cannot be cut into stages: each layer takes a vector per token that is computed from the token "
+            "ids before the first layer (per-layer embeddings). Keep this module on one stage"
         )
     config: Any = getattr(module, "config", None)
     producers = _producers(config.get_text_config()) if hasattr(config, "get_text_config") else {}
     allowed = [at for at in range(1, layers) if not any(j < at <= i for i, j in producers.items())]
-    if refused := sorted(wanted.difference(allowed)):
+    if refused := sorted(boundaries.difference(allowed)):
         at = refused[0]
         reader, producer = next((i, j) for i, j in producers.items() if j < at <= i)
         may = f"may be cut before layers {', '.join(map(str, allowed))}" if allowed else "must stay on one stage"
         raise ValueError(
             f"{name} cannot be cut before layer {at}: layer {reader} uses the keys and values of layer {producer} "
-            f"(shared KV layers), and stages hand on the hidden state alone. It {may}"
+            f"(shared KV layers), and stages send only the hidden state. It {may}"
         )
 
 
@@ -66,9 +66,9 @@ def _producers(config: Any) -> dict[int, int]:
     """Layer -> the earlier layer that provides its keys and values."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     sources, kinds = getattr(config, "kv_source_layers", None), getattr(config, "layer_types", None)
-    found = {}
+    producers = {}
     for i, mode in enumerate(modes):
         if mode is not None and mode.startswith("reuse"):
             alike = [j for j in range(i) if modes[j] == "store" and (kinds is None or kinds[j] == kinds[i])]
-            found[i] = sources[i] if sources is not None else alike[-1]
-    return found
+            producers[i] = sources[i] if sources is not None else alike[-1]
+    return producers

@@ -113,7 +113,7 @@ def find_layers(module: nn.Module, path: str | None = None) -> str:
     }
     if path is not None:
         if path not in lists:
-            raise ValueError(f"{name} has no ModuleList {path!r}; layers= takes one of: {', '.join(lists) or 'none'}")
+            raise ValueError(f"{name} has no ModuleList {path!r}; pass layers= one of: {', '.join(lists) or 'none'}")
         return path
     outer = {key: child for key, child in lists.items() if not any(key.startswith(f"{other}.") for other in lists)}
     sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in outer.items()}
@@ -125,7 +125,8 @@ def find_layers(module: nn.Module, path: str | None = None) -> str:
     best = max(sizes, key=lambda key: sizes[key])
     if 2 * sizes[best] < sum(sizes.values()) or list(sizes.values()).count(sizes[best]) > 1:
         raise ValueError(
-            f"{name} has several lists of layers ({', '.join(sizes)}): say which is cut into stages with layers='...'"
+            f"{name} has several lists of layers ({', '.join(sizes)}): choose the one to cut into "
+            "stages with layers='...'"
         )
     return best
 
@@ -186,7 +187,7 @@ def carve(
             else:
                 shell._modules[key] = hollow = _hollow(child)
                 if zeros and first:
-                    hollow.__dict__["forward"] = MethodType(_give_zeros, hollow)
+                    hollow.__dict__["forward"] = MethodType(_meta_forward, hollow)
         return shell
 
     layers = module.get_submodule(path)
@@ -194,7 +195,7 @@ def carve(
     total = len(layers)
     if not 0 <= start < stop <= total:
         raise ValueError(
-            f"layers {start} to {stop} are no range of the {total} layers at {path!r}: "
+            f"layers {start} to {stop} are not a valid range of the {total} layers at {path!r}: "
             f"need 0 <= start < stop <= {total}"
         )
     return visit(module, path.split("."))
@@ -264,22 +265,21 @@ def run(
     leave_as_it_was = None if entered else _before(first_layer, replace)
     token = _hidden.set(hidden)
     try:
-        output, left = module(**kwargs), False
+        output, left_early = module(**kwargs), False
     except _Leave as leave:
-        output, left = leave.hidden, True
+        output, left_early = leave.hidden, True
     except (RuntimeError, StopIteration) as error:  # StopIteration: a model reads the dtype of a part without weights
         if not _is_cut(module) or ("meta" not in str(error) and isinstance(error, RuntimeError)):
             raise
         name = type(module).__name__
         if hidden is None:
             raise ValueError(
-                f"{name} cannot be cut: before its layers it computes with weights that are registered after them and "
-                "belong to its last stage. Keep this module on one stage"
+                f"{name} cannot be cut: before its layers it uses weights that are registered after them and belong to "
+                "its last stage. Keep this module on one stage"
             ) from error
         raise ValueError(
-            f"{name} cannot start after its first layers: between its embeddings and its layers it computes with "
-            "weights that only its first stage holds (learned positions added to inputs_embeds). Keep this module on "
-            "one stage"
+            f"{name} cannot start after its first layers: between its embeddings and its layers it uses weights that "
+            "only its first stage has (learned positions added to inputs_embeds). Keep this module on one stage"
         ) from error
     finally:
         _hidden.reset(token)
@@ -290,7 +290,7 @@ def run(
             f"{type(module).__name__} skipped its layer {type(first_layer).__name__}, where the hidden state enters: "
             "set layer drop (layerdrop, encoder_layerdrop) to 0"
         )
-    return output, left
+    return output, left_early
 
 
 def _before(layer: nn.Module, change: Callable[..., tuple[Any, Any]]) -> Callable[[], None]:
@@ -378,7 +378,7 @@ def _hollow(module: nn.Module) -> nn.Module:
     return shell
 
 
-def _give_zeros(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _meta_forward(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a hollow module. It moves input tensors to meta and returns zeros of the right shape."""
     device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.device("meta"))
 

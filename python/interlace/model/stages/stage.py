@@ -79,21 +79,21 @@ class StageModule(nn.Module):
             encoder = self.encoders[self.name]
             assert isinstance(encoder, ModalityModule)
             return encoder.run(inputs, hidden)
-        wanted = columns = head = None
+        logit_rows = columns = head = None
         if self.is_last and self._settings.postprocess is None:
             # The head runs only for positions with a target: in a packed row with media, most have none.
             labels = inputs["labels"]
-            wanted, columns = labels != IGNORE, targets_in(inputs)
+            logit_rows, columns = labels != IGNORE, targets_in(inputs)
             head = head_of(self.language_model) if self.ends_with_head else None
             if head is not None:
-                rows = self._run_language(inputs, hidden, wanted, columns, head)
-                targets = labels[wanted] if columns is None else labels[0][columns]
+                rows = self._run_language(inputs, hidden, logit_rows, columns, head)
+                targets = labels[logit_rows] if columns is None else labels[0][columns]
                 return head_cross_entropy(rows, head, targets.to(rows.device))
-        output = self._run_language(inputs, hidden, wanted, columns)
+        output = self._run_language(inputs, hidden, logit_rows, columns)
         if not self.is_last and not isinstance(output, Tensor):
             raise ValueError(
-                f"{self.name}: its forward does not come to layer {self.stop} of {self._settings.layer_path!r}: name "
-                "the layers that text goes through, ModalityModule(llm, projector=None, layers=...)"
+                f"{self.name}: its forward does not reach layer {self.stop} of {self._settings.layer_path!r}: pass "
+                "the list of text layers, ModalityModule(llm, projector=None, layers=...)"
             )
         if not self.is_last:
             return output
@@ -103,7 +103,9 @@ class StageModule(nn.Module):
     def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of all positions, on the language model's last stage."""
         if self.is_encoder or not self.is_last:
-            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last one")
+            raise ValueError(
+                f"{self.name} [{self.start}:{self.stop}] has no logits: use the language model's last stage"
+            )
         self._check(hidden)
         return self._run_language(inputs, hidden, None).logits
 
@@ -111,13 +113,20 @@ class StageModule(nn.Module):
         self,
         inputs: dict[str, Any],
         hidden: Tensor | None,
-        wanted: Tensor | None,
+        logit_rows: Tensor | None,
         columns: Tensor | None = None,
         head: nn.Module | None = None,
     ) -> Any:
         first = self.layers[0]
         return run_language(
-            self.language_model, self._settings, first, inputs, hidden, wanted=wanted, columns=columns, head=head
+            self.language_model,
+            self._settings,
+            first,
+            inputs,
+            hidden,
+            logit_rows=logit_rows,
+            columns=columns,
+            head=head,
         )
 
     def _check(self, hidden: Tensor | None) -> None:
@@ -144,12 +153,12 @@ def keep_frozen(root: nn.Module, frozen: Mapping[str, bool]) -> None:
 
 def frozen_modules(root: nn.Module, path: str = "") -> list[str]:
     """Names of the outermost modules inside `root` (called `path`) with only frozen parameters, and at least one."""
-    found = []
+    frozen = []
     for name, child in root.named_children():
         inside = f"{path}.{name}" if path else name
         trained = [parameter.requires_grad for parameter in child.parameters()]
         if any(trained):
-            found += frozen_modules(child, inside)
+            frozen += frozen_modules(child, inside)
         elif trained:
-            found.append(inside)
-    return found
+            frozen.append(inside)
+    return frozen

@@ -21,9 +21,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
-from interlace.model.checkpoints.config_file import CONFIG, keep_config
+from interlace.model.checkpoints.config_file import CONFIG, copy_config
 from interlace.model.checkpoints.folder_kinds import refuse_other_kinds
-from interlace.model.checkpoints.tied import say_untied
+from interlace.model.checkpoints.tied import log_untied
 from interlace.model.inputs.patches import PatchInputs
 from interlace.model.inputs.placeholders import configured
 from interlace.model.probe.whole import TakenApart, bidirectional_media
@@ -52,25 +52,25 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
 
     refuse_other_kinds(folder)
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}: it is no folder that HuggingFace's save_pretrained wrote")
+        raise ValueError(f"{folder} has no {CONFIG}: give a folder written by HuggingFace's save_pretrained")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks may raise anything
         raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
     named, *_ = _names_of(folder, config) or [""]
-    found = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    if isinstance(found, tuple):
-        found = found[0]
+    model_class = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
     if (
-        found is None
-        or not hasattr(found, "get_output_embeddings")
+        model_class is None
+        or not hasattr(model_class, "get_output_embeddings")
         or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
     ):
         raise ValueError(
-            f"{folder} holds {named or config.model_type}, which is no whole vision- or audio-language model of this "
-            "transformers: give the folder to [model.NAME] path, or to HuggingFace's own class and a ModalityModule"
+            f"{folder} has {named or config.model_type}, which is not a vision- or audio-language model of this "
+            "version of transformers: use it as [model.NAME] path, or load it with its class and make a ModalityModule"
         )
-    return found, config
+    return model_class, config
 
 
 def _names_of(folder: Path, config: Any) -> list[str]:
@@ -89,10 +89,10 @@ def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
     return read_module(whole_class(folder)[0], folder, dtype)
 
 
-def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
-    """Load a model of the class `found` with the weights of `folder`. Raises ValueError as `read_whole`."""
+def read_module(model_class: Any, folder: Path, dtype: torch.dtype | None) -> Any:
+    """Load a model of the class `model_class` with the weights of `folder`. Raises ValueError as `read_whole`."""
     try:
-        module, info = found.from_pretrained(
+        module, info = model_class.from_pretrained(
             folder,
             dtype="auto" if dtype is None else dtype,
             attn_implementation=NAME,
@@ -111,19 +111,20 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
     ):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ValueError(f"{folder} {what} {sorted(keys)[0]!r}{more}: the model would compute something else")
-    say_untied(module)
+            raise ValueError(f"{folder} {what} {sorted(keys)[0]!r}{more}, so the model would not compute the same")
+    log_untied(module)
     return module
 
 
 def build_whole(folder: Path) -> Any:
     """HuggingFace's model of the config in `folder`, with torch's initial weights in fp32: for the meta device."""
-    found, config = whole_class(folder)
+    model_class, config = whole_class(folder)
     try:
-        return found._from_config(config, attn_implementation=NAME, dtype=torch.float32)
+        return model_class._from_config(config, attn_implementation=NAME, dtype=torch.float32)
     except Exception as error:  # as above
         raise ValueError(
-            f"{folder / CONFIG}: the library cannot make a {found.__name__} of it: {' '.join(str(error).split())[:300]}"
+            f"{folder / CONFIG}: transformers cannot build a {model_class.__name__} from it: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from None
 
 
@@ -195,7 +196,7 @@ def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
     """Write a HuggingFace checkpoint into `folder`, with config, tokenizer and processor of `source`."""
     whole.save_pretrained(folder)
     if source is not None:
-        keep_config(folder, source)
+        copy_config(folder, source)
         copy_companions(source, folder)
 
 

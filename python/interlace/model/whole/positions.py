@@ -51,13 +51,14 @@ class RopeIndex:
             kind, first = int(kinds[places[0]]), int(places[0])
             if first == behind and int(kinds[first - 1]) == kind:
                 raise ValueError(
-                    f"{where}, {self.encoder} item {i} begins where the one before it ends, so they would get the "
-                    "positions of one item: write a token between them, as the model's processor does"
+                    f"{where}, {self.encoder} item {i} directly follows another item, so both would get the positions "
+                    "of one item: write a token between them, as the model's processor does"
                 )
             behind = int(places[-1]) + 1
             if GRID not in items[i].about:
                 raise ValueError(
-                    f"{where}, {self.encoder} item {i} has no {GRID} in Media.about: no positions are known"
+                    f"{where}, {self.encoder} item {i} has no {GRID} in Media.about, so its positions "
+                    "are unknown: add it"
                 )
             grids.setdefault(kind, []).append(items[i].about[GRID])
             if self._takes_seconds and kind == VIDEO:
@@ -99,7 +100,7 @@ def _seconds_of(item: Media, where: str) -> float:
         return float(given[0])
     if given or item.about[GRID][0] > 1:  # a single frame has no time step
         raise ValueError(
-            f"{where} is a video and its Media.about has {SECONDS} = {given or None}: give (seconds,), the time from "
-            "one frame of its grid to the next, which this model's positions are made of"
+            f"{where} is a video and its Media.about has {SECONDS} = {given or None}: pass (seconds,), the time from "
+            "one frame of its grid to the next, from which this model computes positions"
         )
     return 1.0

@@ -36,7 +36,7 @@ class Tower(nn.Module):
         self.add_module(parts.base, parts.tower_side(whole))
         self.config = self.tower.config
         self.layerdrop = getattr(self.tower, "layerdrop", 0.0)
-        self.told = whole.config.to_json_string()  # makes the whole config part of a probe's cache key
+        self.config_text = whole.config.to_json_string()  # makes the whole config part of a probe's cache key
         if getattr(whole.config, "vision_feature_layer", None) is not None:
             # Hooks on all layers capture the features of a middle layer. If the library added them itself, in the first
             # forward, layers on other stages would not be counted.
@@ -63,17 +63,17 @@ class Tower(nn.Module):
         turns = self.parts.in_turn
         if turns is not None:
             hidden = self.tower(given, **about).last_hidden_state
-            made = getattr(self.base, turns.projector)(hidden)
+            projected = getattr(self.base, turns.projector)(hidden)
         else:
             output = getattr(self.base, f"get_{self.parts.modality}_features")(given, return_dict=True, **about)
-            made = output.pooler_output
+            projected = output.pooler_output
             deep = getattr(output, "deepstack_features", None) or ()
             if deep:  # see deepstack.py
-                made = [torch.cat(each, dim=-1) for each in zip(made, *deep, strict=True)]
-        if isinstance(made, (list, tuple)):
-            alike = len({len(each) for each in made}) == 1 and not about
-            made = torch.stack(list(made)) if alike else torch.cat(list(made)).unsqueeze(0)
-        return BaseModelOutput(last_hidden_state=made)
+                projected = [torch.cat(each, dim=-1) for each in zip(projected, *deep, strict=True)]
+        if isinstance(projected, (list, tuple)):
+            alike = len({len(each) for each in projected}) == 1 and not about
+            projected = torch.stack(list(projected)) if alike else torch.cat(list(projected)).unsqueeze(0)
+        return BaseModelOutput(last_hidden_state=projected)
 
 
 class ImageTower(Tower):
@@ -154,8 +154,8 @@ class WholeEncoder(ModalityModule):
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
-            f"no way is known to give {self.kind} items to its tower ({type(error).__name__}: {error}). Train it with "
-            "HuggingFace's class"
+            f"its tower does not take {self.kind} items in a supported form ({type(error).__name__}: {error}). Train "
+            "it with HuggingFace's class"
         )
 
     def _measure(self, feeds: Sequence[Feed]) -> None:
@@ -172,7 +172,7 @@ class WholeEncoder(ModalityModule):
         length = self.encoder_length(*item)
         if isinstance(self.feed, PatchInputs):
             return self.feed.features(item)
-        key = (item.shape, length, tuple(sorted(item.about.items())) if self.is_told else ())
+        key = (item.shape, length, tuple(sorted(item.about.items())) if self.takes_item_data else ())
         if key not in self._counts:
             self._counts[key] = features_after_layers(self, item, length)
         return self._counts[key]

@@ -17,11 +17,11 @@ from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Answer, Decision, Event, Generation, Node, Noticed
 from interlace.resilience.member import (
+    ABORTED,
     COPIED,
     DECISION,
     ENDS,
     ENTERED,
-    GAVE_UP,
     GENERATION,
     NEWEST,
     OVER,
@@ -58,7 +58,7 @@ class Removal(NamedTuple):
 class Authority:
     """Decisions on membership and steps of one run.
 
-    store: torch store that this process serves. tell: logs an event. state: file for decisions, if any.
+    store: torch store that this process serves. report: logs an event. state: file for decisions, if any.
 
     Times are seconds of one clock that the caller reads.
 
@@ -67,17 +67,17 @@ class Authority:
     """
 
     def __init__(
-        self, settings: Settings, store: Any, tell: Callable[..., None], now: float, state: StateFile | None = None
+        self, settings: Settings, store: Any, report: Callable[..., None], now: float, state: StateFile | None = None
     ) -> None:
-        self.roster, self._store, self._tell, self._began = Roster(settings), store, tell, now
+        self.roster, self._store, self._report_event, self._began = Roster(settings), store, report, now
         self._state = state
         self._decided: Decision | None = None  # the last decided vote
         self._away: set[str] = set()  # nodes that have not reconnected since the coordinator restart
-        self._back_by = now
+        self._reconnect_deadline = now
         self.false_alarms, self.ended, self.over, self.preempted = 0, "", False, False
         self._finishing = False  # a node has trained to the end, or saved
         self._broken: float | None = None  # time at which the generation ended
-        self._gave_up: float | None = None  # time at which a rank aborted it
+        self._aborted: float | None = None  # time at which a rank aborted it
         self._failures = 0
         self._absent: list[Removal] = []
         self._since = now  # start of the generation
@@ -95,7 +95,7 @@ class Authority:
     # -- state file and restart ------------------------------------------------------------------------------
 
     @classmethod
-    def resumed(cls, state: StateFile, store: Any, tell: Callable[..., None], now: float) -> Authority:
+    def resumed(cls, state: StateFile, store: Any, report: Callable[..., None], now: float) -> Authority:
         """Authority of a restarted coordinator, from its state file and with an empty store.
 
         A generation with a committed step continues: all of its ranks have connected to each other, and no longer need
@@ -106,24 +106,24 @@ class Authority:
             assert state.table is not None
             table = state.table
             roster = Roster.from_table(table["roster"])
-            found = cls(roster.settings, store, tell, now, state)
-            found.roster, found._decided, found._finishing = roster, state.decided, bool(table["finishing"])
-            found._errors = {str(node): str(why) for node, why in table["errors"].items()}
-            found._failures = int(table["failures"])
-            found.ended, found.over, found.preempted = (
+            authority = cls(roster.settings, store, report, now, state)
+            authority.roster, authority._decided, authority._finishing = roster, state.decided, bool(table["finishing"])
+            authority._errors = {str(node): str(why) for node, why in table["errors"].items()}
+            authority._failures = int(table["failures"])
+            authority.ended, authority.over, authority.preempted = (
                 str(table["ended"]),
                 bool(table["over"]),
                 bool(table["preempted"]),
             )
-            found._broken = now if table["broken"] else None
+            authority._broken = now if table["broken"] else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResilienceError(
-                f"{state.path} holds no state that can be taken up ({type(error).__name__}: {error}): remove it, and "
+                f"{state.path}: invalid coordinator state ({type(error).__name__}: {error}): remove the file, and "
                 "resume the run from its last checkpoint"
             ) from error
-        found._away, found._back_by = set(roster.nodes), now + roster.settings.patience
-        found._refill()
-        return found
+        authority._away, authority._reconnect_deadline = set(roster.nodes), now + roster.settings.patience
+        authority._refill()
+        return authority
 
     def _refill(self) -> None:
         """Fills a new store with the keys that ranks may still request, or ends the generation."""
@@ -171,21 +171,21 @@ class Authority:
         """True if a node has not reconnected yet since the coordinator restart."""
         return node in self._away
 
-    def is_back(self, node: str) -> None:
+    def reconnected(self, node: str) -> None:
         self._away.discard(node)
-        self._tell("back", node=node, missing=len(self._away))
+        self._report_event("back", node=node, missing=len(self._away))
 
     # -- events from nodes -----------------------------------------------------------------------------------
 
-    def came(self, node: Node) -> None:
-        self.roster.came(node)
+    def join(self, node: Node) -> None:
+        self.roster.join(node)
         self._save()
-        self._tell("came", node=node.id, host=node.host, nodes=len(self.roster.nodes))
+        self._report_event("came", node=node.id, host=node.host, nodes=len(self.roster.nodes))
 
     def leaves(self, node: str, seconds: float) -> bool:
         """Records that a node was asked to leave within `seconds`. Returns whether it may leave at once."""
-        detail = f"it was asked to go within {seconds:g} s"
-        self._tell("leaving", node=node, detail=detail)
+        detail = f"it was asked to leave within {seconds:g} s"
+        self._report_event("leaving", node=node, detail=detail)
         self.roster.leaves(Event("leave", node, time.time(), detail))
         return not self.has(node)
 
@@ -196,13 +196,13 @@ class Authority:
             return
         self._away.discard(node)
         self._store.set(f"{REMOVED}/{node}", removal.why[:500])
-        self._tell("lost", node=node, event=removal.kind, detail=removal.why)
+        self._report_event("lost", node=node, event=removal.kind, detail=removal.why)
         if generation is not None and node in generation.leaving and self._copied(generation):
             self.roster.forget(node)
         elif self.roster.lost(Event(removal.kind, node, time.time(), removal.why[:500])):
             self._end_generation(now)
             if self._finishing:
-                self._stop(f"node {node} was lost when others had ended already ({removal.why}): resume the run")
+                self._stop(f"node {node} was lost after other nodes had finished ({removal.why}): resume the run")
             elif removal.failed:
                 self._note_error(removal)
         elif generation is None and removal.failed:
@@ -224,14 +224,14 @@ class Authority:
         if len(self._errors) > 1:
             node, why = next(iter(self._errors.items()))
             self._stop(
-                f"nodes end with an error, one after the other, and no step counts in between: {node}, {why}. Mend "
-                "that, and go on with --resume"
+                f"several nodes failed without a committed step in between; the first: {node}, {why}. Fix the error, "
+                "then continue with --resume"
             )
 
     def finish(self, node: str) -> None:
         """Records that all ranks of a node ended successfully: it has left, or has completed training."""
         generation = self.generation
-        self._tell("done", node=node)
+        self._report_event("done", node=node)
         self.roster.forget(node)
         if generation is not None and node in generation.order():
             self._finishing = True
@@ -254,8 +254,8 @@ class Authority:
     def _saved(self, generation: Generation) -> None:
         """Records that a "save" generation has saved its state. The run ends with it."""
         self.preempted = all(event.kind in ("leave", "join") for event in generation.cause)
-        why = "nodes were asked to go and too few are left" if self.preempted else "too few nodes were left to train on"
-        self.ended = f"{why}: what they held is saved; go on with --resume when there are enough{self._last_error()}"
+        why = "nodes were asked to leave and too few remain" if self.preempted else "too few nodes remain to train on"
+        self.ended = f"{why}: the state is saved; continue with --resume when enough nodes are up{self._last_error()}"
 
     def _last_error(self) -> str:
         """Errors of nodes that failed since the last committed step."""
@@ -269,10 +269,10 @@ class Authority:
         slept: seconds in which this process itself was not running. They are not counted against ranks or nodes.
         """
         self.count_votes(now)
-        self._back_by += slept
-        for node in sorted(self._away) if now > self._back_by else ():
+        self._reconnect_deadline += slept
+        for node in sorted(self._away) if now > self._reconnect_deadline else ():
             patience = self.roster.settings.patience
-            why = f"it has not come back in the {patience:g} s since the coordinator was started again"
+            why = f"it did not reconnect within {patience:g} s after the restart of the coordinator"
             self.lose(Removal(node, "death", why), now)
         try:
             if self._store.check([ENDS]):
@@ -284,7 +284,7 @@ class Authority:
         for suspect in self._suspects:
             self._suspects[suspect] += slept
         absent, self._absent = self._absent, []
-        return absent or self._judge(stalls, now)
+        return absent or self._hung_nodes(stalls, now)
 
     def count_votes(self, now: float) -> None:
         """Decides a vote that all ranks of the generation have cast. No other code decides votes."""
@@ -324,7 +324,7 @@ class Authority:
                         raise ResilienceError(f"the ranks' proposal cannot be used: {error}") from error
                 self.roster.is_ready(node.id, time.time())
                 self._save()
-                self._tell("ready", node=node.id)
+                self._report_event("ready", node=node.id)
                 if self.generation is not None:
                     self._store.set(f"{SPARE}/{node.id}", "1")
 
@@ -338,38 +338,38 @@ class Authority:
             self._stop("a node was lost when others had ended already: resume the run")
             return
         prefix = prefix_of(self.generation)
-        if self._gave_up is None and self._broken is None and self._count(f"{prefix}/{GAVE_UP}"):
-            self._gave_up = now
+        if self._aborted is None and self._broken is None and self._count(f"{prefix}/{ABORTED}"):
+            self._aborted = now
         patience = self.roster.settings.heartbeat + SEARCH
-        if self._broken is None and self._gave_up is not None and now - self._gave_up > patience:
-            self._absent = self._missed(self.generation) if now - self._since > LATE else []
+        if self._broken is None and self._aborted is not None and now - self._aborted > patience:
+            self._absent = self._missing_nodes(self.generation) if now - self._since > LATE else []
             if not self._absent:
                 self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
         elif self._broken is not None and (now - self._broken >= TOGETHER or not self.roster.broken()):
             self._publish(self.roster.next(0.0), now)
 
-    def _missed(self, generation: Generation) -> list[Removal]:
+    def _missing_nodes(self, generation: Generation) -> list[Removal]:
         """Nodes whose ranks have not entered a generation that others aborted.
 
         They hang in an operation with a long limit, or in a library without a timeout.
         """
         prefix = prefix_of(generation)
-        why = f"not all of its ranks have come to generation {generation.number} in {LATE:g} s, and others gave up"
+        why = f"not all of its ranks entered generation {generation.number} within {LATE:g} s, and other ranks aborted"
         return [
             Removal(node.id, "hang", why)
             for node in generation.nodes.values()
             if node.id in self.roster.nodes and self._count(f"{prefix}/{ENTERED}/{node.id}") < node.ranks
         ]
 
-    def _fail(self, why: str, now: float) -> None:
+    def _fail(self, reason: str, now: float) -> None:
         """Ends a generation that a rank aborted although no node is lost. The same nodes form the next one."""
         assert self.generation is not None
         self._failures = 1 if self._committed(self.generation) else self._failures + 1
         if self._failures > MOST_FAILURES:
             raise ResilienceError(
-                f"{self._failures} times in a row a rank gave up and no node was lost; the last: {why}"
+                f"a rank aborted {self._failures} times in a row although no node was lost; the last: {reason}"
             )
-        self.roster.lost(Event("failure", "", time.time(), why))
+        self.roster.lost(Event("failure", "", time.time(), reason))
         self._end_generation(now)
 
     def _committed(self, generation: Generation) -> bool:
@@ -390,7 +390,7 @@ class Authority:
             if self.roster.generation is not None:
                 self._stop(f"no node is left: resume from the last checkpoint{self._last_error()}")
             return
-        self._broken = self._gave_up = None
+        self._broken = self._aborted = None
         self._since = now
         self._save()
         for node in self.roster.ready:
@@ -402,7 +402,7 @@ class Authority:
         self._announce(generation)
         pipelines = [list(pipeline) for pipeline in generation.pipelines]
         cause = [f"{event.kind} {event.node}".strip() for event in generation.cause]
-        self._tell(
+        self._report_event(
             "generation",
             number=generation.number,
             of=generation.kind,
@@ -425,8 +425,8 @@ class Authority:
             if key.startswith(start) and key != f"{start}{OVER}":
                 self._store.delete_key(key)
 
-    def _stop(self, why: str) -> None:
-        self.ended, self.over = self.ended or why, True
+    def _stop(self, reason: str) -> None:
+        self.ended, self.over = self.ended or reason, True
         self._save()
 
     def _copied(self, generation: Generation) -> bool:
@@ -437,38 +437,38 @@ class Authority:
 
     # -- hang detection --------------------------------------------------------------------------------------
 
-    def _judge(self, stalls: Mapping[str, Sequence[Stall]], now: float) -> list[Removal]:
+    def _hung_nodes(self, stalls: Mapping[str, Sequence[Stall]], now: float) -> list[Removal]:
         """Nodes with a rank that was at fault for `SURE` seconds. Progress before that counts as a false alarm."""
-        guilty = self._guilty(stalls)
+        guilty = self._stalls_at_fault(stalls)
         for suspect in [suspect for suspect in self._suspects if suspect not in guilty]:
             del self._suspects[suspect]
             node, local_rank = suspect
             if node in stalls and all(stall.local_rank != local_rank for stall in stalls[node]):
                 self.false_alarms += 1
-                self._tell("false alarm", node=node, local_rank=local_rank)
-        found: dict[str, Removal] = {}
+                self._report_event("false alarm", node=node, local_rank=local_rank)
+        removals: dict[str, Removal] = {}
         for suspect, stall in guilty.items():
             if now - self._suspects.setdefault(suspect, now) >= SURE:
                 node, local_rank = suspect
                 doing = "its process is stopped" if stall.stopped else f"{stall.state} {stall.what}".strip()
-                why = f"rank {local_rank} of the node has not moved for {stall.seconds:.1f} s ({doing})"
-                found.setdefault(node, Removal(node, "hang", why))
-        for suspect in [suspect for suspect in self._suspects if suspect[0] in found]:
+                why = f"rank {local_rank} of the node made no progress for {stall.seconds:.1f} s ({doing})"
+                removals.setdefault(node, Removal(node, "hang", why))
+        for suspect in [suspect for suspect in self._suspects if suspect[0] in removals]:
             del self._suspects[suspect]
-        return list(found.values())
+        return list(removals.values())
 
-    def _guilty(self, stalls: Mapping[str, Sequence[Stall]]) -> dict[tuple[str, int], Stall]:
+    def _stalls_at_fault(self, stalls: Mapping[str, Sequence[Stall]]) -> dict[tuple[str, int], Stall]:
         generation, heartbeat = self.generation, self.roster.settings.heartbeat
-        here: dict[int, tuple[tuple[str, int], Stall]] = {}
-        found: dict[tuple[str, int], Stall] = {}
+        of_generation: dict[int, tuple[tuple[str, int], Stall]] = {}
+        guilty: dict[tuple[str, int], Stall] = {}
         for node, each in stalls.items():
             for stall in each:
                 suspect = (node, stall.local_rank)
                 # Waits can be resolved only for ranks of this generation. Others count by state and duration alone.
                 if generation is not None and node in generation.nodes and stall.generation == generation.number:
-                    here[generation.ranks_of(node)[stall.local_rank]] = suspect, stall
+                    of_generation[generation.ranks_of(node)[stall.local_rank]] = suspect, stall
                 elif stall.stopped or stall.state not in WAITS or stall.seconds >= CIRCLE * heartbeat:
-                    found[suspect] = stall
-        for rank in culprits({rank: stall for rank, (_, stall) in here.items()}, heartbeat):
-            found[here[rank][0]] = here[rank][1]
-        return found
+                    guilty[suspect] = stall
+        for rank in culprits({rank: stall for rank, (_, stall) in of_generation.items()}, heartbeat):
+            guilty[of_generation[rank][0]] = of_generation[rank][1]
+        return guilty

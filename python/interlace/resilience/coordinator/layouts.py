@@ -64,11 +64,12 @@ class Templates:
         """
         lanes, rest = divmod(ranks, size := self.lane_size)
         if rest or lanes < 1:
-            raise ValueError(f"a pipeline of {ranks} ranks has no whole number of lanes of {size} ranks (tp * cp)")
+            raise ValueError(f"{ranks} ranks of a pipeline are not divisible into lanes of {size} ranks (tp * cp)")
         if lanes > len(self._chain):
             raise ValueError(
-                f"a pipeline of {ranks} ranks needs a layer for each{f' {size} of them' if size > 1 else ''}, and the "
-                f"model has {len(self._chain)}: use fewer ranks per node, or more nodes per fault to survive"
+                f"a pipeline of {ranks} ranks needs at least one layer per {f'{size} ranks' if size > 1 else 'rank'}, "
+                f"but the model has {len(self._chain)} layers: use fewer ranks per node, or more "
+                "nodes per fault to survive"
             )
         return plan.pipeline_template(self._chain[:, None], lanes, 1, widths=[1], microbatches_per_stage=PER_STAGE)
 
@@ -122,9 +123,9 @@ def held_by(layout: Layout, rank: int, layers: Mapping[str, tuple[str, int]], fi
     (`interlace.run.graph.parameter_layers`). first: every name of a parameter -> its first name.
     """
     mine = [(stage.module, range(stage.start, stage.stop)) for stage in layout.of_rank(rank)]
-    found = {
+    held = {
         first[name]: None
         for name, (module, layer) in layers.items()
         if any(module == of and layer in span for of, span in mine)
     }
-    return [name for name in first if name in found]
+    return [name for name in first if name in held]

@@ -74,13 +74,11 @@ class Coordinator:
         journal: Path | None = None,
         state: Path | None = None,
     ) -> None:
-        self._say = say
+        self._log = say
         self._state = StateFile(state) if state is not None else None
         kept = self._state
         if kept is not None and kept.store_port and store_port not in (0, kept.store_port):
-            raise ResilienceError(
-                f"ranks of the run in {kept.path} know port {kept.store_port} of its store, not {store_port}"
-            )
+            raise ResilienceError(f"ranks of the run in {kept.path} use store port {kept.store_port}, not {store_port}")
         self._journal: IO[str] | None = journal.open("a") if journal is not None else None
         self._listening = listen_on(host, port)
         self._listening.setblocking(False)
@@ -94,23 +92,26 @@ class Coordinator:
         self._looked = self._pinged = self._decided = time.monotonic()
         self._slept = 0.0
         if kept is not None:
-            self._take_up(kept)
+            self._restore(kept)
         serves = "anew 1" if kept is None else f"{kept.run} {kept.starts}"
         self._store.set(SERVES, serves)  # last: this key marks the store as filled
 
-    def _take_up(self, kept: StateFile) -> None:
+    def _restore(self, state: StateFile) -> None:
         """Resumes the run of the previous coordinator, if there is one."""
-        if kept.table is not None and kept.table.get("over"):
-            why = kept.table.get("ended") or "it has trained to the end"
-            raise ResilienceError(f"the run of {kept.path} is over ({why}): remove the file, or give another")
-        kept.store_port = self.store_port
-        kept.save(kept.table)  # so that the next start gets a new number even if this one fails
-        if kept.table is None:
+        if state.table is not None and state.table.get("over"):
+            why = state.table.get("ended") or "training is complete"
+            raise ResilienceError(f"the run of {state.path} has ended ({why}): remove the file, or use another")
+        state.store_port = self.store_port
+        state.save(state.table)  # so that the next start gets a new number even if this one fails
+        if state.table is None:
             return
-        found = Authority.resumed(kept, self._store, self._tell, time.monotonic())
-        self._authority = found
-        nodes, number = len(found.roster.nodes), found.generation.number if found.generation is not None else 0
-        self._tell("taken up", run=kept.run, starts=kept.starts, nodes=nodes, generation=number)
+        authority = Authority.resumed(state, self._store, self._report_event, time.monotonic())
+        self._authority = authority
+        nodes, number = (
+            len(authority.roster.nodes),
+            authority.generation.number if authority.generation is not None else 0,
+        )
+        self._report_event("taken up", run=state.run, starts=state.starts, nodes=nodes, generation=number)
 
     @property
     def false_alarms(self) -> int:
@@ -147,7 +148,7 @@ class Coordinator:
         for each in list(self._supervised.values()):
             each.finished = True  # not counted as lost
             self._dismiss(each, why or "the run has trained to the end", well=not why)
-        self._tell("end", why=why or "trained to the end", false_alarms=self.false_alarms)
+        self._report_event("end", why=why or "trained to the end", false_alarms=self.false_alarms)
         if self._authority.preempted:
             return PREEMPTED
         return 1 if why else 0
@@ -188,73 +189,78 @@ class Coordinator:
         self._supervised[each.fd] = each
         self._selector.register(connection, selectors.EVENT_READ, each)
 
-    def _hear(self, each: Supervised) -> None:
-        each.heard = time.monotonic()
-        for table in each.line.hear():
+    def _hear(self, supervised: Supervised) -> None:
+        supervised.heard = time.monotonic()
+        for table in supervised.line.hear():
             try:
-                self._take(each, table)
+                self._handle(supervised, table)
             except (ValueError, KeyError, TypeError) as error:
-                self._dismiss(each, f"what it says cannot be read: {error}")
-        if each.line.closed:
-            self._drop(each, "death", f"its supervisor is gone: {each.line.closed}")
+                self._dismiss(supervised, f"unreadable message: {error}")
+        if supervised.line.closed:
+            self._drop(supervised, "death", f"its supervisor is gone: {supervised.line.closed}")
 
-    def _take(self, each: Supervised, table: dict[str, Any]) -> None:
-        kind, node, authority = table["kind"], each.node, self._authority
+    def _handle(self, supervised: Supervised, table: dict[str, Any]) -> None:
+        kind, node, authority = table["kind"], supervised.node, self._authority
         if kind == "hello":
-            self._welcome(each, table)
+            self._welcome(supervised, table)
         elif node is None or authority is None:
             raise ValueError(f"{kind!r} before hello")
         elif kind == "exited":
             why = f"rank {int(table['local_rank'])} of the node {str(table['how'])[:500]}"
-            self._drop(each, "death", why, failed=int(table["code"]) > 0)
+            self._drop(supervised, "death", why, failed=int(table["code"]) > 0)
         elif kind == "done":
-            each.finished = True
+            supervised.finished = True
             authority.finish(node.id)
-            each.line.say("goodbye", why="it has ended", well=True)
+            supervised.line.say("goodbye", why="training has ended", well=True)
         elif kind == "leaving":
             if authority.leaves(node.id, float(table["seconds"])):
-                self._dismiss(each, "it may go: it does not train", well=True)
+                self._dismiss(supervised, "it may leave: it is not training", well=True)
         elif kind == "stalled":
-            each.stalls = [Stall.from_table(stall) for stall in table["ranks"]]
+            supervised.stalls = [Stall.from_table(stall) for stall in table["ranks"]]
 
-    def _welcome(self, each: Supervised, table: dict[str, Any]) -> None:
+    def _welcome(self, supervised: Supervised, table: dict[str, Any]) -> None:
         if table["version"] != VERSION:
             self._dismiss(
-                each, f"it speaks version {table['version']!r:.20}, the coordinator {VERSION}: run one of Interlace"
+                supervised,
+                f"its protocol version is {table['version']!r:.20}, the coordinator's {VERSION}: install one version "
+                "of Interlace on all nodes",
             )
             return
         settings = Settings.from_table(table["settings"])
         node = Node(str(table["id"])[:200], int(table["ranks"]), str(table["host"])[:200])
-        authority, again = self._authority, str(table["again"])
-        known = authority.roster if authority is not None else None
+        authority, rejoins = self._authority, str(table["again"])
+        roster = authority.roster if authority is not None else None
         is_away = authority is not None and authority.is_away(node.id)  # also if it never got its welcome
         run = self._state.run if self._state is not None else ""
-        if known is not None and settings != known.settings:
-            problem = f"its [resilience] is {settings}, the run's {known.settings}: start all nodes with one config"
+        if roster is not None and settings != roster.settings:
+            problem = (
+                f"its [resilience] is {settings}, the run's {roster.settings}: start all nodes with the same config"
+            )
         elif node.ranks != settings.ranks_per_node:
             problem = f"it has {node.ranks} ranks, not resilience.ranks_per_node = {settings.ranks_per_node}"
-        elif again and again != run:
+        elif rejoins and rejoins != run:
             problem = (
-                f"it is of run {again}, of which this coordinator knows nothing: was it started without its --state?"
+                f"it belongs to run {rejoins}, which this coordinator does not have: start the coordinator with the "
+                "--state of that run"
             )
-        elif again and not is_away:
-            problem = "it was taken for lost while it had no connection"
-        elif not is_away and known is not None and node.id in known.nodes:
-            problem = f"a node {node.id!r} is here already"
+        elif rejoins and not is_away:
+            problem = "it was counted as lost while it was disconnected"
+        elif not is_away and roster is not None and node.id in roster.nodes:
+            problem = f"a node {node.id!r} is connected already"
         else:
             problem = ""
         if problem:
-            self._dismiss(each, problem)
+            self._dismiss(supervised, problem)
             return
         if self._authority is None:
-            self._authority = Authority(settings, self._store, self._tell, time.monotonic(), self._state)
-        each.node = node
+            self._authority = Authority(settings, self._store, self._report_event, time.monotonic(), self._state)
+        supervised.node = node
         if is_away:
-            self._authority.is_back(node.id)
+            self._authority.reconnected(node.id)
         else:
-            self._authority.came(node)
+            self._authority.join(node)
         starts = self._state.starts if self._state is not None else 0
-        each.line.say("welcome", store_port=self.store_port, run=run, starts=starts)
+        supervised.line.say("welcome", store_port=self.store_port, run=run, starts=starts)
 
     def _listen_for_life(self, now: float, slept: float) -> None:
         """Drops supervisors that were silent for a heartbeat. Time in which this process was suspended is excluded."""
@@ -272,28 +278,28 @@ class Coordinator:
             elif each.node is not None and now - each.heard > heartbeat:
                 self._drop(each, "death", f"no sign of life from its supervisor for {heartbeat:g} s")
 
-    def _dismiss(self, each: Supervised, why: str, well: bool = False) -> None:
+    def _dismiss(self, supervised: Supervised, reason: str, well: bool = False) -> None:
         """Makes a supervisor end its ranks, if any, and itself; `well`: this is not a failure."""
-        if each.node is None:
-            self._say(f"a connection from {each.address} was refused: {why}")
-        each.line.say("goodbye", why=why, well=well)
-        self._drop(each, "leave", why)
+        if supervised.node is None:
+            self._log(f"a connection from {supervised.address} was refused: {reason}")
+        supervised.line.say("goodbye", why=reason, well=well)
+        self._drop(supervised, "leave", reason)
 
-    def _drop(self, each: Supervised, kind: Noticed, why: str, failed: bool = False) -> None:
+    def _drop(self, supervised: Supervised, kind: Noticed, reason: str, failed: bool = False) -> None:
         """Closes a supervisor's connection; its node is lost unless it has finished. `failed`: by its own error."""
-        if self._supervised.pop(each.fd, None) is None:
+        if self._supervised.pop(supervised.fd, None) is None:
             return
-        self._selector.unregister(each.line.socket)
-        lost = each.node if not each.finished else None
+        self._selector.unregister(supervised.line.socket)
+        lost = supervised.node if not supervised.finished else None
         if lost is not None and self._authority is not None:
-            self._authority.lose(Removal(lost.id, kind, why, failed), time.monotonic())
+            self._authority.lose(Removal(lost.id, kind, reason, failed), time.monotonic())
         if lost is not None:
-            each.line.say("goodbye", why=why)
-        each.line.close()
+            supervised.line.say("goodbye", why=reason)
+        supervised.line.close()
 
-    def _tell(self, what: str, **values: Any) -> None:
+    def _report_event(self, event: str, **values: Any) -> None:
         words = ", ".join(f"{key} {value}" for key, value in values.items())
-        self._say(f"{what}: {words}")
+        self._log(f"{event}: {words}")
         if self._journal is not None:
-            self._journal.write(json.dumps({"time": time.time(), "what": what, **values}) + "\n")
+            self._journal.write(json.dumps({"time": time.time(), "what": event, **values}) + "\n")
             self._journal.flush()

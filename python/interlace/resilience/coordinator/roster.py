@@ -1,6 +1,6 @@
 """Roster: membership of the run and its next generation, without sockets or clocks.
 
-Events of nodes: connected (`came`), ranks ready (`is_ready`), leaving (`leaves`), lost (`lost`), finished (`forget`).
+Events of nodes: connected (`join`), ranks ready (`is_ready`), leaving (`leaves`), lost (`lost`), finished (`forget`).
 `next` computes the generation that follows from them:
 
 - First generation, when enough nodes are ready: the best combination of templates (`interlace.plan.instantiate`).
@@ -49,12 +49,12 @@ class Templates:
         """Raises ValueError."""
         try:
             table = json.loads(text)
-            found = cls(int(table["min_nodes"]), tuple(map(float, table["times"])), int(table["microbatches"]))
+            templates = cls(int(table["min_nodes"]), tuple(map(float, table["times"])), int(table["microbatches"]))
         except (TypeError, KeyError) as error:
-            raise ValueError(f"these are no pipeline templates ({type(error).__name__}: {error})") from error
-        if found.min_nodes < 1 or found.microbatches < 1 or not found.times or min(found.times) <= 0:
-            raise ValueError(f"sizes, times and microbatches must be positive, got {found}")
-        return found
+            raise ValueError(f"invalid pipeline templates ({type(error).__name__}: {error})") from error
+        if templates.min_nodes < 1 or templates.microbatches < 1 or not templates.times or min(templates.times) <= 0:
+            raise ValueError(f"sizes, times and microbatches must be positive, got {templates}")
+        return templates
 
     @classmethod
     def assumed(cls, settings: Settings) -> Templates:
@@ -93,16 +93,16 @@ class Roster:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Roster:
         """Raises ValueError, KeyError, TypeError."""
-        found = cls(Settings.from_table(table["settings"]))
-        found.templates = None if table["templates"] is None else Templates.from_json(table["templates"])
-        found.generation = None if table["generation"] is None else Generation.from_json(table["generation"])
+        roster = cls(Settings.from_table(table["settings"]))
+        roster.templates = None if table["templates"] is None else Templates.from_json(table["templates"])
+        roster.generation = None if table["generation"] is None else Generation.from_json(table["generation"])
         nodes = [Node.from_table(node) for node in table["nodes"]]
-        found.nodes, found.ready = {node.id: node for node in nodes}, [str(node) for node in table["ready"]]
-        found._lost = [Event.from_table(event) for event in table["lost"]]
-        found._joined = {event.node: event for event in map(Event.from_table, table["joined"])}
-        return found
+        roster.nodes, roster.ready = {node.id: node for node in nodes}, [str(node) for node in table["ready"]]
+        roster._lost = [Event.from_table(event) for event in table["lost"]]
+        roster._joined = {event.node: event for event in map(Event.from_table, table["joined"])}
+        return roster
 
-    def came(self, node: Node) -> None:
+    def join(self, node: Node) -> None:
         self.nodes[node.id] = node
 
     def is_ready(self, node: str, time: float) -> None:
@@ -159,7 +159,7 @@ class Roster:
         waited: seconds since the first node came. Raises ResilienceError if no pipelines can be made.
         """
         if self.generation is None:
-            return self._first(waited)
+            return self._first_generation(waited)
         before, lost = self.generation, {event.node for event in self._lost}
         going = [node for node in before.order() if node in self.leaving and node not in lost]
         cause = (*self._lost, *(self.leaving[node] for node in going))
@@ -170,7 +170,7 @@ class Roster:
             return self._make("save", tuple(pipeline for pipeline in kept if pipeline), cause, still)
         return self._make("train", pipelines, cause, (*still, *going))
 
-    def _first(self, waited: float) -> Generation | None:
+    def _first_generation(self, waited: float) -> Generation | None:
         ready, settings = self.waiting(), self.settings
         templates = self._templates()
         least = (settings.faults + 1) * templates.min_nodes
@@ -185,7 +185,7 @@ class Roster:
         for count in range(len(ready), least - 1, -1):  # fewer only if no templates add up to all nodes
             sizes = [size for size in templates.sizes if size <= count - settings.faults * templates.min_nodes]
             try:
-                found = plan.instantiate(
+                instantiated = plan.instantiate(
                     sizes,
                     templates.times[: len(sizes)],
                     count,
@@ -195,8 +195,8 @@ class Roster:
             except ValueError as error:
                 problem = error
                 continue
-            return self._make("train", _dealt(ready, sizes, [int(n) for n in found.counts]), (), ())
-        raise ResilienceError(f"no pipelines can be made of {len(ready)} nodes: {problem}")
+            return self._make("train", _assigned(ready, sizes, [int(n) for n in instantiated.counts]), (), ())
+        raise ResilienceError(f"cannot form pipelines from {len(ready)} nodes: {problem}")
 
     def _train_on(self, pipelines: Pipelines, failed: set[str]) -> Pipelines | None:
         """Pipelines without the failed nodes and with waiting ones; None if too few nodes are left."""
@@ -215,24 +215,24 @@ class Roster:
         if not order:
             return None
         before = self.generation
-        came = [self._joined.pop(node) for node in order if node in self._joined]
+        joined = [self._joined.pop(node) for node in order if node in self._joined]
         number = 1 if before is None else before.number + 1
         nodes = {node: self.nodes[node] for node in (*order, *leaving)}
         if before is None:
-            cause = (Event("start", "", max(event.time for event in came)),)
+            cause = (Event("start", "", max(event.time for event in joined)),)
         faults = self.settings.faults
-        self.generation = Generation(number, pipelines, nodes, kind, (*cause, *came), faults, tuple(leaving))
+        self.generation = Generation(number, pipelines, nodes, kind, (*cause, *joined), faults, tuple(leaving))
         return self.generation
 
     def _templates(self) -> Templates:
         return self.templates or Templates.assumed(self.settings)
 
 
-def _dealt(nodes: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Pipelines:
+def _assigned(nodes: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Pipelines:
     """Assigns nodes in order to `counts` pipelines of each of `sizes`."""
-    rest, found = list(nodes), []
+    rest, pipelines = list(nodes), []
     for size, count in zip(sizes, counts, strict=True):
         for _ in range(count):
-            found.append(tuple(rest[:size]))
+            pipelines.append(tuple(rest[:size]))
             del rest[:size]
-    return tuple(found)
+    return tuple(pipelines)

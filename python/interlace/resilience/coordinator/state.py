@@ -42,7 +42,7 @@ class StateFile:
         self._file, self._lines = -1, 0
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._take()
+            self._lock_state()
             if path.exists():
                 self._read()
         except BaseException:
@@ -52,7 +52,7 @@ class StateFile:
     def save(self, table: Mapping[str, Any] | None) -> None:
         """Writes the whole state; it is on disk when this returns."""
         self.table = table
-        whole = {
+        contents = {
             "interlace coordinator": FORMAT,
             "run": self.run,
             "starts": self.starts,
@@ -63,12 +63,12 @@ class StateFile:
         draft = self.path.with_name(f"{self.path.name}.draft")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:
-            _write(file, whole)
+            _write(file, contents)
             os.replace(draft, self.path)
         except BaseException:
             os.close(file)
             raise
-        self._let_go()
+        self._close_file()
         self._file, self._lines = file, 0
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
@@ -86,10 +86,10 @@ class StateFile:
             self._lines += 1
 
     def close(self) -> None:
-        self._let_go()
+        self._close_file()
         os.close(self._lock)
 
-    def _take(self) -> None:
+    def _lock_state(self) -> None:
         deadline = time.monotonic() + PASSING
         while True:
             try:
@@ -98,11 +98,11 @@ class StateFile:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ResilienceError(
-                        f"{self.path} belongs to a coordinator that runs: end that one first"
+                        f"{self.path} is in use by a running coordinator: stop that one first"
                     ) from None
             time.sleep(0.1)
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -110,31 +110,31 @@ class StateFile:
     def _read(self) -> None:
         first, *lines = self.path.read_bytes().split(b"\n")
         if not lines:
-            raise self._broken("its first line was cut short")
+            raise self._broken("its first line is truncated")
         try:
-            whole = json.loads(first)
-            number = whole["interlace coordinator"]
+            contents = json.loads(first)
+            number = contents["interlace coordinator"]
             if number != FORMAT:
-                raise self._broken(f"it is of format {number!r:.20}, this Interlace writes {FORMAT}")
+                raise self._broken(f"its format is {number!r:.20}, this version of Interlace uses {FORMAT}")
             self.run, self.starts, self.store_port = (
-                str(whole["run"]),
-                int(whole["starts"]) + 1,
-                int(whole["store_port"]),
+                str(contents["run"]),
+                int(contents["starts"]) + 1,
+                int(contents["store_port"]),
             )
-            self.table, found = whole["state"], whole["decided"]
+            self.table, decided = contents["state"], contents["decided"]
             if self.table is not None and not isinstance(self.table, dict):
-                raise ValueError("its state is no table")
+                raise ValueError("its state is not a table")
             *lines, _cut_short = lines  # after the last line feed: nothing, or a truncated line, never published
             for line in lines:
-                found = json.loads(line)
-            self.decided = None if found is None else Decision.from_table(found)
+                decided = json.loads(line)
+            self.decided = None if decided is None else Decision.from_table(decided)
         except (ValueError, TypeError, KeyError) as error:
             raise self._broken(f"{type(error).__name__}: {error}") from error
 
-    def _broken(self, why: str) -> ResilienceError:
+    def _broken(self, cause: str) -> ResilienceError:
         return ResilienceError(
-            f"{self.path} is no state of a run that can be taken up ({why}): give another file, or remove this one and "
-            "resume the run from its last checkpoint"
+            f"{self.path}: invalid coordinator state ({cause}): use another file, or remove this one and resume the "
+            "run from its last checkpoint"
         )
 
 

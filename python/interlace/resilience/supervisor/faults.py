@@ -29,11 +29,11 @@ def culprits(stalled: Mapping[int, Stall], heartbeat: float) -> set[int]:
     surely = {rank for rank, stall in stalled.items() if stall.stopped or not _waits(rank, stall)}
     if surely:
         return surely
-    found: set[int] = set()
+    guilty: set[int] = set()
     for circle in _circles(stalled):
         if all(stalled[rank].seconds >= CIRCLE * heartbeat for rank in circle):
-            found.add(max(circle, key=lambda rank: (stalled[rank].at_work, stalled[rank].seconds, -rank)))
-    return found
+            guilty.add(max(circle, key=lambda rank: (stalled[rank].at_work, stalled[rank].seconds, -rank)))
+    return guilty
 
 
 def _waits(rank: int, stall: Stall) -> bool:
@@ -54,11 +54,11 @@ def _circles(stalled: Mapping[int, Stall]) -> list[set[int]]:
 
 def reached(rank: int, waits: Mapping[int, set[int]]) -> set[int]:
     """Ranks for which `rank` waits, directly or indirectly. waits: rank -> those that it waits for directly."""
-    found: set[int] = set()
+    reachable: set[int] = set()
     rest = [rank]
     while rest:
         for other in waits.get(rest.pop(), ()):
-            if other not in found:
-                found.add(other)
+            if other not in reachable:
+                reachable.add(other)
                 rest.append(other)
-    return found
+    return reachable

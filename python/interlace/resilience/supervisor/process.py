@@ -70,12 +70,12 @@ class Supervisor:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.coordinator, self._command, self.settings, self._notice = coordinator, list(command), settings, notice
-        self.id, self.host, self._logs, self._say = f"{host}-{uuid4().hex[:8]}", host, logs, say
+        self.id, self.host, self._logs, self._log = f"{host}-{uuid4().hex[:8]}", host, logs, say
         self._environment = {**os.environ, **(environment or {})}
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pages: list[Path] = []
         self._signals: list[int] = []
-        self._gone_by: float | None = None  # end of the notice
+        self._leave_deadline: float | None = None  # end of the notice
         self._reported: list[Stall] = []
         self._line: Line | None = None  # to the last coordinator
         self._run, self._starts = "", 0  # of the coordinator; "": it cannot be restarted
@@ -104,7 +104,7 @@ class Supervisor:
         self._pages = pages
         watch = Watch(pages, self.settings.heartbeat)
         self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
-        self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
+        self._log(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
         with contextlib.closing(watch), selectors.DefaultSelector() as selector:
             selector.register(line.socket, selectors.EVENT_READ)
             for process in self.processes:
@@ -131,11 +131,11 @@ class Supervisor:
             for table in line.hear():
                 heard = now
                 if table["kind"] == "goodbye":
-                    self._say(f"node {self.id} ends: {table.get('why')}")
+                    self._log(f"node {self.id} ends: {table.get('why')}")
                     return self._well(bool(self._signals)) if table.get("well") else 1
             self._leave(line, now)
-            if self._gone_by is not None and now > self._gone_by:
-                self._say(f"node {self.id} could not leave within {self._notice:g} s: its ranks are killed")
+            if self._leave_deadline is not None and now > self._leave_deadline:
+                self._log(f"node {self.id} could not leave within {self._notice:g} s: its ranks are killed")
                 return 1
             if now - looked >= watch.pause:
                 slept, seconds, looked = max(0.0, now - looked - 4 * watch.pause), now - looked, now
@@ -148,9 +148,9 @@ class Supervisor:
             if line.closed or silent:
                 selector.unregister(line.socket)
                 try:
-                    line = self._come_back(line, line.closed or silent)
+                    line = self._reconnect(line, line.closed or silent)
                 except ResilienceError as error:
-                    self._say(f"node {self.id} ends: {error}")
+                    self._log(f"node {self.id} ends: {error}")
                     return 1
                 selector.register(line.socket, selectors.EVENT_READ)
                 looked = spoke = heard = time.monotonic()
@@ -163,7 +163,7 @@ class Supervisor:
         while True:
             line = self._line = Line(self._connect(deadline))
             try:
-                return line, self._meet(line, WELCOME)
+                return line, self._handshake(line, WELCOME)
             except Refused:
                 raise
             except ResilienceError:
@@ -186,10 +186,10 @@ class Supervisor:
                 time.sleep(0.2)  # it may be starting
         raise ResilienceError(
             f"no coordinator answers at {self.coordinator} within {WELCOME:g} s ({problem}): start `interlace "
-            "coordinator` on a machine that all nodes reach, and give its address as resilience.coordinator"
+            "coordinator` on a machine that all nodes can reach, and set resilience.coordinator to its address"
         )
 
-    def _meet(self, line: Line, seconds: float) -> int:
+    def _handshake(self, line: Line, seconds: float) -> int:
         """Sends hello; returns the store's port. Raises ResilienceError if not admitted within `seconds`."""
         again, ranks, settings = self._run, self.settings.ranks_per_node, self.settings.to_table()
         line.say("hello", version=VERSION, id=self.id, host=self.host, ranks=ranks, settings=settings, again=again)
@@ -201,14 +201,14 @@ class Supervisor:
                     return int(table["store_port"])
                 if table["kind"] == "goodbye":
                     why = table.get("why")
-                    raise Refused(f"the coordinator at {self.coordinator} refuses this node: {why}")
+                    raise Refused(f"the coordinator at {self.coordinator} rejected this node: {why}")
             time.sleep(0.01)
         raise ResilienceError(
-            f"what answers at {self.coordinator} did not take this node in ({line.closed or f'within {seconds:g} s'}): "
-            "is that `interlace coordinator`?"
+            f"the server at {self.coordinator} did not admit this node ({line.closed or f'within {seconds:g} s'}): "
+            "check that it is `interlace coordinator`"
         )
 
-    def _come_back(self, line: Line, how: str) -> Line:
+    def _reconnect(self, line: Line, reason: str) -> Line:
         """Reconnects to a restarted coordinator after the connection was lost.
 
         Raises ResilienceError if there is none within the settings' patience, or if it cannot be restarted.
@@ -216,7 +216,7 @@ class Supervisor:
         line.close()
         patience = self.settings.patience if self._run else 0.0
         if patience:
-            self._say(f"node {self.id}: the coordinator is gone ({how}); it may be started again within {patience:g} s")
+            self._log(f"node {self.id}: lost the coordinator ({reason}); waiting up to {patience:g} s for its restart")
         for page in self._pages:
             draft = Path(f"{page}{AWAY}.draft")
             draft.write_text(str(self._starts))
@@ -225,30 +225,30 @@ class Supervisor:
         deadline = time.monotonic() + patience
         while (now := time.monotonic()) < deadline:
             self._leave(line, now)  # the notice runs also without a coordinator
-            if self._gone_by is not None and now > self._gone_by:
+            if self._leave_deadline is not None and now > self._leave_deadline:
                 break
             try:
-                found = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
+                connection = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
             except OSError:
                 time.sleep(0.2)
                 continue
             try:
-                self._meet(found, ATTEMPT)
+                self._handshake(connection, ATTEMPT)
             except Refused:
                 raise
             except ResilienceError:
-                found.close()
+                connection.close()
                 time.sleep(0.2)
                 continue
-            self._say(f"node {self.id} is back at the coordinator")
-            if self._gone_by is not None:
-                found.say("leaving", seconds=max(self._gone_by - time.monotonic(), 0.0))
-            return found
+            self._log(f"node {self.id} has reconnected to the coordinator")
+            if self._leave_deadline is not None:
+                connection.say("leaving", seconds=max(self._leave_deadline - time.monotonic(), 0.0))
+            return connection
         waited = (
-            f", and was not started again within {patience:g} s (resilience.coordinator_patience)" if patience else ""
+            f", which was not restarted within {patience:g} s (resilience.coordinator_patience)" if patience else ""
         )
         raise ResilienceError(
-            f"it has lost the coordinator at {self.coordinator} ({how}){waited}, without which no node may train: "
+            f"it lost the coordinator at {self.coordinator} ({reason}){waited}; training cannot continue without it: "
             "resume from the last checkpoint"
         )
 
@@ -264,22 +264,24 @@ class Supervisor:
         self._signals.append(number)
 
     def _leave(self, line: Line, now: float) -> None:
-        if self._signals and self._gone_by is None:
-            self._gone_by = now + self._notice
+        if self._signals and self._leave_deadline is None:
+            self._leave_deadline = now + self._notice
             line.say("leaving", seconds=self._notice)
-            self._say(f"node {self.id} leaves after this step, within {self._notice:g} s; Ctrl-C again: at once")
+            self._log(
+                f"node {self.id} leaves after this step, within {self._notice:g} s; press Ctrl-C again to stop at once"
+            )
         elif self._signals.count(signal.SIGINT) > 1:
-            self._gone_by = now  # process managers repeat SIGTERM; a repeated Ctrl-C is from a person
+            self._leave_deadline = now  # process managers repeat SIGTERM; a repeated Ctrl-C is from a person
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
     def _start(self, pages: list[Path], store: str) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        for rank, told in enumerate(self._told(pages, store)):
+        for rank, environment in enumerate(self._rank_environments(pages, store)):
             with (self._logs / f"{self.id}-{rank}.log").open("wb") as log:
-                self.processes.append(self._start_rank({**self._environment, **told}, log))
+                self.processes.append(self._start_rank({**self._environment, **environment}, log))
 
-    def _told(self, pages: list[Path], store: str) -> list[dict[str, str]]:
+    def _rank_environments(self, pages: list[Path], store: str) -> list[dict[str, str]]:
         """Environment variables of each rank."""
         patience = self.settings.patience if self._run else 0.0
         base = {COORDINATOR: store, NODE: self.id, PATIENCE: str(patience), "LOCAL_WORLD_SIZE": str(len(pages))}
@@ -300,17 +302,17 @@ class Supervisor:
         codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
             if code is not None and code not in (0, STOPPED):
-                how = _how(code) + self._last_words(rank)
-                self._say(f"node {self.id} is lost: its rank {rank} {how}")
+                how = _exit_reason(code) + self._last_output(rank)
+                self._log(f"node {self.id} is lost: its rank {rank} {how}")
                 self._kill()
-                self._last_word(line, "exited", local_rank=rank, code=code, how=how)
+                self._report_end(line, "exited", local_rank=rank, code=code, how=how)
                 return max(code, 1)
         if None in codes:
             return None
-        self._last_word(line, "done")
+        self._report_end(line, "done")
         return self._well(STOPPED in codes)
 
-    def _last_word(self, line: Line, kind: str, **values: Any) -> None:
+    def _report_end(self, line: Line, kind: str, **values: Any) -> None:
         """Reports the end of the node until the coordinator acknowledges it, across coordinator restarts."""
         while True:
             line.say(kind, **values)
@@ -320,7 +322,7 @@ class Supervisor:
                     return
                 time.sleep(0.002)
             try:
-                line = self._come_back(line, line.closed or "no answer")
+                line = self._reconnect(line, line.closed or "no answer")
             except ResilienceError:
                 return  # it is gone for good, or has the report already
 
@@ -332,14 +334,14 @@ class Supervisor:
         """
         return (128 + self._signals[0] if self._signals else 1) if early else 0
 
-    def _last_words(self, rank: int) -> str:
+    def _last_output(self, rank: int) -> str:
         with contextlib.suppress(OSError):
             words = Path(f"{self._pages[rank]}{ERROR}").read_text(errors="replace")
             return f": {words[:MOST_WORDS]}"
         with contextlib.suppress(OSError):
             text = (self._logs / f"{self.id}-{rank}.log").read_text(errors="replace")
             lines = [each.strip() for each in text.splitlines() if each.strip()]
-            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:MOST_WORDS] if lines else ""
+            return "; its last output: " + " | ".join(lines[-LAST_LINES:])[:MOST_WORDS] if lines else ""
         return ""
 
     def _kill(self) -> None:
@@ -356,7 +358,7 @@ def _memory() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _how(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
 
 

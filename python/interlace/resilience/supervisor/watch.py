@@ -60,7 +60,7 @@ class Stall:
                 bool(table["at_work"]),
             )
         except (TypeError, KeyError) as error:
-            raise ValueError(f"this is no stall of a rank ({type(error).__name__}: {error})") from error
+            raise ValueError(f"invalid stall report ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class Watch:
         longer than `pause` this process was suspended itself.
         """
         seconds = min(seconds, 2 * self.pause)
-        found = []
+        stalls = []
         for reader, rank, process in zip(self._readers, self._ranks, processes, strict=True):
             page = reader.read()
             if (stall := rank.see(page, look_at(process, page.thread), seconds)) is not None:
-                found.append(stall)
-        return found
+                stalls.append(stall)
+        return stalls
 
     def close(self) -> None:
         for reader in self._readers:

@@ -85,12 +85,12 @@ def linear_layers(stages: Mapping[Key, StageRuntime], split: Collection[Key]) ->
 
 def _interpreted(stage: nn.Module) -> Iterator[nn.Module]:
     """The modules of a stage, except compiled modules and their submodules."""
-    found, seen = [stage], set()
-    while found:
-        module = found.pop()
+    pending, seen = [stage], set()
+    while pending:
+        module = pending.pop()
         compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules  # in place, or around it
         if id(module) in seen or compiled:
             continue
         seen.add(id(module))
-        found += reversed(list(module.children()))
+        pending += reversed(list(module.children()))
         yield module

@@ -36,13 +36,13 @@ def device_of(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
     if len(devices) > 1:
         raise ValueError(
-            f"the model's weights are on {', '.join(sorted(map(str, devices)))}, but one process computes on one "
-            "device: move the model to it with .to(device), and start one process per GPU"
+            f"the model's weights are on {', '.join(sorted(map(str, devices)))}, but one process uses one device: move "
+            "the model to one device with .to(device), and start one process per GPU"
         )
     return devices.pop() if devices else torch.device("cpu")
 
 
-def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def compute_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Device on which a process computes with `model`: `device` if given, else the device of the weights.
 
     Raises ValueError if weights that are in memory are not on `device`.
@@ -51,7 +51,7 @@ def place_of(model: nn.Module, device: torch.device | str | None) -> torch.devic
     place = here if device is None else torch.device(device)
     if place != here and not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"the model has weights on {here}, but device is {place}: move it with .to(device), or leave device out"
+            f"the model has weights on {here}, but device is {place}: move it with .to(device), or omit device"
         )
     return place
 

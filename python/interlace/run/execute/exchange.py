@@ -79,7 +79,7 @@ def offered(sample: Sample, placeholders: Mapping[str, Ids]) -> list[Any]:
     """
     for what, ids in (("input_ids", sample.input_ids), ("labels", sample.labels)):
         if int(ids.min()) < _INT32.min or int(ids.max()) > _INT32.max:
-            raise ValueError(f"sample {sample.name!r}: {what} are beyond 32 bits, as which they travel")
+            raise ValueError(f"sample {sample.name!r}: {what} do not fit in 32 bits, in which they are sent")
     media = {
         name: [
             [list(item.shape), item.tokens, start, _name_of(item), {k: list(v) for k, v in item.about.items()}]
@@ -93,36 +93,36 @@ def offered(sample: Sample, placeholders: Mapping[str, Ids]) -> list[Any]:
 
 def _starts(sample: Sample, name: str, placeholders: Mapping[str, Ids]) -> list[int]:
     if name not in placeholders:
-        raise ValueError(f"sample {sample.name!r} has media of {name!r}, which the model has no encoder of")
+        raise ValueError(f"sample {sample.name!r} has media of {name!r}, but the model has no such encoder")
     try:
         return item_starts(sample.input_ids, placeholders[name], [item.tokens for item in sample.media[name]])
     except ValueError as error:
-        raise ValueError(f"sample {sample.name!r}, {name}: {error}: is the placeholder the model's?") from None
+        raise ValueError(f"sample {sample.name!r}, {name}: {error}: use the model's placeholder") from None
 
 
 def _name_of(item: Media) -> str:
     data = item.data
     if data is None:
-        raise ValueError(f"{item} has no data: a reader hands out samples that it can decode")
+        raise ValueError(f"{item} has no data: a reader must return samples that it can decode")
     return str(data.dtype).removeprefix("torch.")
 
 
 def digest_of(ids: Tensor, labels: Tensor) -> int:
     """64-bit hash of a sample's tokens."""
-    found = hashlib.blake2b(ids.numpy().tobytes(), digest_size=8)
-    found.update(labels.numpy().tobytes())
-    return int.from_bytes(found.digest(), "little")
+    hasher = hashlib.blake2b(ids.numpy().tobytes(), digest_size=8)
+    hasher.update(labels.numpy().tobytes())
+    return int.from_bytes(hasher.digest(), "little")
 
 
-def offer_of(reader: int, said: Any, encoders: Sequence[str]) -> Offer:
+def offer_of(reader: int, values: Any, encoders: Sequence[str]) -> Offer:
     """Validates and parses the output of `offered` from rank `reader`. Raises CommError for an invalid message."""
     try:
-        length, targets, digest, media, name = said
+        length, targets, digest, media, name = values
         for number in (length, targets, digest):
             if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r} is no count")
+                raise ValueError(f"{number!r} is not a count")
         if not length or targets > length or digest >> 64 or not isinstance(name, str) or set(media) - set(encoders):
-            raise ValueError("its lengths, name or encoders are none")
+            raise ValueError("invalid lengths, name or encoders")
         items = {
             key: [
                 Media(shape, tokens, about={k: tuple(v) for k, v in about.items()})
@@ -135,10 +135,10 @@ def offer_of(reader: int, said: Any, encoders: Sequence[str]) -> Offer:
         for key, all_of in items.items():
             for item, start in zip(all_of, starts[key], strict=True):
                 if type(start) is not int or not 0 <= start <= length - item.tokens:
-                    raise ValueError(f"an item at {start!r} is not in it")
+                    raise ValueError(f"an item at {start!r} is outside the sample")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CommError(
-            f"rank {reader} offers a sample that cannot be one ({error}): do the ranks run one version?"
+            f"rank {reader} sent an invalid sample ({error}): install the same version on all ranks"
         ) from None
     return Offer(reader, SampleOutline(length, targets, items, digest, name, starts), dtypes)
 
@@ -171,22 +171,24 @@ class Exchange:
         earlier ones. what: name for errors."""
         raw = json.dumps(value).encode()
         if len(raw) > _LONGEST:
-            raise ValueError(f"{what}: a message has {len(raw)} bytes, at most {_LONGEST} travel")
+            raise ValueError(f"{what}: a message has {len(raw)} bytes, the limit is {_LONGEST}")
         while True:
-            found = self._gather(raw[: self._room - _HEAD], len(raw), what)
-            longest = max(int(row[:_HEAD].view(torch.int64)[0]) for row in found)
+            messages = self._gather(raw[: self._room - _HEAD], len(raw), what)
+            longest = max(int(row[:_HEAD].view(torch.int64)[0]) for row in messages)
             if not 0 <= longest <= _LONGEST:
-                raise CommError(f"rank {self.rank}, {what}: a message says that it has {longest} bytes")
+                raise CommError(
+                    f"rank {self.rank}, {what}: a message claims a length of {longest} bytes, the limit is {_LONGEST}"
+                )
             if longest <= self._room - _HEAD:
                 break
             self._room = 1 << (longest + _HEAD - 1).bit_length()  # the same on every rank
         said = []
-        for rank, row in enumerate(found):
+        for rank, row in enumerate(messages):
             size = int(row[:_HEAD].view(torch.int64)[0])
             try:
                 said.append(json.loads(row[_HEAD : _HEAD + size].numpy().tobytes()))
             except ValueError as error:
-                raise CommError(f"rank {self.rank}, {what}: rank {rank} says what cannot be read ({error})") from None
+                raise CommError(f"rank {self.rank}, {what}: unreadable message from rank {rank} ({error})") from None
         return said
 
     def _gather(self, raw: bytes, size: int, what: str) -> list[Tensor]:
@@ -198,10 +200,10 @@ class Exchange:
         self._named(what, lambda: all_gather_into_tensor(everyone, mine, group=self.transport))
         return list(everyone.view(self.world, self._room).unbind())
 
-    def move(self, offers: Sequence[Offer], own: Mapping[int, Sample], needs: Needs) -> Moved:
+    def move(self, offers: Sequence[Offer], read_here: Mapping[int, Sample], needs: Needs) -> Moved:
         """The batch of `offers` on this rank: the data that it computes with, outlines of the rest. One all-to-all.
 
-        own: place in the batch -> the sample, for samples that this rank has read.
+        read_here: index in the batch -> the sample, for samples that this rank has read.
         Raises ValueError, on all ranks, if a rank would send or receive more than the limit.
         """
         sizes = np.array([offer.sizes(needs.parts) for offer in offers], np.int64).reshape(-1, len(needs.parts))
@@ -212,10 +214,10 @@ class Exchange:
         packed = torch.zeros(sum(gives), dtype=torch.uint8)
         at = 0
         for sample, part, _ in items[out].tolist():
-            at = _write(own[sample], needs.parts[part], packed, at)
+            at = _write(read_here[sample], needs.parts[part], packed, at)
         assert at == len(packed)
         arrived = torch.empty(sum(takes), dtype=torch.uint8)
-        what = "exchange of the coming step's items"
+        what = "exchange of the next step's items"
         # Runs even if nothing moves: all ranks must execute the same number of collectives.
         self._named(what, lambda: all_to_all_single(arrived, packed, takes, gives, group=self.transport))
         parts: dict[tuple[int, str], Tensor] = {}
@@ -224,9 +226,9 @@ class Exchange:
             size = int(plan.sizes[place])
             parts[sample, needs.parts[part]] = arrived[at : at + size]
             at += size
-        wanted = needs.of_rank(self.rank)
+        needed = needs.of_rank(self.rank)
         samples = [
-            _assembled(self.rank, offer, wanted.get(i, set()), own.get(i), lambda part, i=i: parts[i, part])  # type: ignore[misc]
+            _assembled(self.rank, offer, needed.get(i, set()), read_here.get(i), lambda part, i=i: parts[i, part])  # type: ignore[misc]
             for i, offer in enumerate(offers)
         ]
         return Moved(samples, sum(gives), sum(takes), plan)
@@ -238,16 +240,16 @@ class Exchange:
         sizes: NDArray[np.int64],
         of: Sequence[SampleOutline],
     ) -> None:
-        for ranks, does in ((source, "send"), (destination, "be sent")):
+        for ranks, does in ((source, "send"), (destination, "receive")):
             total = np.bincount(ranks, sizes, self.world)
             if total.max(initial=0) > self.limit:
                 rank = int(total.argmax())
                 mine = np.flatnonzero(ranks == rank)
                 largest = of[int(mine[sizes[mine].argmax()])].name
                 raise ValueError(
-                    f"rank {rank} would {does} {total[rank] / MIB:,.1f} MiB for the coming step, at most "
-                    f"{self.limit / MIB:,.1f} are allowed (largest sample: {largest}): raise data.exchange_mb, or "
-                    "lower train.batch_size"
+                    f"rank {rank} would {does} {total[rank] / MIB:,.1f} MiB for the next step, the limit is "
+                    f"{self.limit / MIB:,.1f} (largest sample: {largest}): raise data.exchange_mb, or lower "
+                    "train.batch_size"
                 )
 
     def _named(self, what: str, work: Callable[[], Any]) -> None:
@@ -294,8 +296,8 @@ def _assembled(
         ids, labels = arrived(LANGUAGE_MODEL).view(torch.int32).to(torch.int64).split(outline.length)
         if digest_of(ids, labels) != outline.digest:
             raise CommError(
-                f"rank {rank}: the tokens of {outline.name} are not those that rank {offer.reader} has read: what "
-                "carries them is broken"
+                f"rank {rank}: the tokens of {outline.name} differ from those that rank {offer.reader} has read: the "
+                "transfer corrupted them"
             )
     return Sample(ids, labels, media, outline.name, outline.digest)
 

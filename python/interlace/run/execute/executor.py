@@ -106,7 +106,7 @@ class Executor:
             try:
                 if op not in METHODS:
                     raise PipelineError(
-                        f"this executor does not know {OPS[op].name}: use a schedule of schedule.GENERATORS"
+                        f"the executor does not support {OPS[op].name}: use a schedule of schedule.GENERATORS"
                     )
                 with record_function(str(action_of(row, modules))) if _profiler_enabled() else nullcontext():
                     getattr(self, METHODS[op])(modules[module], *rest)
@@ -125,7 +125,7 @@ class Executor:
         self._finish(step, actions)
         if self._saved:
             name, stage, chunk = next(iter(self._saved))
-            raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} was never taken backward")
+            raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} has had no BACKWARD")
         if self._put_off:
             name, stage, chunk = next(iter(self._put_off))
             raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} has had no BACKWARD_WEIGHT")
@@ -162,11 +162,11 @@ class Executor:
         self._takes_backward: set[Value] = set()
         self._split: set[Value] = set()  # those with a BACKWARD_INPUT and a BACKWARD_WEIGHT
         self._put_off: dict[Value, DeferredGradients] = {}  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
-        wanted: set[tuple[str, int, int, int]] = set()  # gradients to send to other ranks
+        to_send: set[tuple[str, int, int, int]] = set()  # gradients to send to other ranks
         received: set[tuple[str, int, int, int]] = set()
         forwards: list[Value] = []
         modules = self._modules
-        for op, number, stage, chunk, other, _, grad in actions:
+        for op, number, stage, chunk, other_chunk, _, grad in actions:
             module = modules[number]
             if op == FORWARD:
                 forwards.append((module, stage, chunk))
@@ -175,12 +175,12 @@ class Executor:
             elif op == BACKWARD_INPUT:
                 self._split.add((module, stage, chunk))
             elif op == SEND and grad:
-                wanted.add((module, stage, chunk, other))
+                to_send.add((module, stage, chunk, other_chunk))
             elif op == SEND:
                 self._uses[module, stage, chunk] += 1
             elif op == RECV and not grad:
-                received.add((module, stage, chunk, other))
-        self._wanted, self._received = wanted, received
+                received.add((module, stage, chunk, other_chunk))
+        self._gradients_to_send, self._received = to_send, received
         self._takes_backward |= self._split
         split = {value[:2] for value in self._split}
         self._linears: dict[Key, LinearLayers] = linear_layers(self.stages, split) if split else {}
@@ -194,14 +194,14 @@ class Executor:
 
     def _find_crossing(self, actions: Sequence[Sequence[int]]) -> None:
         """Find the ranks that send here over several pairs of lanes: order is kept within a pair, not between pairs."""
-        due: dict[int, dict[tuple[int, Ranks], set[Tag]]] = {}
-        for op, number, stage, chunk, other, peer, grad in actions:
+        expected: dict[int, dict[tuple[int, Ranks], set[Tag]]] = {}
+        for op, number, stage, chunk, other_chunk, peer, grad in actions:
             if op == RECV:
-                tag = Tag(self._modules[number], stage, chunk, other, bool(grad))
+                tag = Tag(self._modules[number], stage, chunk, other_chunk, bool(grad))
                 lane = self._place(tag, receives=True).lane
                 for sender in self._senders(lane, self._lanes[peer]):
-                    due.setdefault(sender, {}).setdefault((peer, lane), set()).add(tag)
-        self._crossing = {rank: set().union(*found.values()) for rank, found in due.items() if len(found) > 1}
+                    expected.setdefault(sender, {}).setdefault((peer, lane), set()).add(tag)
+        self._crossing = {rank: set().union(*found.values()) for rank, found in expected.items() if len(found) > 1}
 
     def _origins(self, chunk: int) -> list[Value]:
         """The activations from which `chunk` reads rows."""
@@ -213,7 +213,7 @@ class Executor:
         return self._outputs[source] if self._uses[source] else self._outputs.pop(source)
 
     def _has_backward(self, source: Value, reader: int) -> bool:
-        return source in self._takes_backward or (*source, reader) in self._wanted
+        return source in self._takes_backward or (*source, reader) in self._gradients_to_send
 
     def _reader(self, tag: Tag) -> Key:
         """The stage that reads the activation of `tag`."""
@@ -291,7 +291,7 @@ class Executor:
     def _features(self, chunk: int, cp_rank: int, backward: bool) -> dict[str, Tensor]:
         """Encoder -> the rows of it that this rank's share of a chunk reads, in the order of its placeholders."""
         parts: dict[str, list[tuple[int, Tensor]]] = {}
-        wanted: dict[str, bool] = {}
+        needs_gradient: dict[str, bool] = {}
         for source in self._origins(chunk):
             name, _, producer = source
             route = self._step.routes.between(producer, chunk)
@@ -301,16 +301,16 @@ class Executor:
             else:
                 rows = take(self._output(source), route.rows).split(route.regions)[cp_rank]
             parts.setdefault(name, []).append((producer, rows))
-            wanted[name] = wanted.get(name, False) or self._has_backward(source, chunk)
+            needs_gradient[name] = needs_gradient.get(name, False) or self._has_backward(source, chunk)
         features = {}
-        for name, found in parts.items():
-            _, rows = found[0]
-            if len(found) > 1 or not isinstance(self._step.routes.between(found[0][0], chunk).places[cp_rank], slice):
+        for name, pieces in parts.items():
+            _, rows = pieces[0]
+            if len(pieces) > 1 or not isinstance(self._step.routes.between(pieces[0][0], chunk).places[cp_rank], slice):
                 whole = rows.new_empty(self._step.routes.total(name, chunk, cp_rank), *rows.shape[1:])
-                for producer, part in found:
+                for producer, part in pieces:
                     put(whole, self._step.routes.between(producer, chunk).places[cp_rank], part)
                 rows = whole
-            features[name] = rows.detach().requires_grad_(backward and wanted[name])
+            features[name] = rows.detach().requires_grad_(backward and needs_gradient[name])
         return features
 
     def _backward(self, module: str, stage: int, chunk: int, *_: int) -> None:
@@ -349,7 +349,7 @@ class Executor:
 
     def _hand_back(self, source: Value, reader: int, gradient: Tensor, *, whole: bool) -> None:
         """Keep the gradient that the backward of `reader` has for rows of `source`: for a SEND, or a backward here."""
-        if (*source, reader) in self._wanted:
+        if (*source, reader) in self._gradients_to_send:
             self._leaving[(*source, reader)] = gradient
         elif whole:
             self._gradients[source] = gradient
@@ -415,20 +415,20 @@ class Executor:
         tag = Tag(module, stage, chunk, other, bool(grad))
         place, others = self._place(tag, receives=True), self._lanes[peer]
         lane = place.lane
-        found = [
+        received = [
             self._kept.pop(tag)
             if rank == self.rank
             else self.channel.receive_part(rank, tag, self._crossing.get(rank, ()))
             for rank in self._senders(lane, others)
         ]
-        mine = found[0].tensor if len(found) == 1 else torch.cat([part.tensor for part in found], -2)
-        rows = found[0].rows
+        mine = received[0].tensor if len(received) == 1 else torch.cat([part.tensor for part in received], -2)
+        rows = received[0].rows
         regions = self._regions(tag, rows, place.cp.world)
         due = shares(parts_of_regions(regions, len(others), lane.world, receives=not grad), lane.world)
         if (mine.shape[-2], rows) != (due[lane.rank], sum(regions)):
             raise PipelineError(
-                f"{mine.shape[-2]} rows of {rows} came where {due[lane.rank]} of {sum(regions)} were due: do all ranks "
-                "run one version of the program?"
+                f"received {mine.shape[-2]} rows of {rows}, expected {due[lane.rank]} of {sum(regions)}: install the "
+                "same version of Interlace on all ranks"
             )
         self._arrive(tag, mine, place, due)
 

@@ -49,17 +49,17 @@ class Sum:
 
 def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters in buckets of one dtype each."""
-    found: list[list[nn.Parameter]] = []
+    groups: list[list[nn.Parameter]] = []
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         size = BUCKET_BYTES
         for p in parameters:
             if p.dtype is dtype:
                 if size + p.nbytes > BUCKET_BYTES:
-                    found.append([])
+                    groups.append([])
                     size = 0
-                found[-1].append(p)
+                groups[-1].append(p)
                 size += p.nbytes
-    return found
+    return groups
 
 
 def present(flags: Sequence[Tensor]) -> list[bool]:

@@ -59,10 +59,10 @@ class Layers:
         self.sharded, self.lowest = sharded, lowest
         layers = stage.layers
         users = users_of(stage, layers)
-        found: list[list[Weight]] = [[] for _ in range(len(layers) + 1)]
+        by_layer: list[list[Weight]] = [[] for _ in range(len(layers) + 1)]
         for weight in sharded.weights.values():
             (user, *others) = users[id(weight.whole)]
-            found[0 if others else user].append(weight)
+            by_layer[0 if others else user].append(weight)
         places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
         for module in stage.modules():
             for key, each in module._parameters.items():
@@ -74,12 +74,12 @@ class Layers:
                 sharded.in_buckets(weights),
                 sharded.in_buckets([weight for weight in weights if weight.whole.requires_grad]),
                 [
-                    (parameters, key, weight, nn.Parameter(weight.gone(), requires_grad=False))
+                    (parameters, key, weight, nn.Parameter(weight.placeholder(), requires_grad=False))
                     for weight in weights
                     for parameters, key in places[id(weight.whole)]
                 ],
             )
-            for layer, weights in zip([None, *layers], found, strict=True)
+            for layer, weights in zip([None, *layers], by_layer, strict=True)
         ]
 
 
@@ -110,8 +110,8 @@ class LayerByLayer:
             self._first.append(len(self._sums))
             self._sums += [None] * len(self._buckets(-1))
             self._left += [len(weights) for weights, _ in self._buckets(-1)]
-            for _, _, weight, gone in unit.places:
-                gone.data = weight.gone()  # the model may have been moved, or have another dtype
+            for _, _, weight, placeholder in unit.places:
+                placeholder.data = weight.placeholder()  # the model may have been moved, or have another dtype
             for weight in unit.weights:
                 weight.appear()
                 weight.vanish()
@@ -124,7 +124,7 @@ class LayerByLayer:
         self._begin(1)
         self._await(0)
         undo = [
-            _around(unit.layer, partial(self._run, number)) for number, unit in enumerate(self._units) if unit.layer
+            _wrap_call(unit.layer, partial(self._run, number)) for number, unit in enumerate(self._units) if unit.layer
         ]
         with self._hidden():
             try:
@@ -154,8 +154,8 @@ class LayerByLayer:
             parameters[key] = weight.whole
 
     def _hide(self, number: int) -> None:
-        for parameters, key, _, gone in self._units[number].places:
-            parameters[key] = gone
+        for parameters, key, _, placeholder in self._units[number].places:
+            parameters[key] = placeholder
 
     def _begin(self, number: int) -> None:
         """Start the outstanding gathers up to layer `number`."""
@@ -168,8 +168,8 @@ class LayerByLayer:
         self._begin(number + 1)
         if number not in self._gathers:
             raise PipelineError(
-                f"layer {number - 1} of {self._sharded.name} ran twice in one forward, but its weights are gathered "
-                "for one: use shard = 'optimizer' for this module"
+                f"layer {number - 1} of {self._sharded.name} ran twice in one forward; shard = 'full' does not support "
+                "that: use shard = 'optimizer' for this module"
             )
         self._await(number)
         output = call(*args, **kwargs)
@@ -177,7 +177,7 @@ class LayerByLayer:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reach, number))
+                    tensor.register_hook(partial(self._backward_reached, number))
         return output
 
     def _buckets(self, number: int) -> list[Bucket]:
@@ -195,7 +195,7 @@ class LayerByLayer:
         with self._hidden():
             yield
             while self._at > self._layers.lowest:
-                self._next()
+                self._previous_layer()
             if self._at < len(self._units):
                 self._sum(self._at)
             self._sum(0)
@@ -204,8 +204,8 @@ class LayerByLayer:
             kept = {id(weight) for weights, _ in late for weight in weights} if split else ()
             if any(weight.whole.grad is not None and id(weight) not in kept for weight in unit.weights):
                 raise PipelineError(
-                    f"a weight of a layer of {self._sharded.name} got a gradient when the backward of that layer was "
-                    "over, for it is used outside of it: use shard = 'optimizer' for this module"
+                    f"a weight of a layer of {self._sharded.name} is also used outside its layer; shard = 'full' does "
+                    "not support that: use shard = 'optimizer' for this module"
                 )
 
     def weight_backward(self, gradients: DeferredGradients) -> None:
@@ -218,16 +218,16 @@ class LayerByLayer:
         self._add()
         assert not len(gradients), "a gradient was put off of a weight that no unit has"
 
-    def _reach(self, number: int, _: Tensor) -> None:
+    def _backward_reached(self, number: int, _: Tensor) -> None:
         """Autograd has reached layer `number`."""
         if number < self._layers.lowest:
             raise PipelineError(
-                f"a gradient came to layer {number - 1} of {self._sharded.name}, though nothing before it is trained"
+                f"layer {number - 1} of {self._sharded.name} got a gradient, but nothing before it is trainable"
             )
         while self._at > number:
-            self._next()
+            self._previous_layer()
 
-    def _next(self) -> None:
+    def _previous_layer(self) -> None:
         """Move from the layer whose backward is done to the one before it."""
         done, self._at = self._at, self._at - 1
         if self._at > self._layers.lowest:
@@ -258,10 +258,10 @@ class LayerByLayer:
             self._summed[number] if self._split else self._buckets(number), self._first[number], f"unit {number}"
         )
 
-    def _scatter(self, summed: Sequence[Bucket], first: int, key: str) -> None:
-        """Start to sum the gradients of buckets; `first`: index of the first bucket."""
+    def _scatter(self, summed: Sequence[Bucket], first_bucket: int, key: str) -> None:
+        """Start to sum the gradients of buckets; `first_bucket`: index of the first bucket."""
         started = self._sharded.start_scatter(self._channel, summed, f"{self._sharded.name} {key}")
-        self._scattered = [(first + place, pending) for place, (_, pending) in enumerate(started)]
+        self._scattered = [(first_bucket + place, pending) for place, (_, pending) in enumerate(started)]
 
     def _add(self) -> None:
         """Wait for the sums in flight and add them to those of earlier chunks."""
@@ -285,8 +285,8 @@ class LayerByLayer:
         rows = dict(parts(bucket, self._sharded.place, flat))
         counts = dict(zip(bucket, flat[width:].unbind(), strict=True))
         for number, first in enumerate(self._first):
-            for place, (weights, _) in enumerate(self._buckets(number), first):
-                total = self._sums[place]
+            for index, (weights, _) in enumerate(self._buckets(number), first):
+                total = self._sums[index]
                 if total is None or counts.keys().isdisjoint(weights):  # None: no backward has reached it
                     continue
                 for weight, found in parts(weights, self._sharded.place, total):
@@ -295,9 +295,9 @@ class LayerByLayer:
                 for weight, count in zip(weights, total[-len(weights) :], strict=True):
                     if weight in counts:
                         counts[weight].copy_(count)
-                        self._left[place] -= 1
-                if not self._left[place]:  # else some of its weights are in another bucket that has not been read
-                    self._sums[place] = None
+                        self._left[index] -= 1
+                if not self._left[index]:  # else some of its weights are in another bucket that has not been read
+                    self._sums[index] = None
         return flat
 
     def end(self) -> None:
@@ -305,7 +305,7 @@ class LayerByLayer:
         self._sums = []
 
 
-def _around(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+def _wrap_call(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     """Make a call of `layer` execute run(call, *args, **kwargs); returns a function that undoes it.
 
     Hooks would not work: compiled code (layer.compile()) includes them.

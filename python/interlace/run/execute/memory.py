@@ -37,18 +37,18 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = _unknown(buffer, device)
+                module._buffers[key] = _invalid_values(buffer, device)
 
 
 def without_values(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """A Parameter like `parameter` on `device`."""
-    return nn.Parameter(_unknown(parameter.detach(), device), parameter.requires_grad)
+    return nn.Parameter(_invalid_values(parameter.detach(), device), parameter.requires_grad)
 
 
 def without_memory(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """A Parameter like `parameter` on `device` whose elements all share one element of memory."""
     one = torch.empty((), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(_unknown(one, device).expand(parameter.shape), parameter.requires_grad)
+    return nn.Parameter(_invalid_values(one, device).expand(parameter.shape), parameter.requires_grad)
 
 
 def is_bare(parameter: nn.Parameter) -> bool:
@@ -56,7 +56,7 @@ def is_bare(parameter: nn.Parameter) -> bool:
     return not parameter.is_meta and parameter.numel() > 1 and not any(parameter.stride())
 
 
-def _unknown(like: Tensor, device: torch.device | str) -> Tensor:
+def _invalid_values(like: Tensor, device: torch.device | str) -> Tensor:
     if like.dtype is torch.bool:
         return torch.ones_like(like, device=device)
     value = float("nan") if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).max

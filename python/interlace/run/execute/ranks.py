@@ -81,11 +81,11 @@ class Rank:
                 shard.owners[sharded.place] for shard in graph.shards if shard.module == sharded.shard.module
             }  # owners of the same rows: a weight tied across stages has them at the same place in each shard
             for name, weight in sharded.weights.items():
-                if weight.part is None or weight.lies is None:
+                if weight.part is None or weight.region is None:
                     del self.own[name]
                     self.cut.pop(name, None)
                 else:
-                    self.own[name], self.cut[name] = weight.part, weight.lies
+                    self.own[name], self.cut[name] = weight.part, weight.region
                     holders[name] &= owners
         self.by_layer = self._by_layer()
         self.counts = {name for name in self.own if number == min(holders[name])}
@@ -94,8 +94,8 @@ class Rank:
         """Place in the graph's shards -> this rank's part of the shard."""
         graph, lanes = self._graph, self._graph.layout.lanes()
         tied = {name for names in self._tied.values() for name in names}
-        found = {}
-        for place, shard in enumerate(graph.shards):
+        by_shard = {}
+        for index, shard in enumerate(graph.shards):
             if self.number not in shard.owners:
                 continue
             nodes = [graph.nodes[n] for n in graph.shard_members(shard)]
@@ -112,16 +112,16 @@ class Rank:
             # Tensor-parallel ranks hold some weights whole: their slices are equal on all, as tied ones in all stages.
             whole = weights.keys() - self.cut.keys() if graph.layout.spec(shard.module).tp > 1 else set()
             layers = {name: self._layers[name][1] for name in weights}
-            found[place] = Sharded(shard, self.number, stages, weights, self.cut, layers, tied | whole)
-        for sharded in found.values():
+            by_shard[index] = Sharded(shard, self.number, stages, weights, self.cut, layers, tied | whole)
+        for sharded in by_shard.values():
             sharded.keep_parts(pieces)
-        return found
+        return by_shard
 
     def _by_layer(self) -> dict[int, Layers]:
         """The shards of `sharded` that steps may gather layer by layer."""
-        graph, found = self._graph, {}
-        for place, sharded in self.sharded.items():
-            if graph.by_layer(shard := graph.shards[place]):
+        graph, layers_of = self._graph, {}
+        for index, sharded in self.sharded.items():
+            if graph.by_layer(shard := graph.shards[index]):
                 (key,) = sharded.stages
                 trained = [layer for layer, flag in enumerate(graph.trainable[shard.module]) if flag]
                 fed = any(consumer == shard.module for _, consumer in graph.links)  # then gradients come to all layers
@@ -129,14 +129,14 @@ class Rank:
                 lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
                 stage = self.stages[key]
                 assert isinstance(stage, StageModule)
-                found[place] = Layers(sharded, stage, lowest)
-        return found
+                layers_of[index] = Layers(sharded, stage, lowest)
+        return layers_of
 
     def _frozen_apart(self, mllm: Any) -> set[str]:
         """Names of the frozen tied weights that are on several stages of a replica. They stay whole, because each of
         these stages could gather and free them with its own set of slices."""
         own = dict(mllm.named_parameters(remove_duplicate=False))
-        found: set[str] = set()
+        names_apart: set[str] = set()
         for names in mllm.tied_parameters():
             places = self._places(names)
             homes = [
@@ -144,8 +144,8 @@ class Rank:
                 for pipeline in self._graph.layout.pipelines(places[0][0])
             ]
             if not own[names[0]].requires_grad and max(map(len, homes)) > 1:
-                found.update(names)
-        return found
+                names_apart.update(names)
+        return names_apart
 
     def _of_layers(self, module: str, start: int, stop: int) -> dict[str, nn.Parameter]:
         """The parameters of this rank in some layers."""
@@ -216,12 +216,12 @@ def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[
     if layout.world == 1:
         return [{name: parameter.numel() for name, parameter in mllm.named_parameters()}]
     graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=sequence_parallel)
-    found = []
+    sizes = []
     for number in range(layout.world):
         own = copy.deepcopy(mllm)
         rank = make_ranks(own, graph, [number], "none", rows, Views(), Pieces(), torch.device("meta"))[number]
-        found.append({name: parameter.numel() for name, parameter in rank.own.items()})
-    return found
+        sizes.append({name: parameter.numel() for name, parameter in rank.own.items()})
+    return sizes
 
 
 def make_ranks(
@@ -243,18 +243,18 @@ def make_ranks(
         mllm.slice(stage.module, stage.start, stage.stop)  # probes the cuts before buffers without values replace them
     if taken_before := next((name for name, parameter in mllm.named_parameters() if is_bare(parameter)), None):
         raise ValueError(
-            f"{taken_before} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
-            "Build and load the model anew"
+            f"{taken_before} has no values: an earlier parallelize() with shard = 'full' has moved them. Build and "
+            "load the model again"
         )
     allocate_buffers(mllm, device)
-    own = dict(mllm.named_parameters(remove_duplicate=False))
-    taken: set[int] = set()
-    found = {}
+    model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
+    in_use: set[int] = set()
+    ranks = {}
     for number in numbers:
         stages: dict[Key, nn.Module] = {}
         places: dict[Key, Place] = {}
         in_part: set[str] = set()
-        mine: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
+        of_rank: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
         for stage in graph.layout.of_rank(number):
             key = stage.module, stage.index
             tp = graph.layout.spec(stage.module).tp
@@ -270,40 +270,44 @@ def make_ranks(
             shard = graph.layout.spec(stage.module).shard
             bare = shard == "full" and not several  # their rows get memory later, when this rank's rows are known
             if allocate(mllm, held - away.keys(), device, bare=bare):
-                own = dict(mllm.named_parameters(remove_duplicate=False))
+                model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
             if tp > 1 or (several and shard != "none"):
-                _link_pieces(part, own, mine, place.tp.rank, pieces if several else None, device, bare)
+                _link_pieces(part, model_parameters, of_rank, place.tp.rank, pieces if several else None, device, bare)
             else:
-                _link(part, own, mine, taken, views)
-        taken.update(mine)
-        rank = found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+                _link(part, model_parameters, of_rank, in_use, views)
+        in_use.update(of_rank)
+        rank = ranks[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
         for name, parameter in rank.own.items():
             if is_bare(parameter):  # it is not sharded: the rank holds all of it
                 parameter.data = without_values(parameter, device).data
                 if name not in rank.cut:
-                    own[name].data = parameter.data
-    return found
+                    model_parameters[name].data = parameter.data
+    return ranks
 
 
 def _link(
-    stage: nn.Module, own: Mapping[str, nn.Parameter], mine: dict[int, nn.Parameter], taken: set[int], views: Views
+    stage: nn.Module,
+    model_parameters: Mapping[str, nn.Parameter],
+    of_rank: dict[int, nn.Parameter],
+    in_use: set[int],
+    views: Views,
 ) -> None:
     """Give `stage` the model's own parameters, or views of those that other ranks have taken."""
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
-            model = own.get(f"{prefix}.{key}" if prefix else key)
+            model = model_parameters.get(f"{prefix}.{key}" if prefix else key)
             if parameter is None or model is None:
                 continue
-            if id(model) not in mine:
-                mine[id(model)] = views.add(model) if id(model) in taken else model
-            module._parameters[key] = mine[id(model)]
+            if id(model) not in of_rank:
+                of_rank[id(model)] = views.add(model) if id(model) in in_use else model
+            module._parameters[key] = of_rank[id(model)]
 
 
 def _link_pieces(
     stage: nn.Module,
-    own: Mapping[str, nn.Parameter],
-    mine: dict[int, nn.Parameter],
-    place: int,
+    model_parameters: Mapping[str, nn.Parameter],
+    of_rank: dict[int, nn.Parameter],
+    tp_rank: int,
     pieces: Pieces | None,
     device: torch.device,
     bare: bool,
@@ -318,16 +322,16 @@ def _link_pieces(
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
             name = f"{prefix}.{key}" if prefix else key
-            model = own.get(name)
+            model = model_parameters.get(name)
             if parameter is None or model is None:
                 continue
-            if id(model) not in mine:  # else another stage of this rank, in the same lane, has the weight too
+            if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
                 if name in cut:
-                    mine[id(model)] = make(parameter, device) if parameter.is_meta else parameter
+                    of_rank[id(model)] = make(parameter, device) if parameter.is_meta else parameter
                 elif pieces is None:
-                    mine[id(model)] = model
+                    of_rank[id(model)] = model
                 else:
-                    mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                    of_rank[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
                 if pieces is not None:
-                    pieces.add(model, place, mine[id(model)], cut.get(name))
-            module._parameters[key] = mine[id(model)]
+                    pieces.add(model, tp_rank, of_rank[id(model)], cut.get(name))
+            module._parameters[key] = of_rank[id(model)]

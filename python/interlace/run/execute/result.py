@@ -51,12 +51,12 @@ def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
     """The start and finish of each of `count` actions, from the text that `rank` sent."""
     try:
         numbers = [float(word) for word in text.split()]
-        found = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if len(found) != count or any(not start <= finish for start, finish in found):
-            raise ValueError(f"{len(found)} actions, {count} expected, each with its start before its finish")
+        spans = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if len(spans) != count or any(not start <= finish for start, finish in spans):
+            raise ValueError(f"{len(spans)} actions, expected {count}, each with its start before its finish")
     except ValueError as error:
-        raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
-    return found
+        raise PipelineError(f"rank {rank} sent an invalid timeline: {error}") from error
+    return spans
 
 
 def measured(

@@ -43,15 +43,15 @@ class Weight:
         self.whole, self.rows = whole, rows
         self._row = whole.numel() // max(rows[-1], 1)  # elements
         self.part: nn.Parameter | None = None
-        self.lies: Region | None = None
+        self.region: Region | None = None
         self.source: nn.Parameter | None = None
         start, stop = rows[place], rows[place + 1]
         if start < stop:
             region = Region.whole(whole.shape) if cut is None else cut
-            self.lies = region.rows(start, stop) if whole.dim() else region
+            self.region = region.rows(start, stop) if whole.dim() else region
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
-        self._gone: Tensor | None = None  # placeholder for the whole after `leave`
+        self._placeholder: Tensor | None = None  # placeholder for the whole after `leave`
 
     def owned(self, whole: Tensor, place: int) -> Tensor:
         """The rows of the owner at `place`, of the weight or of a tensor of its shape: a view."""
@@ -71,9 +71,9 @@ class Weight:
 
     def leave(self) -> None:
         """Free the whole and put the placeholder in its place."""
-        self._gone = self.whole.data = self.gone()
+        self._placeholder = self.whole.data = self.placeholder()
 
-    def gone(self) -> Tensor:
+    def placeholder(self) -> Tensor:
         """Placeholder for the whole: NaN everywhere, one element in memory."""
         return self.whole.detach().new_full((), torch.nan).expand(self.whole.shape)
 
@@ -96,7 +96,7 @@ class Weight:
     @property
     def absent(self) -> bool:
         """Whether the placeholder stands for the whole."""
-        return self._gone is not None and self.whole.data_ptr() == self._gone.data_ptr()
+        return self._placeholder is not None and self.whole.data_ptr() == self._placeholder.data_ptr()
 
     def follow(self) -> None:
         """Before a step: drop gradients of a failed step, and follow weights that were moved or replaced."""
@@ -171,7 +171,7 @@ class Sharded:
         """Switch to parts. pieces: if one process runs all ranks, registers the parts to follow the model's own."""
         for weight in self.weights.values():
             if pieces is not None:
-                weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.lies)
+                weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.region)
                 weight.leave()  # all ranks share the model's own parameters; each gathers into a copy of its own
             elif self.shard.full:
                 if weight.part is not None:
@@ -207,7 +207,7 @@ class Sharded:
         for name, weight in self.weights.items():
             if self.shard.full and weight.source is None and not weight.absent:
                 raise PipelineError(
-                    f"{name} was replaced in the model, but with shard = 'full' a step takes it from the rows that "
+                    f"{name} was replaced in the model, but with shard = 'full' a step gathers it from the rows that "
                     "ranks keep: copy new weights into named_parameters()"
                 )
             weight.follow()

@@ -144,10 +144,10 @@ class Trained:
         parameters = list(mllm.parameters())
         if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
             raise ValueError(
-                "the model has other parameters than when it was parallelized, which no step would train: add or "
-                "replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
+                "the model's parameters were replaced since parallelize(), and no step would train the new ones: add "
+                "or replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
             )
         if [parameter.requires_grad for parameter in parameters] != self._trainable:
             raise ValueError(
-                "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
+                "frozen parameters have changed since parallelize(): freeze or unfreeze first, then parallelize again"
             )

@@ -55,9 +55,8 @@ class Assigner:
     def __post_init__(self) -> None:
         if self.method in DEFERRING and self.layout.placement == "shared":
             raise ValueError(
-                f"assign = {self.method!r} defers samples from one encoder microbatch to the next, but with placement "
-                "'shared' encoders run all of a step's samples first: use assign = 'tokens' or 'stratified', or "
-                "another placement"
+                f"assign = {self.method!r} defers samples to a later encoder microbatch, but with placement = 'shared' "
+                "encoders run all samples of a step first: use assign = 'tokens' or 'stratified', or another placement"
             )
 
     def __call__(
@@ -126,7 +125,7 @@ class Assigner:
         """Durations of a table's actions, in FLOPs of a rank, for generators that order by them."""
         work, shares = table.work, self._shares
         if work is None:
-            raise ValueError("the table has no work: it was made without an assignment")
+            raise ValueError("the step table has no work: it was made without an assignment")
 
         def seconds(op: Op, module: str, stage: int, chunk: int) -> float:
             half = op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

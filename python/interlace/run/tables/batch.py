@@ -83,7 +83,7 @@ class GlobalBatch:
         if not all(lists):
             raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
         if isinstance(microbatches, int) and microbatches != len(samples):
-            raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
+            raise ValueError(f"microbatches is {microbatches}, but samples has {len(samples)} lists: omit microbatches")
         flat: list[Any] = []
         groups = []
         for group in samples:
@@ -109,16 +109,16 @@ class GlobalBatch:
         if assigner is not None and assigner.method != "tokens":
             if self.groups is not None:
                 raise ValueError(
-                    f"assign = {assigner.method!r} spreads samples over microbatches, but lists of samples are given, "
-                    "which are microbatches: give one list of samples, or use assign = 'tokens'"
+                    f"assign = {assigner.method!r} assigns samples to microbatches, but samples is a list of "
+                    "microbatches already: pass one list of samples, or use assign = 'tokens'"
                 )
             if assigner.method in DEFERRING and self.chunks:  # even if it defers none of these samples
                 raise ValueError(
-                    f"assign = {assigner.method!r} says itself what the encoders' chunks are: leave out chunks, or use "
+                    f"assign = {assigner.method!r} determines the encoders' chunks itself: omit chunks, or use "
                     "assign = 'stratified'"
                 )
         return table_of(
-            layout, lengths, assigner, dispatcher, given=self._given(layout.spec(language_model).dp),
+            layout, lengths, assigner, dispatcher, given=self._groups_of_replicas(layout.spec(language_model).dp),
             microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place,
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class GlobalBatch:
         """The call of a rank's DISPATCH; see `Dispatched.start`."""
         return (lambda: lambda: None) if self.dispatched is None else partial(self.dispatched.start, rank)
 
-    def _given(self, dp: int) -> NDArray[np.int64] | None:
+    def _groups_of_replicas(self, dp: int) -> NDArray[np.int64] | None:
         """int64 [n], the replica of the language model (of `dp`) for each sample, if lists are given."""
         if self.groups is None:
             return None
@@ -159,8 +159,8 @@ def table_of(
     if isinstance(microbatches, Sequence):
         if assigner is not None:
             raise ValueError(
-                f"assign = {assigner.method!r} takes all replicas to be alike, but microbatches has a number for each: "
-                "give one number, or use assign = 'tokens'"
+                f"assign = {assigner.method!r} assumes equal replicas, but microbatches has one number per replica: "
+                "pass one number, or use assign = 'tokens'"
             )
         return step_table(layout, lengths, microbatches=microbatches, **options)
     replicas = None if dispatcher is None else dispatcher(lengths, given).replica

@@ -44,9 +44,9 @@ class Deals:
             for i, sample in enumerate(samples):
                 if len(sample) > limit:
                     raise ValueError(
-                        f"sample {i} has {len(sample)} tokens: beyond {limit} this language model's rotary "
-                        f"frequencies follow from the longest sample, which no rank of cp = {self.ranks} sees whole: "
-                        "shorten it, or leave language_model at cp = 1"
+                        f"sample {i} has {len(sample)} tokens: beyond {limit} tokens this language model's rotary "
+                        f"frequencies depend on the longest sample, which cp = {self.ranks} does not support: shorten "
+                        "the sample, or use cp = 1 for language_model"
                     )
 
     def inputs(self, module: str, chunk: int, place: Place, collated: dict[str, Any]) -> dict[str, Any]:

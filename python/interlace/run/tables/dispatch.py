@@ -63,14 +63,14 @@ def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
 
     Layers of encoders never process padding; those of a language model that takes one row per sample do.
     """
-    packing, found = mllm.packing, {}
+    packing, phases = mllm.packing, {}
     for name, module in work.modules.items():
         token, pair = (float(each) for each in (module.forward + module.backward).sum(0))
         if module.causal:  # token and half a pair per token, half a pair per token squared
             token, pair = token + pair / 2, pair / 2
         batching: Literal["packed", "padded"] = "padded" if module.causal and packing[name] == ROWS else "packed"
-        found[name] = Phase(module.per_row, pair / token if token > 0 else 0.0, batching, in_items=not module.causal)
-    return found
+        phases[name] = Phase(module.per_row, pair / token if token > 0 else 0.0, batching, in_items=not module.causal)
+    return phases
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1 rank")
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}: it must be at least 1")
         size = self.ranks_per_node or self.layout.world
         *_, language_model = self.layout.modules
         for name in self.layout.modules:  # rows leave an encoder's last stage and enter the language model's first
@@ -129,16 +129,16 @@ class Dispatcher:
             used = np.flatnonzero(lengths.rows[name])
             if self.method == "llm" or not len(used):
                 continue
-            found = np.full(n, -1, np.int64)
+            homes = np.full(n, -1, np.int64)
             if self.method == "per_module":
                 batch = self._dealt(name, lengths, used)
                 readers = replica[language_model][used]
-                found[used] = self._placed(name, batch, readers, lengths.rows[name][used])[batch]
+                homes[used] = self._placed(name, batch, readers, lengths.rows[name][used])[batch]
             elif llm is None:
-                found[used] = _parts(n, dp[name])[used]
+                homes[used] = _parts(n, dp[name])[used]
             else:
-                found[used] = _beside(llm[used], dp[language_model], dp[name])
-            replica[name] = found
+                homes[used] = _beside(llm[used], dp[language_model], dp[name])
+            replica[name] = homes
         return Dispatch(replica, self, lengths)
 
     def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
@@ -252,8 +252,8 @@ def _beside(replica: Ints, count: int, dp: int) -> Ints:
 
 def _replica_of(table: StepTable, module: str, n: int) -> Ints:
     """int64 [n], the replica of each sample in a table; -1 if the module does not have the sample."""
-    found = np.full(n, -1, np.int64)
+    replica = np.full(n, -1, np.int64)
     for chunk in table.chunks:
         if chunk.module == module:
-            found[chunk.samples] = chunk.replica
-    return found
+            replica[chunk.samples] = chunk.replica
+    return replica

@@ -53,14 +53,14 @@ class Needs:
 def needs_of(layout: Layout, table: StepTable, samples: Sequence[Any]) -> Needs:
     """The Needs of a step with this table; its parts are the layout's modules in their order."""
     parts = tuple(layout.modules)
-    found: list[NDArray[np.int64]] = []
+    needed: list[NDArray[np.int64]] = []
 
     def need(members: NDArray[np.int64], part: str, ranks: Sequence[int]) -> None:
         each = np.array(sorted(set(ranks)), np.int64)
         rows = np.empty((len(members) * len(each), 3), np.int64)
         rows[:, 0], rows[:, 1] = np.repeat(members, len(each)), parts.index(part)
         rows[:, 2] = np.tile(each, len(members))
-        found.append(rows)
+        needed.append(rows)
 
     for chunk in table.chunks:
         stages = layout.pipelines(chunk.module)[chunk.replica].stages
@@ -75,5 +75,5 @@ def needs_of(layout: Layout, table: StepTable, samples: Sequence[Any]) -> Needs:
             sender = table.chunks[producer]
             last = layout.pipelines(sender.module)[sender.replica].stages[-1]
             need(table.chunks[reader].samples.astype(np.int64), LANGUAGE_MODEL, last.ranks)
-    rows = np.unique(np.concatenate(found), axis=0)
+    rows = np.unique(np.concatenate(needed), axis=0)
     return Needs(parts, rows)

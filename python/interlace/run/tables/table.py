@@ -124,21 +124,24 @@ def step_table(
     or placement "shared".
     """
     *encoders, language_model = layout.modules
-    given = dict(chunks or {})
-    unknown = [name for name in given if name not in encoders]
+    counts_of = dict(chunks or {})
+    unknown = [name for name in counts_of if name not in encoders]
     if unknown:
         raise ValueError(f"chunks names {unknown[0]!r}: the encoders are {', '.join(encoders) or 'none'}")
     dp = layout.spec(language_model).dp
     homes = None if microbatches is None or isinstance(microbatches, int) else _turns(microbatches, dp)
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
-    for name, count in [*(("microbatches", c) for c in counts), *((f"chunks[{n!r}]", c) for n, c in given.items())]:
+    for name, count in [
+        *(("microbatches", c) for c in counts),
+        *((f"chunks[{n!r}]", c) for n, c in counts_of.items()),
+    ]:
         if count < 1:
             raise ValueError(f"{name} is {count}: it must be at least 1")
     if len(lengths) == 0:
         raise ValueError("a step needs at least one sample")
     if homes is not None and (assignment is not None or replicas is not None):
         raise ValueError(
-            "replicas with a number of microbatches each share samples by these: leave out assignment and replicas "
+            "microbatches per replica determine the assignment of samples: omit assignment and replicas "
             "(assign = 'tokens', balance = 'none')"
         )
     late = np.zeros(len(lengths), bool)
@@ -146,27 +149,27 @@ def step_table(
         late = np.asarray(assignment.llm_slot != assignment.encoder_slot)
         bin_of = assignment.llm_slot.astype(np.int64) * dp + assignment.replica
         bins = int(bin_of.max()) + 1
-        if late.any() and (given or layout.placement == "shared"):
+        if late.any() and (counts_of or layout.placement == "shared"):
             raise ValueError(
-                "samples are deferred from one chunk of an encoder to the next, which leaves no choice of how many "
-                "there are: leave out chunks, and placement 'shared'"
+                "samples are deferred from one chunk of an encoder to the next, which fixes the number of chunks: omit "
+                "chunks, and do not use placement 'shared'"
             )
     elif homes is not None:
         bin_of = homes[_places(lengths, len(homes), groups)]
         bins = int(bin_of.max()) + 1
     elif groups is None and replicas is not None and language_model in replicas:
         home = replicas[language_model]
-        wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
+        per_replica = counts[0] if counts else 2 * layout.spec(language_model).pp
         bin_of = home.astype(np.int64)
-        for replica, mine in enumerate(_members(home, dp) if wanted > 1 else ()):
-            count = min(len(mine), wanted)
+        for replica, mine in enumerate(_members(home, dp) if per_replica > 1 else ()):
+            count = min(len(mine), per_replica)
             if count:
                 slot = balance.assign(lengths.tokens[mine], count, capacity=-(-len(mine) // count))
                 bin_of[mine] = slot.astype(np.int64) * dp + replica
         bins = int(bin_of.max()) + 1
     elif groups is None:
-        wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
-        bins = min(len(lengths), dp * wanted)
+        per_replica = counts[0] if counts else 2 * layout.spec(language_model).pp
+        bins = min(len(lengths), dp * per_replica)
         bin_of = balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins))
     else:
         bins = len(groups)
@@ -179,38 +182,38 @@ def step_table(
     together = _by_bin(encoded, slots * dp)
     readers = encoded % dp
 
-    made: list[Chunk] = []
+    all_chunks: list[Chunk] = []
     source: dict[str, tuple[Ints, Ints]] = {}
     for name in encoders:
         default, its = 1 if layout.placement == "shared" else slots, layout.spec(name).dp
         alike = readers if its == dp else None  # equally many replicas: each encodes for the same replica
         source[name] = _encoder_chunks(
-            made, name, lengths.rows[name], together, slots, given.get(name, default), its, late,
+            all_chunks, name, lengths.rows[name], together, slots, counts_of.get(name, default), its, late,
             alike if replicas is None else replicas.get(name, alike),
         )  # fmt: skip
-    first = len(made)
+    first = len(all_chunks)
     read, sizes = _by_bin(bin_of % dp * slots + bin_of // dp, dp * slots)  # in the order of pieces: no sort needed
-    sizes = _add_chunks(made, language_model, read, sizes, slots)
-    destination = np.repeat(np.arange(first, len(made)), sizes)  # of each of `read`
+    sizes = _add_chunks(all_chunks, language_model, read, sizes, slots)
+    destination = np.repeat(np.arange(first, len(all_chunks)), sizes)  # of each of `read`
     edges = []
     for name in encoders:
         chunk, row = source[name]
         rows = lengths.rows[name][read]
-        offset = _before(rows, sizes)
+        offset = _rows_before(rows, sizes)
         used = np.flatnonzero(rows)
         here = read[used]
         pieces = np.empty((len(used), 5), np.int32)
         for column, values in enumerate((chunk[here], row[here], destination[used], offset[used], rows[used])):
             pieces[:, column] = values
         edges.append(Edge(name, language_model, PORT, merged(pieces)))
-    targets = np.zeros(len(made), np.int64)
+    targets = np.zeros(len(all_chunks), np.int64)
     targets[first:] = np.add.reduceat(lengths.targets[read], np.cumsum(sizes) - sizes)
     if assignment is None:
-        return StepTable(tuple(made), tuple(edges), targets, place)
-    work = np.array([assignment.work[chunk.module][chunk.samples].sum() for chunk in made], np.int64)
+        return StepTable(tuple(all_chunks), tuple(edges), targets, place)
+    work = np.array([assignment.work[chunk.module][chunk.samples].sum() for chunk in all_chunks], np.int64)
     filled = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
     deferred = np.flatnonzero(late & filled).astype(np.int32)
-    return StepTable(tuple(made), tuple(edges), targets, place, work, deferred)
+    return StepTable(tuple(all_chunks), tuple(edges), targets, place, work, deferred)
 
 
 def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None) -> Ints:
@@ -219,17 +222,19 @@ def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None
         bins = min(len(lengths), count)
         return balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins)).astype(np.int64)
     if len(groups) > count:
-        raise ValueError(f"{len(groups)} groups of samples are more than {count} microbatches")
-    found = np.full(len(lengths), -1, np.int64)
+        raise ValueError(f"{len(groups)} groups of samples exceed the {count} microbatches")
+    microbatch = np.full(len(lengths), -1, np.int64)
     for place, members in enumerate(groups):
-        found[list(members)] = place
-    return found
+        microbatch[list(members)] = place
+    return microbatch
 
 
 def _turns(counts: Sequence[int], dp: int) -> Ints:
     """int64 [sum(counts)]: the bins of the chunks, slot 0 of all replicas first. counts: chunks of each replica."""
     if len(counts) != dp:
-        raise ValueError(f"microbatches has {len(counts)} numbers for {dp} replicas: give one for each, or one for all")
+        raise ValueError(
+            f"microbatches has {len(counts)} numbers for {dp} replicas: give one per replica, or one for all"
+        )
     return np.array([slot * dp + r for slot in range(max(counts)) for r in range(dp) if slot < counts[r]], np.int64)
 
 
@@ -246,28 +251,28 @@ def _members(bin_of: NDArray[np.integer], bins: int) -> list[Ints]:
     return np.split(order, np.cumsum(sizes)[:-1])
 
 
-def _before(rows: Ints, sizes: Ints) -> Ints:
+def _rows_before(rows: Ints, sizes: Ints) -> Ints:
     """int64 [n]: sum of the rows before each entry in its group. sizes: of the groups, which are consecutive."""
     before = np.cumsum(rows) - rows
     return before - np.repeat(before[np.cumsum(sizes) - sizes], sizes)
 
 
-def _add_chunks(made: list[Chunk], module: str, samples: Ints, sizes: Ints, each: int) -> Ints:
-    """Add the non-empty chunks of a module to `made`, and return their sizes.
+def _add_chunks(all_chunks: list[Chunk], module: str, samples: Ints, sizes: Ints, per_replica: int) -> Ints:
+    """Add the non-empty chunks of a module to `all_chunks`, and return their sizes.
 
-    samples: those of the chunks, one chunk after the other. sizes: of the `each` chunks of every replica.
+    samples: those of the chunks, one chunk after the other. sizes: of the `per_replica` chunks of every replica.
     """
     filled = np.flatnonzero(sizes)
-    replica = filled // each
+    replica = filled // per_replica
     index = np.arange(len(filled)) - np.searchsorted(replica, replica)
     found, ends = samples.astype(np.int32), np.cumsum(sizes[filled]).tolist()
     each_one = (found[begin:end] for begin, end in zip([0, *ends], ends))
-    made.extend(map(Chunk, repeat(module), replica.tolist(), index.tolist(), each_one))
+    all_chunks.extend(map(Chunk, repeat(module), replica.tolist(), index.tolist(), each_one))
     return sizes[filled]
 
 
 def _encoder_chunks(
-    made: list[Chunk],
+    all_chunks: list[Chunk],
     name: str,
     rows: Ints,
     together: tuple[Ints, Ints],
@@ -277,7 +282,7 @@ def _encoder_chunks(
     late: NDArray[np.bool_],
     home: Ints | None,
 ) -> tuple[Ints, Ints]:
-    """Add the chunks of an encoder to `made`; returns the chunk and the first row in it of each sample's items.
+    """Add the chunks of an encoder to `all_chunks`; returns the chunk and the first row in it of each sample's items.
 
     together: the samples to encode for each chunk of the language model, first those of slot 0 of all replicas, and so
     on; and their number per chunk. count: chunks per replica of `dp`. late: the deferred samples, which get a separate
@@ -305,11 +310,11 @@ def _encoder_chunks(
     if late.any():
         each, key = 2 * count, 2 * key + late[items]
     order, sizes = _by_bin(key, dp * each)
-    items, first = items[order], len(made)
-    sizes = _add_chunks(made, name, items, sizes, each)
+    items, first = items[order], len(all_chunks)
+    sizes = _add_chunks(all_chunks, name, items, sizes, each)
     chunk_of, row_of = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
-    chunk_of[items] = np.repeat(np.arange(first, len(made)), sizes)
-    row_of[items] = _before(rows[items], sizes)
+    chunk_of[items] = np.repeat(np.arange(first, len(all_chunks)), sizes)
+    row_of[items] = _rows_before(rows[items], sizes)
     return chunk_of, row_of
 
 

@@ -57,17 +57,17 @@ class Work:
         """The work of a model with its current frozen flags. recompute: backward recomputes each layer's forward."""
         order = mllm.modules_order()
         once = dict.fromkeys(order, 1.0)
-        found = []
+        runs = []
         for keys in (0.0, 1.0):
             costs = analytic_costs(mllm, once, context=dict.fromkeys(order, keys))
             forward = {
                 name: np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
                 for name, cost in costs.items()
             }
-            found.append((forward, layer_costs(costs, order, recompute=recompute)))
+            runs.append((forward, layer_costs(costs, order, recompute=recompute)))
         modules = {}
         for name in order:
-            rates = [np.stack([found[0][i][name], found[1][i][name] - found[0][i][name]], axis=1) for i in (0, 1)]
+            rates = [np.stack([runs[0][i][name], runs[1][i][name] - runs[0][i][name]], axis=1) for i in (0, 1)]
             encoder = mllm.encoders[name] if name in mllm.encoders else None
             per_row = 1.0 if encoder is None else _tokens_per_row(encoder)
             trainable = np.array([layer.trainable for layer in mllm.layers(name)])
@@ -82,18 +82,18 @@ class Work:
 
     def of_samples(self, lengths: Lengths) -> dict[str, Ints]:
         """Module -> int64 [n], the FLOPs of each sample, forward and backward."""
-        found = {}
+        flops = {}
         for name, module in self.modules.items():
             rows = lengths.tokens if module.causal else lengths.rows[name]
             items = lengths.items_of(name) if not module.causal else np.ones_like(rows)
-            found[name] = module.sizes(rows, items) @ (module.forward + module.backward).sum(0)
-        return found
+            flops[name] = module.sizes(rows, items) @ (module.forward + module.backward).sum(0)
+        return flops
 
     def shares(self, layout: Layout, context: int = 1024) -> dict[tuple[Op, str, int, int], float]:
         """(FORWARD or BACKWARD, module, replica, stage) -> its share of the FLOPs of `of_samples`, per rank of its
         lane. Multiplied by a chunk's work, it is a duration for generators. context: keys that a token attends to; the
         shares depend little on it."""
-        found = {}
+        shares_of = {}
         for name, module in self.modules.items():
             both = zip(OPS, (module.forward, module.backward), strict=True)
             per_layer = {op: each @ np.array([1, context]) for op, each in both}
@@ -101,8 +101,8 @@ class Work:
             for pipeline in layout.pipelines(name):  # replicas may have different cuts
                 for stage, (op, each) in product(pipeline.stages, per_layer.items()):
                     part = int(each[stage.start : stage.stop].sum())
-                    found[op, name, pipeline.replica, stage.index] = part / whole / layout.spec(name).lane_size
-        return found
+                    shares_of[op, name, pipeline.replica, stage.index] = part / whole / layout.spec(name).lane_size
+        return shares_of
 
 
 OPS = (Op.FORWARD, Op.BACKWARD)

@@ -21,16 +21,16 @@ def agree(config: Config, startup: Any, *, source: str, lock: Path | None, resum
     The plan is `lock`, else that of the resumed run, else a choice by rank 0 for exactly the number of started ranks.
     Raises ConfigError on all ranks if there is no plan.
     """
-    said = ["", "", ""]
+    answers = ["", "", ""]
     if startup.rank == 0:
         try:
-            said = [*_plan(config, startup.world, source, lock, resume), ""]
+            answers = [*_plan(config, startup.world, source, lock, resume), ""]
         except ConfigError as error:
-            said = ["", "", str(error)]
+            answers = ["", "", str(error)]
         except Exception as error:  # the other ranks must not wait for a failed rank 0
             startup.gather(_WHAT, ["", "", f"rank 0 could not choose a layout: {type(error).__name__}: {error}"])
             raise
-    text, where, wrong = startup.gather(_WHAT, said)[0]
+    text, where, wrong = startup.gather(_WHAT, answers)[0]
     if wrong:
         raise ConfigError(wrong)
     settled = planlock.locked(config, text, where)

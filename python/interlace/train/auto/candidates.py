@@ -73,19 +73,19 @@ class Candidate:
         if self.placement == "chain" or len({spec.dp for _, spec in self.specs}) == 1:
             table["dp"] = self.specs[0][1].dp
         for name, spec in self.specs:
-            own: dict[str, Any] = {key: getattr(spec, key) for key in _DEGREES if getattr(spec, key) != 1}
+            keys: dict[str, Any] = {key: getattr(spec, key) for key in _DEGREES if getattr(spec, key) != 1}
             if spec.order != "loop":
-                own["order"] = spec.order
+                keys["order"] = spec.order
             if self.placement == "chain":
-                own = {}
+                keys = {}
             if "dp" not in table:
-                own["dp"] = spec.dp
+                keys["dp"] = spec.dp
             if spec.shard != "none":
-                own["shard"] = spec.shard
+                keys["shard"] = spec.shard
                 if spec.shard_ranks is not None:
-                    own["shard_ranks"] = spec.shard_ranks
-            if own:
-                table[name] = own
+                    keys["shard_ranks"] = spec.shard_ranks
+            if keys:
+                table[name] = keys
         return table
 
     def train(self) -> dict[str, Any]:
@@ -207,13 +207,13 @@ class Openings:
             return [most] if most else []
         if self.microbatches is not None:
             return [self.microbatches]
-        found, count = [], 1
+        numbers, count = [], 1
         while count <= min(most, max(_MOST_MICROBATCHES * stages, 1)):
-            found.append(count)
+            numbers.append(count)
             count *= 2
-        if stages > 1 and stages <= most and stages not in found:
-            found.append(stages)
-        return found
+        if stages > 1 and stages <= most and stages not in numbers:
+            numbers.append(stages)
+        return numbers
 
 
 def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:

@@ -91,7 +91,7 @@ def decide(
         refused[reason] += 1
         examples.setdefault(reason, text)
 
-    found: list[tuple[float, Candidate]] = []
+    estimates: list[tuple[float, Candidate]] = []
     tight: list[tuple[float, Candidate]] = []
     considered = 0
     for world in worlds:
@@ -101,41 +101,41 @@ def decide(
             considered += 1
             over = estimator.least_bytes(candidate) - machine.memory(world)
             if over > 0:
-                refuse(MEMORY, f"{candidate}: weights and gradients alone are {over / 2**30:,.2f} GiB too many")
+                refuse(MEMORY, f"{candidate}: weights and gradients alone exceed it by {over / 2**30:,.2f} GiB")
                 tight.append((over, candidate))
                 continue
             seconds = estimator.safe_seconds(candidate)
             if math.isinf(seconds):
-                refuse("the model cannot be cut so", f"{candidate}: too few layers, or heads that cannot be shared out")
+                refuse("the model cannot be cut so", f"{candidate}: too few layers, or heads are not divisible")
                 continue
-            found.append((seconds, candidate))
+            estimates.append((seconds, candidate))
     if not considered:
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto': no layout of {_ranks(worlds)} says what the section fixes by hand "
-            f"({_fixed_words(config)}); leave some of it out, or change max_ranks"
+            f"{source}: [parallel] plan = 'auto': no layout of {_ranks(worlds)} has the degrees that the section sets "
+            f"({_fixed_words(config)}); omit some of them, or change max_ranks"
         )
 
     def simulate(candidates: Iterable[Candidate], count: int) -> list[Outcome]:
         nonlocal short
-        made: list[Outcome] = []
+        results: list[Outcome] = []
         for tried, candidate in enumerate(candidates):
-            if len(made) == count or tried == _MOST_TRIED:
+            if len(results) == count or tried == _MOST_TRIED:
                 break
             try:
-                made.append(evaluator.simulate(candidate))
+                results.append(evaluator.simulate(candidate))
             except Refused as error:
                 refuse(error.reason, f"{candidate}: {error}")
                 if error.reason == MEMORY:
                     short = min(short, error.short)
-        return made
+        return results
 
-    outcomes = simulate(_best(found), SIMULATED)
+    outcomes = simulate(_best(estimates), SIMULATED)
     if not outcomes:  # second attempt: candidates with least memory
         tight.sort(key=lambda pair: pair[0])
-        by_bytes = sorted((c for _, c in found), key=estimator.least_bytes)
+        by_bytes = sorted((c for _, c in estimates), key=estimator.least_bytes)
         outcomes = simulate((*by_bytes, *(c for _, c in tight[:4])), SIMULATED)
     if not outcomes:
-        raise ConfigError(_nothing(source, considered, refused, examples, short, machine, worlds))
+        raise ConfigError(_no_layout_message(source, considered, refused, examples, short, machine, worlds))
     few = max(worlds) <= _FEW_FOR_SCHEDULES
     fastest = sorted(outcomes, key=lambda each: each.seconds)[: WITH_ALL_SCHEDULES if few else 1]
     chosen = dict.fromkeys(each.candidate for each in fastest)
@@ -145,12 +145,15 @@ def decide(
     outcomes.sort(key=lambda each: (each.seconds, each.candidate.world, str(each.candidate)))
     if machine.unsure > WORTH and len({each.candidate.world for each in outcomes}) > 1:
         part = 100 * machine.unsure
-        notes = [*notes, f"measurements differ by {part:.0f} %: more ranks are taken if they are as much faster"]
-    best = _chosen(outcomes, max(WORTH, machine.unsure))
+        notes = [
+            *notes,
+            f"measurements vary by {part:.0f} %: more ranks are used only if they are faster by more than that",
+        ]
+    best = _best_of(outcomes, max(WORTH, machine.unsure))
     return Decision(best, tuple(outcomes), considered, dict(refused), examples, tuple(notes))
 
 
-def _chosen(outcomes: Sequence[Outcome], worth: float = WORTH) -> Outcome:
+def _best_of(outcomes: Sequence[Outcome], worth: float = WORTH) -> Outcome:
     """The best of candidates sorted by speed. worth: minimum relative speedup for more ranks."""
     best: Outcome | None = None
     for world in sorted({each.candidate.world for each in outcomes}):
@@ -186,9 +189,9 @@ def batch_size_of(config: Config, model: Any, samples: Sequence[Any], machine: M
     shares = max(gpus, 2 * seconds.shape[1])  # at least two shares per module, so that shares can differ
     try:
         size = stable_batch_size(seconds, shares, largest=4096, seed=config.run.seed).size
-        why = f"the smallest whose work is shared out alike among the modules, batch by batch ({len(samples)} samples)"
+        why = f"the smallest with balanced work among the modules in each batch ({len(samples)} samples)"
     except ValueError:
-        size, why = 64, "no size up to 4,096 shares the work out alike among the modules, so a usual one"
+        size, why = 64, "the default: no size up to 4,096 balances the work among the modules"
     least = max(size, gpus, config.train.microbatches)
     size = 1 << (least - 1).bit_length()
     return size, f"batch_size {size}: {why}"
@@ -213,12 +216,12 @@ def _of_world(
         yield from of(schedule)
 
 
-def _best(found: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
+def _best(estimates: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
     """The best of each number of ranks, then all by estimate. Per layout only the best few ways to cut and to shard it;
     each sharded candidate also unsharded."""
-    ranked = sorted(found, key=lambda pair: (pair[0], pair[1].world, str(pair[1])))
+    ranked = sorted(estimates, key=lambda pair: (pair[0], pair[1].world, str(pair[1])))
     first = {(each.world, each.threads): each for _, each in reversed(ranked)}
-    possible, given, taken = {each for _, each in found}, set[Candidate](), Counter[Any]()
+    possible, given, taken = {each for _, each in estimates}, set[Candidate](), Counter[Any]()
     for candidate in (*first.values(), *(each for _, each in ranked)):
         plain = unsharded(candidate)
         layout = (plain.placement, plain.specs, plain.ranks, plain.threads)
@@ -248,7 +251,7 @@ def _fixed_words(config: Config) -> str:
     return ", ".join(f"{k} = {v!r}" for k, v in given.items() if k not in ("plan", "choose", "max_ranks", "memory"))
 
 
-def _nothing(
+def _no_layout_message(
     source: str,
     considered: int,
     refused: Counter[str],

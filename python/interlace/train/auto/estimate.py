@@ -77,13 +77,13 @@ class Estimator:
     @cached_property
     def _bytes(self) -> dict[str, tuple[int, int]]:
         """Module -> bytes of its weights, and of the trained ones; weights shared by modules count once."""
-        found, seen = {}, set()
+        sizes, seen = {}, set()
         for name in self.order:
             prefix = f"{name}." if name == LANGUAGE_MODEL else f"encoders.{name}."
             own = [p for key, p in self.model.named_parameters() if key.startswith(prefix) and id(p) not in seen]
             seen |= set(map(id, own))
-            found[name] = sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.requires_grad)
-        return found
+            sizes[name] = sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.requires_grad)
+        return sizes
 
     def chunk_size(self, name: str, count: int) -> Size:
         """Mean size of a chunk, if a batch is cut into `count` chunks of a module.
@@ -142,7 +142,7 @@ class Estimator:
             layout = Layout.from_specs(self.model, specs, placement="parallel")
             *encoders, language = self.order
             chunks = {name: counts[name] for name in encoders}
-            found = dict.fromkeys(self.order, 0.0)
+            imbalance = dict.fromkeys(self.order, 0.0)
             assigner = assigner_of(self._assign, layout, self.model)
             dispatcher = dispatcher_of(self._balance, layout, self.model)
             for batch in self.work.batches:
@@ -153,27 +153,27 @@ class Estimator:
                 for chunk in given.table(layout, assigner, dispatcher).chunks:
                     loads[chunk.module][chunk.replica] += rows[chunk.module][chunk.samples].sum()
                 for name, each in loads.items():
-                    found[name] += float(each.max() / each.mean()) if each.any() else 1.0
-            self._uneven[key] = {name: total / len(self.work.batches) for name, total in found.items()}
+                    imbalance[name] += float(each.max() / each.mean()) if each.any() else 1.0
+            self._uneven[key] = {name: total / len(self.work.batches) for name, total in imbalance.items()}
         return self._uneven[key]
 
     def seconds(self, candidate: Candidate) -> float:
         """Estimated seconds of a step."""
         rounds = candidate.microbatches
-        again = candidate.checkpointing == "full"
+        recompute = candidate.checkpointing == "full"
         counts = {
             name: self.chunks.get(name, 1 if candidate.placement == "shared" else rounds) for name in self.order[:-1]
         } | {LANGUAGE_MODEL: rounds}
         if candidate.placement == "chain":
-            total = self._chain(candidate, counts, again)
+            total = self._chain(candidate, counts, recompute)
         else:
-            total = self._modules(candidate, counts, again)
+            total = self._modules(candidate, counts, recompute)
         return total + sum(self._beside(candidate, name, spec) for name, spec in candidate.specs)
 
-    def _modules(self, candidate: Candidate, counts: dict[str, int], again: bool) -> float:
+    def _modules(self, candidate: Candidate, counts: dict[str, int], recompute: bool) -> float:
         stages, uneven = {}, self.unevenness(candidate, counts)
         for name, spec in candidate.specs:
-            each = self._stages(candidate, name, spec, counts[name], again)
+            each = self._stages(candidate, name, spec, counts[name], recompute)
             stages[name] = _Stages(tuple(seconds * uneven[name] for seconds in each.each))
         if candidate.ranks == 1:
             return sum(counts[name] * each.way for name, each in stages.items())
@@ -190,11 +190,11 @@ class Estimator:
         way, load = (merge(ways), merge(loads)) if encoders else (0.0, 0.0)
         return (rounds - 1) * max(language.slowest, load) + language.way + way + self._messages(candidate)
 
-    def _chain(self, candidate: Candidate, counts: dict[str, int], again: bool) -> float:
+    def _chain(self, candidate: Candidate, counts: dict[str, int], recompute: bool) -> float:
         rounds, ranks = candidate.microbatches, candidate.ranks or 1
         chain, uneven = [], self.unevenness(candidate, counts)
         for name, spec in candidate.specs:
-            each, beside = self._per_layer(candidate, name, spec, counts[name], again)
+            each, beside = self._per_layer(candidate, name, spec, counts[name], recompute)
             each = each * uneven[name] * counts[name] / rounds
             each[0] += beside  # per stage of a module; the cut decides the number of stages
             chain.append(each)
@@ -205,22 +205,22 @@ class Estimator:
         return (rounds - 1) * float(ranges.max()) + float(ranges.sum()) + self._messages(candidate)
 
     def _per_layer(
-        self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, again: bool
+        self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, recompute: bool
     ) -> tuple[NDArray[np.float64], float]:
         """Seconds of a chunk, forward and backward: float64 [layers], and the time of each stage outside its layers."""
         world, size = candidate.world, self.chunk_size(name, chunks * spec.dp)
         ranks = world if self.machine.kind == "cpu" else world > 8
-        key = (name, spec.tp, spec.cp, size, again, ranks, candidate.threads)
+        key = (name, spec.tp, spec.cp, size, recompute, ranks, candidate.threads)
         if key not in self._layers:
             link = self.machine.links(world).slowest(range(spec.lane_size))
             cost = self.machine.costs_of(world, candidate.threads)
             made = cost.of(name, size, spec.tp, spec.cp, link)
-            layers = made.per_layer(trainable_before=self._before[name], recompute=again)
+            layers = made.per_layer(trainable_before=self._before[name], recompute=recompute)
             self._layers[key] = layers, sum(cost.beside(name, size, spec.tp, spec.cp, link))
         return self._layers[key]
 
-    def _stages(self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, again: bool) -> _Stages:
-        layers, beside = self._per_layer(candidate, name, spec, chunks, again)
+    def _stages(self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, recompute: bool) -> _Stages:
+        layers, beside = self._per_layer(candidate, name, spec, chunks, recompute)
         if spec.pp == 1:
             return _Stages((float(layers.sum()) + beside,))
         if spec.pp > len(layers):

@@ -91,11 +91,11 @@ class Evaluator:
                 config.train.balance, layout, self.model, recompute=config.train.recompute, ranks_per_node=node
             )
         except (ValueError, ConfigError) as error:
-            raise Refused("the model cannot be cut so", _said(error)) from None
+            raise Refused("the model cannot be cut so", _message(error)) from None
         seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)
         costs = self.machine.costs_of(candidate.world, candidate.threads)
         links = self.machine.links(candidate.world)
-        again = config.train.recompute
+        recompute = config.train.recompute
         for batch in self.work.batches:
             given = GlobalBatch.of(batch, None if config.data.pack else candidate.microbatches, config.chunks())
             try:
@@ -111,10 +111,10 @@ class Evaluator:
                 if held.peak > limit:
                     short = held.peak - limit
                     raise Refused(MEMORY, f"rank {_fullest(held.memory)} lacks {short / 2**30:,.2f} GiB", short)
-                timeline = predict(schedule, costs, sizes, links, traffic, recompute=again)
-                ideal = predict(schedule, costs, sizes, _free(links), traffic, recompute=again)
+                timeline = predict(schedule, costs, sizes, links, traffic, recompute=recompute)
+                ideal = predict(schedule, costs, sizes, _free(links), traffic, recompute=recompute)
             except ValueError as error:
-                raise Refused("a step cannot be made so", _said(error)) from None
+                raise Refused("a step cannot be made so", _message(error)) from None
             peak = max(peak, held.peak)
             seconds, free, compute = seconds + timeline.makespan, free + ideal.makespan, compute + _computing(ideal)
         count = len(self.work.batches)
@@ -129,7 +129,7 @@ class Evaluator:
         try:
             check_degrees(config, self.model, source="auto")
         except ConfigError as error:
-            raise Refused("[train] cannot train it so", _said(error)) from None
+            raise Refused("[train] cannot train it so", _message(error)) from None
         return config
 
     def _traffic(self, config: Config, layout: Layout) -> tuple[Traffic, dict[str, Activations]]:
@@ -148,7 +148,7 @@ class Evaluator:
         return Traffic(edges, kept[LANGUAGE_MODEL].feature, self._weights[lanes]), kept
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error).removeprefix("auto: ").removeprefix("[parallel]: ")
 
 

@@ -35,7 +35,7 @@ ASSUMED = Links(
     ranks_per_host=_GPUS_PER_HOST,
 )
 """Links of GPUs that are not here: hosts of 8 GPUs with 200 GB/s between them, and a network of 40 GB/s per GPU."""
-STATED = "links as parallel.links says"
+STATED = "links from parallel.links"
 _UPDATE_BYTES_PER_SECOND = 1e12 / 7  # AdamW reads and writes 7 times the weights, at a third of an H100's bandwidth
 _ALL_DEGREES = 64  # counted costs have every tp up to this; above it powers of two and the config's degrees
 BUDGET_SECONDS = 1.5  # for profiling a GPU
@@ -127,7 +127,7 @@ def here(
     def cut(name: str) -> list[int]:
         return [tp for tp in degrees if tp == 1 or can_be_cut(config, model, name, tp)]
 
-    given: dict[str, Any] = {
+    stated: dict[str, Any] = {
         "largest": max(1, len(samples)),
         "tps": {name: cut(name) for name in model.modules_order()},
         "device": kind,
@@ -144,11 +144,11 @@ def here(
 
     if kind != "cpu":
         say("measuring (a few seconds)")
-        once = profile_costs(model, samples, **given, budget=BUDGET_SECONDS, optimizer=update())
+        once = profile_costs(model, samples, **stated, budget=BUDGET_SECONDS, optimizer=update())
         once = replace(once, around=around(launcher.local_ranks(max(worlds)), 1))
         return Machine(lambda world, threads: once, lambda world: links, memory, origin, kind)
-    found = measure(
-        Profile(model, samples, **given),
+    measured = measure(
+        Profile(model, samples, **stated),
         settings_of(worlds, lambda world: threads(config, world)),
         optimizer=update,
         worth=worth,
@@ -157,9 +157,9 @@ def here(
     )
     costs = {
         setting: replace(each, around=around(launcher.local_ranks(setting.world), setting.threads))
-        for setting, each in found.costs.items()
+        for setting, each in measured.costs.items()
     }
-    kept = tuple(sorted({each.world for each in costs}))
+    measured_layers = tuple(sorted({each.world for each in costs}))
 
     def counts(world: int) -> tuple[int, ...]:
         return tuple(each.threads for each in costs if each.world == world)
@@ -171,9 +171,9 @@ def here(
         origin,
         kind,
         counts,
-        found.unsure,
-        kept,
-        found.skipped,
+        measured.unsure,
+        measured_layers,
+        measured.skipped,
     )
 
 
@@ -213,7 +213,7 @@ def memory_of(config: Config, kind: str, world: int) -> float:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
-        raise ConfigError("how much memory this machine has is not known here: give parallel.memory [GB]") from None
+        raise ConfigError("the memory of this machine is unknown: set parallel.memory [GB]") from None
     return MOST_OF_MEMORY * total / launcher.local_ranks(world)
 
 

@@ -111,22 +111,22 @@ def locked(config: Config, text: str, where: str) -> Config:
     try:
         table = tomllib.loads(text)
         if table["version"] != VERSION:
-            raise ValueError(f"its version is {table['version']}, this program reads {VERSION}")
+            raise ValueError(f"its version is {table['version']}, but this version of Interlace reads {VERSION}")
         asked, chosen = dict(table["asked"]), table["chosen"]
         parallel, train = dict(chosen["parallel"]), dict(chosen["train"])
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         why = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{where}: no plan of parallel = 'auto': {why}; remove it to choose anew") from None
+        raise ConfigError(f"{where}: invalid plan: {why}; remove the file to choose again") from None
     mine = digests(config)
     if other := [key for key in mine if asked.get(key) != mine[key]]:
         raise ConfigError(
-            f"{where} was chosen for another config: its [{'], ['.join(other)}] differs from this one's in what a "
-            "layout depends on. Remove the file (or leave out --lock) to choose anew, or bring the config back"
+            f"{where} was chosen for another config: settings of [{'], ['.join(other)}] that affect the layout differ. "
+            "Remove the file (or omit --lock) to choose again, or restore the config"
         )
     try:
         return with_tables(config, parallel, train)
     except ValidationError as error:
-        raise ConfigError(f"{where}: what it chose is no config: {refusal(error)}; remove it to choose anew") from None
+        raise ConfigError(f"{where}: invalid config: {refusal(error)}; remove the file to choose again") from None
 
 
 def digests(config: Config) -> dict[str, str]:

@@ -49,7 +49,7 @@ def _regular(
     """Regular candidates: the layouts with the smallest estimates, cut in all ways."""
     limit = estimator.machine.memory(world)
     ranked: list[tuple[float, int, tuple[Any, ...]]] = []
-    for number, (placement, specs, ranks) in enumerate(_short_list(modules, world)):
+    for number, (placement, specs, ranks) in enumerate(_narrow_layouts(modules, world)):
         counts = openings.counts(specs[-1].dp, specs[-1].pp)
         if not counts:
             continue
@@ -65,7 +65,7 @@ def _regular(
             yield candidate
 
 
-def _short_list(modules: Sequence[str], world: int) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:
+def _narrow_layouts(modules: Sequence[str], world: int) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:
     for placement, specs, ranks in layouts(modules, world, few=False):
         if all(spec.tp <= max(_LANES) for spec in specs):
             yield placement, specs, ranks
@@ -97,7 +97,7 @@ def _searched(
                 works[name] = _search_module(estimator, name, size, world)
             for placement in ("parallel", "colocated") if len(modules) > 2 else ("parallel",):
                 try:
-                    found = search_configuration(
+                    result = search_configuration(
                         works,
                         world,
                         openings.batch_size,
@@ -111,10 +111,10 @@ def _searched(
                     )
                 except ValueError:
                     continue
-                again = any(found.recompute.values())
+                again = any(result.recompute.values())
                 for checkpointing in openings.checkpointings:
                     if again == (checkpointing == "full"):
-                        named = tuple((name, found.specs[name]) for name in modules)
+                        named = tuple((name, result.specs[name]) for name in modules)
                         named_as = placement if len(modules) > 2 else "colocated"
                         made = Candidate(named_as, named, openings.batch_size, count, schedule, checkpointing)
                         if made.world == world:
@@ -161,7 +161,7 @@ def _orchestrated(
                 works[name] = ModuleWork(
                     seconds, layers, weights + trained, 2 * trained, 16 * rows * layers, trained, 2 * rows
                 )
-            found = orchestrate(
+            result = orchestrate(
                 works,
                 world,
                 batch,
@@ -172,8 +172,8 @@ def _orchestrated(
             )
         except ValueError:
             continue
-        named = tuple((name, found.specs[name]) for name in modules)
-        spec = found.specs[LANGUAGE_MODEL]
+        named = tuple((name, result.specs[name]) for name in modules)
+        spec = result.specs[LANGUAGE_MODEL]
         for count in openings.counts(spec.dp, spec.pp + 1):
             for checkpointing in openings.checkpointings:
                 placement = "parallel" if len(modules) > 2 else "colocated"

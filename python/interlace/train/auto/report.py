@@ -19,22 +19,22 @@ _PARTS = {"compute": "#3b6fb6", "communication": "#d9772b", "bubble": "#d5d8de"}
 def lines(decision: Decision, origin: str, data: str) -> list[str]:
     """Lines on the chosen candidate, the runners-up and the basis of the choice."""
     best = decision.best
-    made = [f"{best.candidate}: {_seconds(best)}", *decision.notes]
+    text_lines = [f"{best.candidate}: {_seconds(best)}", *decision.notes]
     others = [each for each in decision.outcomes if each is not best]
     if others:
         near = others[0]
         # A runner-up may be slightly faster (see `choose.ALIKE` and `choose.WORTH`).
-        made.append(f"next best: {near.candidate}: {_seconds(near)}, {_ratio(near, best)}")
+        text_lines.append(f"next best: {near.candidate}: {_seconds(near)}, {_ratio(near, best)}")
         by_world = {each.candidate.world: each for each in reversed(others)}
         for world, each in sorted(by_world.items()):
             if world != best.candidate.world and each is not near:
-                made.append(f"best with {world} rank{'s' * (world > 1)}: {each.candidate}: {_ratio(each, best)}")
+                text_lines.append(f"best with {world} rank{'s' * (world > 1)}: {each.candidate}: {_ratio(each, best)}")
     refused = ", ".join(f"{count} for {reason}" for reason, count in decision.refused.items())
-    made.append(
+    text_lines.append(
         f"{decision.considered} candidates, {len(decision.outcomes)} simulated with {data}"
         + (f"; refused: {refused}" if refused else "")
     )
-    return [*made, origin]
+    return [*text_lines, origin]
 
 
 def _seconds(outcome: Outcome) -> str:
@@ -56,12 +56,12 @@ def families(decision: Decision) -> list[Outcome]:
     A family has one placement and one set of degrees tp, cp, pp and dp. Its members differ only in sharding, schedule,
     threads, microbatches or checkpointing.
     """
-    found: dict[Any, Outcome] = {}
+    fastest: dict[Any, Outcome] = {}
     for each in (decision.best, *decision.outcomes):
         plain = unsharded(each.candidate)
         degrees = tuple((name, replace(spec, virtual=1, order="loop")) for name, spec in plain.specs)
-        found.setdefault((plain.placement, degrees, plain.ranks), each)
-    return list(found.values())
+        fastest.setdefault((plain.placement, degrees, plain.ranks), each)
+    return list(fastest.values())
 
 
 def draw(decision: Decision, path: Path, title: str) -> None:

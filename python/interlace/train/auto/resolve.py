@@ -8,7 +8,6 @@ from typing import Any
 
 from interlace.costs.links import Links
 from interlace.train import device as devices
-from interlace.train.around import measure_around
 from interlace.train.auto import planlock, report
 from interlace.train.auto.choose import WORTH, Decision, batch_size_of, decide
 from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here, most_ranks
@@ -19,29 +18,32 @@ from interlace.train.launch import launcher
 from interlace.train.models.costs import stated_links
 from interlace.train.models.media_specs import check_inputs
 from interlace.train.runfolder import write_whole
+from interlace.train.step_overhead import measure_overhead
 
 PICTURE = "plan.png"
 
 
-def settle(config: Config, *, source: str, folder: Path, lock: Path | None, say: Callable[[str], None]) -> Config:
+def resolve_config(
+    config: Config, *, source: str, folder: Path, lock: Path | None, say: Callable[[str], None]
+) -> Config:
     """The settled config of a run in `folder`. Writes plan.lock there, and a picture of the runners-up for a new
     choice.
 
     lock: a plan.lock to repeat; by default the folder's own, if it has one. Raises ConfigError for a lock of another
     config, and if nothing fits.
     """
-    own = folder / planlock.NAME
-    given = lock if lock is not None else own if own.exists() else None
+    own_lock = folder / planlock.NAME
+    given = lock if lock is not None else own_lock if own_lock.exists() else None
     if given is not None:
         text = planlock.read(given)
         settled = planlock.locked(config, text, str(given))
-        write_whole(own, text)
-        say(f"plan of {given}: {_in_words(settled)}")
+        write_whole(own_lock, text)
+        say(f"plan of {given}: {_summary(settled)}")
         return settled
     text, decision = choose(config, source=source, say=say)
-    write_whole(own, text)
+    write_whole(own_lock, text)
     report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.plan = 'auto'")
-    return planlock.locked(config, text, str(own))
+    return planlock.locked(config, text, str(own_lock))
 
 
 def choose(
@@ -58,8 +60,8 @@ def choose(
     model = build(config, tokenizer, source=source)
     data = indexed(*datasets(config, model, tokenizer, source=source))
     samples = pool(config, data)
-    links, how = _links(config, kind, worlds, source)
-    around = measure_around(config, model, data, kind)
+    links, links_origin = _links(config, kind, worlds, source)
+    overhead = measure_overhead(config, model, data, kind)
     try:
         machine = here(
             config,
@@ -68,17 +70,17 @@ def choose(
             kind=kind,
             worlds=worlds,
             links=links,
-            how=how,
+            how=links_origin,
             worth=WORTH,
             say=lambda line: say(f"auto: {line}"),
-            around=around,
+            around=overhead,
         )
     except Exception as error:  # from any model's own code, called on a single layer
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' times each layer of the model by itself, and this model's cannot be "
-            f"timed so: {why}. Write the layout into [parallel] in place of plan = 'auto', or count in place of "
-            "timing: interlace plan CONFIG --auto --gpus N --memory GB --tflops T --out plan.lock, then interlace "
+            f"{source}: [parallel] plan = 'auto' times each layer by itself, but this model's layers cannot be timed: "
+            f"{why}. Write the layout into [parallel] instead of plan = 'auto', or count FLOPs instead of timing: "
+            "interlace plan CONFIG --auto --gpus N --memory GB --tflops T --out plan.lock, then interlace "
             "train CONFIG --lock plan.lock"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
@@ -96,8 +98,8 @@ def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[L
         return ASSUMED, "links assumed: 200 GB/s between the GPUs of a host, 40 GB/s per GPU between hosts"
     if launcher.local_ranks(max(worlds)) < max(worlds):
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' does not measure the network between hosts, and these ranks are on "
-            "several: say how fast it is with parallel.links (host, network and ranks_per_host), or write the layout "
+            f"{source}: [parallel] plan = 'auto' does not measure the network between hosts, but these ranks are on "
+            "several hosts: set its speed with parallel.links (host, network and ranks_per_host), or write the layout "
             "into [parallel]"
         )
     return gloo_links(), "gloo timed between two threads"
@@ -167,12 +169,12 @@ def check_ranks(config: Config, ranks: int, where: str) -> None:
     """Raises ConfigError if a settled config is for another number of ranks than were started."""
     if config.world_size() != ranks:
         raise ConfigError(
-            f"{where} is a plan for {config.world_size()} ranks, but {ranks} were started: start as many, or remove "
-            "the file (or leave out --lock) to choose anew"
+            f"{where} is a plan for {config.world_size()} ranks, but {ranks} were started: start that many, or remove "
+            "the file (or omit --lock) to choose again"
         )
 
 
-def _in_words(config: Config) -> str:
+def _summary(config: Config) -> str:
     degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
     world = config.world_size()
     return f"{world} rank{'s' * (world > 1)}, placement {config.parallel.placed}, {degrees}"

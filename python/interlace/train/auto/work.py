@@ -38,11 +38,11 @@ class Work:
 
     def totals(self, model: Any) -> dict[str, Size]:
         """Module -> mean size of a batch, with samples counted one by one."""
-        found = {}
+        sizes = {}
         for name in model.modules_order():
             each = [size_of(model, name, [s]) for batch in self.batches for s in GlobalBatch.of(batch).samples]
-            found[name] = Size(*(sum(column) / len(self.batches) for column in zip(*each, strict=True)))
-        return found
+            sizes[name] = Size(*(sum(column) / len(self.batches) for column in zip(*each, strict=True)))
+        return sizes
 
 
 def has_data(config: Config) -> bool:
@@ -94,10 +94,12 @@ def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
     one = nominal_samples(config, model)
     if batch_size > _LARGEST_NOMINAL:
         raise ConfigError(
-            f"train.batch_size = {batch_size} is more than {_LARGEST_NOMINAL} samples, which is what plan --auto can "
-            "lay out without the data: make the data of the config available"
+            f"train.batch_size = {batch_size} exceeds {_LARGEST_NOMINAL} samples, the limit of plan --auto without "
+            "data: make the data of the config available"
         )
-    return Work((one * batch_size,), f"{batch_size} samples that fill the budgets of [data], as its files are not here")
+    return Work(
+        (one * batch_size,), f"{batch_size} samples that fill the budgets of [data], because its files are missing"
+    )
 
 
 def nominal_samples(config: Config, model: Any) -> list[Any]:
@@ -114,7 +116,7 @@ def nominal_samples(config: Config, model: Any) -> list[Any]:
         ids += [_placeholder(model, name)] * count
     if len(ids) >= rows:
         raise ConfigError(
-            f"data.max_tokens = {rows} has no room for an item of each encoder, which take {len(ids)} tokens: raise it"
+            f"data.max_tokens = {rows} is too small for one item of each encoder, {len(ids)} tokens: raise it"
         )
     labels = torch.full((rows,), IGNORE)
     labels[len(ids) :] = 0
@@ -136,11 +138,11 @@ def _placeholder(model: Any, name: str) -> int:
 
 def workloads(samples: Sequence[Any], model: Any, costs: Any) -> list[list[float]]:
     """Seconds of each sample in each module, forward and backward, on one rank: [samples][modules]."""
-    found = []
+    rows = []
     for sample in samples:
         row = []
         for name in model.modules_order():
             size = size_of(model, name, [sample])
             row.append(float(costs.of(name, size).per_layer().sum()) if size.rows else 0.0)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows

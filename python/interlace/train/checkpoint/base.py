@@ -37,7 +37,7 @@ def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
     from safetensors import SafetensorError, safe_open
 
     opened: dict[Path, Any] = {}
-    found = {}
+    weights = {}
     with contextlib.ExitStack() as files:
         for name, source in sources.items():
             state = hashlib.sha256()
@@ -52,8 +52,8 @@ def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
                         state.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 except (OSError, SafetensorError) as error:
                     raise CheckpointError(f"{file}: cannot read {key}: {error}; copy it again") from None
-            found[name] = BaseWeight(folder=str(source.tensors()[0].file.parent), sha256=state.hexdigest())
-    return found
+            weights[name] = BaseWeight(folder=str(source.tensors()[0].file.parent), sha256=state.hexdigest())
+    return weights
 
 
 def _places(name: str, shape: list[int]) -> list[tuple[slice, ...]]:
@@ -87,14 +87,14 @@ def base_of(
     if lost := [name for name in manifest.base if name not in sources]:
         folder = manifest.base[lost[0]].folder
         raise CheckpointError(
-            f"{path} does not hold {lost[0]}, which is frozen and lies in {folder}: the config must name that folder "
-            "(model.path or model.NAME.path)"
+            f"{path} does not contain {lost[0]}, which is frozen and stored in {folder}: set model.path or "
+            "model.NAME.path to that folder"
         )
     now = {**known, **prints_of({name: sources[name] for name in manifest.base if name not in known})}
     if other := [name for name, weight in manifest.base.items() if now[name].sha256 != weight.sha256]:
         before, more = manifest.base[other[0]].folder, f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise CheckpointError(
-            f"{path} goes with the frozen weights that {before} had, and {now[other[0]].folder} has others: "
-            f"{other[0]}{more}. Name the folder that the run began with (--set model.path=... or model.NAME.path=...)"
+            f"{path} needs the frozen weights of {before}, but {now[other[0]].folder} has different ones: "
+            f"{other[0]}{more}. Set the folder of the run's start (--set model.path=... or model.NAME.path=...)"
         )
     return {name: sources[name] for name in manifest.base}

@@ -55,9 +55,9 @@ from interlace.train.checkpoint.folder import (
     newest,
     replace,
     restore,
-    settled,
     step_of,
     verify,
+    wait_until_visible,
 )
 from interlace.train.checkpoint.generators import rng_state, set_rng_state
 from interlace.train.checkpoint.identity import differences
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 AVERAGE = "ema"
 SLOWEST_DISK = 20e6  # bytes per second: determines how long ranks wait before one is considered lost
-SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
+SHARE = "all ranks must share the run folder: put run.folder on a file system that all nodes share"
 
 # Of one rank, as JSON: its host, the name and entry of its file (`File`), and for each tensor in it the key, dtype,
 # shape and `StoredChunk`.
@@ -167,7 +167,8 @@ class Checkpoints:
         if others := [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]:
             folder = next(iter(base.values())).folder
             raise CheckpointError(
-                f"ranks {others} read other frozen weights from {folder} than rank 0: give all ranks the same folder"
+                f"ranks {others} read different frozen weights from {folder} than rank 0: give all "
+                "ranks the same folder"
             )
         return base
 
@@ -288,19 +289,23 @@ class Checkpoints:
             read_base({name: detached(tensor) for name, tensor in parameters.items() if name in base}, base)
             progress.update(read_json(path, manifest, "progress"))
             if progress.get("step") != manifest.step:
-                raise CheckpointError(f"{path}: its progress is of step {progress.get('step')!r}, not {manifest.step}")
+                raise CheckpointError(
+                    f"{path}: its progress has step {progress.get('step')!r}, its manifest {manifest.step}"
+                )
             if f"rng.{self.rank}" in manifest.tensors:  # a rank that did not exist then keeps its freshly seeded ones
                 try:
                     set_rng_state(read_json(path, manifest, f"rng.{self.rank}"))
                 except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
-                    raise CheckpointError(f"{path}: rng.{self.rank} is no state of the generators: {error}") from None
+                    raise CheckpointError(
+                        f"{path}: rng.{self.rank} is not a valid state of the random generators: {error}"
+                    ) from None
             return digest(path / MANIFEST)
 
         digests = self.peers.together(f"reading {path}", read, expected=CheckpointError)
         others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
         if others:
             raise CheckpointError(
-                f"{path} is another checkpoint on ranks {others} than on rank 0: share the run folder"
+                f"{path} differs between rank 0 and ranks {others}: put run.folder on a shared file system"
             )
         self.base = {name: weight for name, weight in self.base.items() if name in base}
         return progress
@@ -314,7 +319,7 @@ class Checkpoints:
         def choose() -> str | None:
             self.check()
             if at is None:
-                found = newest(self.folder, settle=True)
+                found = newest(self.folder, repair=True)
                 return None if found is None else str(found)
             if not at.is_dir():
                 raise CheckpointError(f"there is no checkpoint at {at}; found: {listing(at.parent)}")
@@ -348,7 +353,7 @@ class Checkpoints:
 
     def _write(self, draft: Path, parts: Sequence[_Part]) -> _Written:
         """Writes this rank's share of the tensors; returns its entries for the manifest."""
-        if not settled(draft):
+        if not wait_until_visible(draft):
             raise TrainingError(f"rank {self.rank} on {platform.node()} does not see {draft}, made by rank 0; {SHARE}")
         name = f"rank-{self.rank:05d}.safetensors"
         file, begins = write_tensors(draft / name, {part.entry: part.tensor for part in parts})
@@ -371,10 +376,12 @@ class Checkpoints:
         tables: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
         for rank, (host, name, entry, chunks) in enumerate(written):
             file = File.model_validate(entry)
-            if not settled(draft / name, file.size, deadline):
+            if not wait_until_visible(draft / name, file.size, deadline):
                 raise TrainingError(f"rank 0 does not see {draft / name}, which rank {rank} wrote on {host}; {SHARE}")
             if digest(draft / name) != file.sha256:
-                raise TrainingError(f"rank 0 reads from {draft / name} something else than rank {rank} wrote on {host}")
+                raise TrainingError(
+                    f"rank 0 reads other contents from {draft / name} than rank {rank} wrote on {host}; {SHARE}"
+                )
             for key, dtype, shape, chunk in chunks:
                 tables.setdefault(key, (dtype, shape, []))[2].append(chunk)
         manifest = make_manifest(
@@ -435,9 +442,7 @@ def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
     manifest = read_manifest(path)
     if manifest.model.sha256 != identity["sha256"]:
         what = "; ".join(differences(manifest.model.model_dump(mode="json"), identity))
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: {what}. Use the config.toml of the run it comes from"
-        )
+        raise CheckpointError(f"{path} is a checkpoint of another model: {what}. Use the config.toml of its run")
     return manifest
 
 
@@ -449,7 +454,7 @@ def read_json(path: Path, manifest: Manifest, key: str) -> Any:
     try:
         return json.loads(read_chunk(path, stored, stored.chunks[0]).numpy().tobytes())
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: {key} is no JSON") from None
+        raise CheckpointError(f"{path}: {key} is not valid JSON") from None
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:

@@ -37,13 +37,13 @@ def complete(folder: Path) -> list[Path]:
     return sorted(paths, key=step_of, reverse=True)
 
 
-def newest(folder: Path, *, settle: bool = False) -> Path | None:
+def newest(folder: Path, *, repair: bool = False) -> Path | None:
     """The newest checkpoint under `folder` that passes `verify`; torn ones are named on stderr.
 
-    `settle`: torn ones are also set aside, and half-finished renames after a crash are repaired. Only the job that
+    `repair`: torn ones are also set aside, and half-finished renames after a crash are repaired. Only the job that
     holds the run may do that: other processes may see a transient state.
     """
-    if settle:
+    if repair:
         restore(folder)
     deadline = time.monotonic() + LATE_SECONDS
     for path in complete(folder):
@@ -51,7 +51,7 @@ def newest(folder: Path, *, settle: bool = False) -> Path | None:
             verify(path, deadline)
             return path
         except TornCheckpoint as torn:
-            if settle:
+            if repair:
                 replace(path, path.with_name(path.name + TORN))
             print(f"interlace: {torn}; using the checkpoint before it", file=sys.stderr, flush=True)
     return None
@@ -74,10 +74,10 @@ def verify(path: Path, deadline: float | None = None) -> None:
     default: `LATE_SECONDS` from now).
     """
     deadline = time.monotonic() + LATE_SECONDS if deadline is None else deadline
-    settled(path / MANIFEST, deadline=deadline)
+    wait_until_visible(path / MANIFEST, deadline=deadline)
     for name, entry in read_manifest(path).files.items():
         file = path / name
-        if not settled(file, entry.size, deadline):
+        if not wait_until_visible(file, entry.size, deadline):
             size = f"has {file.stat().st_size} bytes instead of {entry.size}" if file.exists() else "is missing"
             raise TornCheckpoint(f"checkpoint {path} is torn: {file} {size}")
         if digest(file) != entry.sha256:
@@ -89,14 +89,14 @@ def listing(folder: Path) -> str:
     return ", ".join(path.name for path in complete(folder)) or f"none in {folder}"
 
 
-def settled(path: Path, size: int | None = None, deadline: float | None = None) -> bool:
+def wait_until_visible(path: Path, size: int | None = None, deadline: float | None = None) -> bool:
     """True if a file or folder exists (with `size` bytes); waits for it until `deadline` (of time.monotonic).
 
     This host's NFS cache of the folder or file may hide writes of another host. Opening them makes it query the server
     on most mounts; on the others, the cache expires.
     """
     deadline = time.monotonic() + LATE_SECONDS if deadline is None else deadline
-    told = False
+    announced = False
     while True:
         with contextlib.suppress(OSError):
             os.listdir(path.parent)
@@ -109,9 +109,12 @@ def settled(path: Path, size: int | None = None, deadline: float | None = None) 
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        if not told:
-            print(f"interlace: waiting up to {left:.0f} s for {path}, which may only be late here", file=sys.stderr)
-            told = True
+        if not announced:
+            print(
+                f"interlace: waiting up to {left:.0f} s for {path}, which the file system may show late",
+                file=sys.stderr,
+            )
+            announced = True
         time.sleep(min(0.2, left))
 
 

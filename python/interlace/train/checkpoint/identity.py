@@ -31,16 +31,16 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
+def differences(saved: Mapping[str, Any], expected: Mapping[str, Any], limit: int = 4) -> list[str]:
     """Differences of two identities, in words, the most important first; at most `limit` lines and a count of
     the rest."""
     lines = [
         f"model.{key} is {old!r} in the checkpoint, {new!r} in the config"
-        for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(wanted["architecture"]))
+        for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(expected["architecture"]))
     ]
     lines += [
         f"{name} is {_tensor(old)} in the checkpoint, {_tensor(new)} in the model"
-        for name, old, new in _compare(saved["parameters"], wanted["parameters"])
+        for name, old, new in _compare(saved["parameters"], expected["parameters"])
     ]
     rest = len(lines) - limit
     return lines[:limit] + ([f"and {rest} more"] if rest > 0 else [])

@@ -69,7 +69,7 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor, or the box of a piece that begins at the index's offset."""
         value = self.state_dict[index.fqn]
-        return _found(value, index) if isinstance(value, Piece) else super().lookup_object(index)
+        return _chunk_of(value, index) if isinstance(value, Piece) else super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -88,9 +88,9 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """As `SavePlanner.lookup_object`."""
         value = self.state_dict[index.fqn]
-        return _found(value, index) if isinstance(value, Piece) else super().lookup_tensor(index)
+        return _chunk_of(value, index) if isinstance(value, Piece) else super().lookup_tensor(index)
 
 
-def _found(value: Piece, index: MetadataIndex) -> Tensor:
+def _chunk_of(value: Piece, index: MetadataIndex) -> Tensor:
     assert index.offset is not None
     return value.at(tuple(index.offset))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from interlace.train.checkpoint.folder import LATE_SECONDS, settled
+from interlace.train.checkpoint.folder import LATE_SECONDS, wait_until_visible
 from interlace.train.checkpoint.pieces import LoadPlanner, Piece
 from interlace.train.checkpoint.storage import DTYPES, CheckpointError, Manifest, read_chunk
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from interlace.train.models.pretrained import Source
 
 
-def read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piece]) -> None:
-    """Fills `wanted` in place from the checkpoint's tensors with these keys, all of which it has."""
+def read_into(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | Piece]) -> None:
+    """Fills `targets` in place from the checkpoint's tensors with these keys, all of which it has."""
     deadline = time.monotonic() + LATE_SECONDS
     metadata = Metadata(
         {
@@ -35,11 +35,11 @@ def read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piec
                 [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
             )
             for key, stored in manifest.tensors.items()
-            if key in wanted
+            if key in targets
         }
     )
     planner = LoadPlanner()
-    planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
+    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
     try:
         plan = planner.create_local_plan()
     except (ValueError, RuntimeError) as error:
@@ -48,16 +48,16 @@ def read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piec
         stored = manifest.tensors[item.storage_index.fqn]
         offsets = list(item.storage_index.offset or ())
         chunk = next(chunk for chunk in stored.chunks if chunk.offsets == offsets)
-        settled(path / chunk.file, manifest.files[chunk.file].size, deadline)
+        wait_until_visible(path / chunk.file, manifest.files[chunk.file].size, deadline)
         tensor = read_chunk(path, stored, chunk, (item.storage_offsets, item.lengths))
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
 
 
-def read_base(wanted: Mapping[str, Tensor | Piece], base: Mapping[str, Source]) -> None:
-    """Fills `wanted` in place from the folders of `base`."""
-    for name, value in wanted.items():
+def read_base(targets: Mapping[str, Tensor | Piece], base: Mapping[str, Source]) -> None:
+    """Fills `targets` in place from the folders of `base`."""
+    for name, value in targets.items():
         tensor, region = (value.tensor, value.region) if isinstance(value, Piece) else (value, None)
         try:
             tensor.copy_(base[name].read(region))

@@ -21,7 +21,7 @@ def items_of(plan: SavePlan) -> list[list[Any]]:
     for item in plan.items:
         data, index = item.tensor_data, item.index
         if data is None:
-            raise ValueError(f"{index.fqn} is no tensor: checkpoints hold nothing else")
+            raise ValueError(f"{index.fqn} is not a tensor: checkpoints contain only tensors")
         offset = None if index.offset is None else list(index.offset)
         rows.append([
             index.fqn, offset, index.index, item.type.name, list(data.chunk.offsets), list(data.chunk.sizes),

@@ -87,13 +87,13 @@ class Stored(_Entry):
         volume = 0
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape):
-                raise ValueError("a chunk of other dimensions than its tensor")
+                raise ValueError("a chunk has other dimensions than its tensor")
             for offset, size, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True):
                 if offset + size > whole:
-                    raise ValueError("a chunk outside its tensor")
+                    raise ValueError("a chunk is outside its tensor")
             volume += math.prod(chunk.sizes)
         if volume != math.prod(self.shape) or not _tiled(self.shape, self.chunks):
-            raise ValueError("chunks that do not make up their tensor")
+            raise ValueError("the chunks do not cover their tensor")
         return self
 
 
@@ -148,9 +148,9 @@ class Manifest(_Entry):
         for name, stored in self.tensors.items():
             for chunk in stored.chunks:
                 if chunk.file not in self.files:
-                    raise ValueError(f"{name} lies in {chunk.file}, which is not among the files")
+                    raise ValueError(f"{name} is in {chunk.file}, which is not listed in the manifest")
                 if chunk.begin + length_of(stored, chunk) > self.files[chunk.file].size:
-                    raise ValueError(f"{name} lies outside {chunk.file}")
+                    raise ValueError(f"{name} is outside the bytes of {chunk.file}")
         known = {f"model.{name}" for name in self.base} | self.tensors.keys()
         missing = [name for name in self.model.parameters if f"model.{name}" not in known]
         if missing:
@@ -224,7 +224,7 @@ def read_chunk(
     except FileNotFoundError:
         raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is missing") from None
     if left < length:
-        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is too short for what the manifest says")
+        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is shorter than the manifest says")
     dtype = DTYPES[stored.dtype]
     flat = torch.frombuffer(buffer, dtype=dtype) if length else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(rows, *chunk.sizes[1:]) if sizes else flat.reshape(())
@@ -236,7 +236,7 @@ def read_chunk(
 def code_of(name: str, dtype: torch.dtype) -> str:
     """Safetensors' name of the dtype of the tensor `name`. Raises ValueError if it has none."""
     if dtype not in _CODES:
-        raise ValueError(f"{name} is {dtype}, which safetensors cannot hold")
+        raise ValueError(f"{name} is {dtype}, which safetensors does not support")
     return _CODES[dtype]
 
 
@@ -275,8 +275,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged
     if version != FORMAT:
         raise CheckpointError(
-            f"{folder}: checkpoint format {version!r}, this version reads {FORMAT}"
-            + ("; the version of Interlace that wrote it can go on from it" if version in range(1, FORMAT) else "")
+            f"{folder}: checkpoint format {version!r}, but this version of Interlace reads {FORMAT}"
+            + ("; continue with the version of Interlace that wrote it" if version in range(1, FORMAT) else "")
         )
     try:
         return make_manifest(**table)

@@ -115,7 +115,7 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     placeholders) is written, else that of the language model's folder. Each encoder gets its folder's preprocessing
     files, with the config's mean and std if given.
     """
-    from interlace.model.checkpoints.config_file import keep_config
+    from interlace.model.checkpoints.config_file import copy_config
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole.model import copy_companions
     from interlace.train.data.texts import tokenizer_of
@@ -123,7 +123,7 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
 
     for name, module in config.model.modules().items():
         if module.path is not None:
-            keep_config(folder / name, Path(module.path))
+            copy_config(folder / name, Path(module.path))
     language_model = folder / LANGUAGE_MODEL
     if config.data.dataset == "chats":
         tokens = tokenizer_of(config, source=source)

@@ -59,9 +59,9 @@ def _in_folder(
     prepare(config, _say, source=str(path))
     launcher.say(f"run folder: {folder}")
     if config.parallel.auto:
-        from interlace.train.auto.resolve import settle
+        from interlace.train.auto.resolve import resolve_config
 
-        config = settle(config, source=str(path), folder=folder, lock=options.lock, say=_say)
+        config = resolve_config(config, source=str(path), folder=folder, lock=options.lock, say=_say)
     elif options.lock is not None:
         raise ConfigError(f"--lock {options.lock}: {path} fixes its own layout; a lock is for parallel = 'auto'")
     if options.resume is None:

@@ -67,7 +67,7 @@ class Meeting:
                 dist.destroy_process_group()
         if isinstance(error, Exception) and not isinstance(error, Over) and self._is_of_a_loss(error):
             if not self.member.over(self.generation):
-                self.member.gave_up(self.generation, first_line(error, 300))
+                self.member.abort(self.generation, first_line(error, 300))
             raise Over(first_line(error, 300)) from error
 
     def join(self, allowance: float) -> None:

@@ -79,7 +79,7 @@ class RankFailure:
 
     def __str__(self) -> str:
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
-        return f"rank {self.rank} {how}" + (f"; its last words: {self.words}" if self.words else "")
+        return f"rank {self.rank} {how}" + (f"; its last output: {self.words}" if self.words else "")
 
 
 class RankProcesses:
@@ -236,13 +236,13 @@ def run(
     else:
         say(f"interlace: {failure}")
         for rank in failure.hung:
-            say(f"interlace: rank {rank} hung: it did not end by itself and was killed")
+            say(f"interlace: rank {rank} hung: it did not exit by itself and was killed")
         others = [str(rank) for rank in range(count) if rank != failure.rank]
         if others:
-            say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
+            say(f"interlace: stopped the other ranks ({', '.join(others)}); logs in {ranks.logs}")
     again = resume()
     say(
-        f"interlace: go on from the last checkpoint with: {again}"
+        f"interlace: continue from the last checkpoint with: {again}"
         if again
         else "interlace: no checkpoint was saved yet"
     )
@@ -320,7 +320,7 @@ def follow_launcher(timeout: float) -> None:
         log = Path(folder) / "logs" / f"rank-{os.environ.get('RANK', '0')}.log" if folder else Path(os.devnull)
         with log.open("ab") as file:  # stderr may be a closed pipe
             os.dup2(file.fileno(), 2)
-        print("the launcher is gone; stopping", file=sys.stderr, flush=True)
+        print("the launcher has exited; stopping", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(timeout)
         os._exit(1)

@@ -102,7 +102,7 @@ class RunLock:
         contents = _contents(self.path)
         holders = _holders(contents)
         if contents is None:
-            self.trouble = f"{self.path} is gone: somebody removed it so that another job may use this run folder"
+            self.trouble = f"{self.path} was removed, so another job may use this run folder: start the run again"
         elif not holders or holders[0]["nonce"] != self.nonce:
             self.trouble = f"the run folder {self.path.parent} was taken over by {_named(holders)}"
 
@@ -125,7 +125,7 @@ def take(folder: Path, *, take_over: bool = False, say: Callable[[str], None] = 
         deadline = time.monotonic() + STALE_SECONDS + 2 * CLAIM_SECONDS
         while not (_publish(draft, path) or _replace(draft, path, take_over, say)):
             if time.monotonic() > deadline:
-                raise ConfigError(f"cannot lock {folder}: {path} changes all the time, or cannot be read; look at it")
+                raise ConfigError(f"cannot lock {folder}: {path} keeps changing or cannot be read: check the file")
             time.sleep(0.05)  # the previous lock is gone, or has just changed
     except OSError as error:
         os.close(handle)
@@ -203,12 +203,12 @@ def _replace(draft: Path, path: Path, take_over: bool, say: Callable[[str], None
         return True  # a repeated NFS request may report that the name exists although this job created it
     lives = [_lives(holder) for holder in holders]
     unknown = None in lives or not lives
-    if not take_over and (any(lives) or (unknown and not _stands_still(path, contents, say))):
+    if not take_over and (any(lives) or (unknown and not _is_stale(path, contents, say))):
         holders = _holders(_contents(path))
         living = [holder for holder in holders if _lives(holder) is not False] or holders
         raise ConfigError(
-            f"{path.parent} is in use by {_named(living)}: wait for it or end it, or take the "
-            "folder from it with --take-over (it then ends with an error before its next checkpoint)"
+            f"{path.parent} is in use by {_named(living)}: wait for that job or stop it, or use --take-over "
+            "(that job then fails before its next checkpoint)"
         )
     claim = path.with_name(f"{NAME}.{nonce}.claim")
     deadline = time.monotonic() + CLAIM_SECONDS
@@ -221,7 +221,7 @@ def _replace(draft: Path, path: Path, take_over: bool, say: Callable[[str], None
                 return False
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"another job has been taking over {path.parent} for {CLAIM_SECONDS:g} s; if there is none, "
+                    f"another job has been taking over {path.parent} for {CLAIM_SECONDS:g} s; if no such job exists, "
                     f"remove {claim}"
                 ) from None
             time.sleep(0.1)
@@ -234,11 +234,11 @@ def _replace(draft: Path, path: Path, take_over: bool, say: Callable[[str], None
     return True
 
 
-def _stands_still(path: Path, contents: bytes, say: Callable[[str], None]) -> bool:
+def _is_stale(path: Path, contents: bytes, say: Callable[[str], None]) -> bool:
     """True if a lock file does not change for `STALE_SECONDS` (or disappears meanwhile)."""
     say(
         f"{path.parent} is held by {_named(_holders(contents))}; "
-        f"looking for {STALE_SECONDS:g} s whether that job still lives"
+        f"checking for {STALE_SECONDS:g} s whether that job still runs"
     )
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
@@ -260,7 +260,7 @@ def _contents(path: Path) -> bytes | None:
 
 def _holders(contents: bytes | None) -> list[dict[str, Any]]:
     """Records in a lock file, first the one of its creator; empty if that one is damaged."""
-    found = []
+    records = []
     for line in (contents or b"").split(b"\n"):
         try:
             record = json.loads(line)
@@ -269,8 +269,8 @@ def _holders(contents: bytes | None) -> list[dict[str, Any]]:
             sound = False
         if not sound:
             break
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def _nonce_of(path: Path) -> str | None:

@@ -84,7 +84,7 @@ class Startup(Rounds):
             lost, texts = self._heard(_ANSWER, 0, what, ["", [""] * self.world])
             if lost:
                 self.store.add("told", 1)
-                raise TrainingError(f"{lost}; rank 0 told rank {self.rank}")
+                raise TrainingError(f"{lost}; reported by rank 0 to rank {self.rank}")
         return [json.loads(text) for text in texts]
 
     def _heard(self, place: int | str, rank: int, what: str, like: Any) -> Any:
@@ -119,10 +119,10 @@ class Startup(Rounds):
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            own = f", or this one could not {alone}" if alone else ""
+            own = f", or this rank could not {alone}" if alone else ""
             raise TrainingError(
-                f"rank {self.rank}, {what}: not all came within {self.timeout:g} s{own} ({reason}); look for the rank "
-                "that failed, or raise parallel.timeout if they start slowly"
+                f"rank {self.rank}, {what}: not all ranks joined within {self.timeout:g} s{own} ({reason}); find the "
+                "rank that failed, or raise parallel.timeout if ranks start slowly"
             ) from error
         finally:
             timer.cancel()
@@ -192,15 +192,15 @@ def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise TrainingError(
-            f"rank {rank}: MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to an address of the machine of "
-            "rank 0 and a free port there, as `interlace train` and torchrun do"
+            f"rank {rank}: MASTER_ADDR is {host!r} and MASTER_PORT is {port!r}: set them to an address of rank 0's "
+            "machine and a free port there, as `interlace train` and torchrun do"
         )
     elsewhere = world - int(os.environ.get("LOCAL_WORLD_SIZE", world))
     try:
         if elsewhere and is_loopback(host):
             raise TrainingError(
-                f"rank {rank}: {elsewhere} ranks are on other machines, but MASTER_ADDR, {host}, means this machine "
-                "to itself: set it to an address by which the others reach the machine of rank 0"
+                f"rank {rank}: {elsewhere} ranks are on other machines, but MASTER_ADDR = {host} is a loopback "
+                "address: set it to an address of rank 0's machine that the other machines can reach"
             )
         return tcp_store(host, int(port), rank, world, timeout, wait)
     except OSError as error:

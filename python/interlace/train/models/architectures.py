@@ -67,16 +67,16 @@ def model_class(name: str, *, encoder: bool) -> Any:
 
     Raises ValueError for a name unknown to transformers, and for a class that is neither.
     """
-    found = _class_named(name)
-    if found is None:
+    candidate = _class_named(name)
+    if candidate is None:
         config = _config_class(name)
         if config is None:
             from transformers import __version__
 
-            raise ValueError(f"transformers {__version__} has no model {name!r}; {_near(name, encoder)}")
-        found = _of_type(config, encoder)
-    _check_role(found, encoder)
-    return found
+            raise ValueError(f"transformers {__version__} has no model {name!r}; {_closest_name(name, encoder)}")
+        candidate = _of_type(config, encoder)
+    _check_role(candidate, encoder)
+    return candidate
 
 
 def _class_named(name: str) -> Any:
@@ -95,12 +95,12 @@ def _modules_of(name: str) -> Iterator[Any]:
     """Modules of transformers that may define the class `name`, the longest common prefix first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-    found = {
+    prefix_length = {
         model_type_to_module_name(kind): len(config.removesuffix("Config"))
         for kind, config in CONFIG_MAPPING_NAMES.items()
         if name.startswith(config.removesuffix("Config")) or _class_of_type(kind, encoder=True) == name
     }
-    for folder in sorted(found, key=lambda each: -found[each]):
+    for folder in sorted(prefix_length, key=lambda each: -prefix_length[each]):
         with_models = f"transformers.models.{folder}.modeling_{folder.rpartition('.')[2]}"
         if importlib.util.find_spec(with_models) is not None:
             yield importlib.import_module(with_models)
@@ -108,7 +108,7 @@ def _modules_of(name: str) -> Iterator[Any]:
     # read.
     models = Path(importlib.import_module("transformers").models.__path__[0])
     for file in sorted(models.glob(f"{name[:4].lower()}*/modeling_*.py")):
-        if file.parent.name not in found and f"\nclass {name}(" in file.read_text(encoding="utf-8"):
+        if file.parent.name not in prefix_length and f"\nclass {name}(" in file.read_text(encoding="utf-8"):
             yield importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
 
 
@@ -132,13 +132,13 @@ def _of_type(config: Any, encoder: bool) -> Any:
     """The class for a config class. Raises ValueError if there is none or more than one."""
     parts = _parts_of_class(config)
     if encoder and parts:
-        found = [part for part in map(_feature_class, parts) if part is not None and not reads_text(part)]
-        if len(found) != 1:
+        candidates = [part for part in map(_feature_class, parts) if part is not None and not reads_text(part)]
+        if len(candidates) != 1:
             raise ValueError(
-                f"{config.model_type!r} is a model of several parts; name the class of the one that you mean"
-                + (f": {', '.join(part.__name__ for part in found)}" if found else "")
+                f"{config.model_type!r} is a model of several parts; give the class of one part"
+                + (f": {', '.join(part.__name__ for part in candidates)}" if candidates else "")
             )
-        return found[0]
+        return candidates[0]
     found_one = (
         _feature_class(config) if encoder else _class_named(_class_of_type(config.model_type, encoder=False) or "")
     )
@@ -164,12 +164,12 @@ def _beside(config: Any) -> Any:
     place = config.__module__.replace(".configuration_", ".modeling_")
     if place == config.__module__ or importlib.util.find_spec(place) is None:
         return None
-    found = []
+    candidates = []
     for model in vars(importlib.import_module(place)).values():
         own = isinstance(model, type) and model.__module__ == place and getattr(model, "config_class", None) is config
         if own and "forward" in vars(model) and not reads_text(model) and not re.search(r"For[A-Z]", model.__name__):
-            found.append(model)
-    return found[0] if len(found) == 1 else None
+            candidates.append(model)
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _encoder_decoders() -> frozenset[str]:
@@ -200,7 +200,7 @@ def _check_role(model: Any, encoder: bool) -> None:
 
     name = getattr(model, "__name__", str(model))
     if not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-        raise ValueError(f"{name} of transformers is no model class")
+        raise ValueError(f"{name} of transformers is not a model class")
     config: Any = getattr(model, "config_class", None)
     if config is None:
         raise ValueError(f"{name} is a base class of transformers, not a model")
@@ -209,12 +209,11 @@ def _check_role(model: Any, encoder: bool) -> None:
         if name != _class_of_type(config.model_type, encoder=False):
             better = _class_of_type(config.model_type, encoder=False)
             raise ValueError(
-                f"{name} is no causal language model" + (f"; use {better}" if better and not parts else "")
+                f"{name} is not a causal language model" + (f"; use {better}" if better and not parts else "")
             )
         if parts:
             raise ValueError(
-                f"{name} is a whole model of several parts; name the class of its language model, such as "
-                "LlamaForCausalLM"
+                f"{name} is a model of several parts; give the class of its language model, such as LlamaForCausalLM"
             )
         return
     if reads_text(model) or parts:
@@ -225,10 +224,10 @@ def _check_role(model: Any, encoder: bool) -> None:
     if re.search(r"For[A-Z]", name):
         base = _feature_class(config)
         better = f"; use {base.__name__}" if base is not None and base is not model else ""
-        raise ValueError(f"{name} is made for a task: its outputs are no features of each token{better}")
+        raise ValueError(f"{name} has a task head: its outputs are not features per token{better}")
 
 
-def _near(name: str, encoder: bool) -> str:
+def _closest_name(name: str, encoder: bool) -> str:
     """The closest name in transformers."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -263,7 +262,7 @@ def describe(folder: Path, name: str | None, *, encoder: bool) -> Described:
 
     name: its class; by default the only fitting one. Raises ValueError for a folder without such a model.
     """
-    part = _part_of(folder, name, encoder)
+    part = _read_part(folder, name, encoder)
     theirs, default = _plain(part.config), _defaults(type(part.config))
     keys = _known(type(part.config))
     said = {key: theirs[key] for key in sorted(keys & theirs.keys()) if theirs[key] != default.get(key, ...)}
@@ -276,7 +275,7 @@ def differences(folder: Path, name: str, config: Any, *, encoder: bool) -> dict[
 
     Ignores token ids, which have no influence on the computation. Raises ValueError as `describe` does.
     """
-    part = _part_of(folder, name, encoder)
+    part = _read_part(folder, name, encoder)
     theirs, ours = _plain(part.config), _plain(config)
     keys = sorted(key for key in _known(type(part.config)) if not key.endswith("_token_id"))
     return {key: theirs[key] for key in keys if key in theirs and theirs[key] != ours.get(key)}
@@ -287,20 +286,20 @@ def pixel_statistics(kind: str, folder: Path | None = None) -> tuple[list[float]
 
     None if neither has them. Raises ValueError for a processor with a different pixel scaling.
     """
-    said = _processor(folder) if folder is not None else {}
-    if "image_mean" not in said and "do_normalize" not in said:
+    table = _processor(folder) if folder is not None else {}
+    if "image_mean" not in table and "do_normalize" not in table:
         known = PIXELS.get(kind)
         return None if known is None else (list(known[0]), list(known[1]))
-    if said.get("do_normalize") is False:
+    if table.get("do_normalize") is False:
         return [0.0] * 3, [1.0] * 3
-    factor = said.get("rescale_factor")
-    if said.get("do_rescale") is False or (factor is not None and abs(255 * float(factor) - 1) > 1e-6):
-        raise ValueError(f"the image processor of {folder} does not scale pixels to 0..1: say mean and std yourself")
-    found = [said.get(key) for key in ("image_mean", "image_std")]
-    for key, values in zip(("image_mean", "image_std"), found, strict=True):
+    factor = table.get("rescale_factor")
+    if table.get("do_rescale") is False or (factor is not None and abs(255 * float(factor) - 1) > 1e-6):
+        raise ValueError(f"the image processor of {folder} does not scale pixels to 0..1: set mean and std")
+    statistics = [table.get(key) for key in ("image_mean", "image_std")]
+    for key, values in zip(("image_mean", "image_std"), statistics, strict=True):
         if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
-            raise ValueError(f"the image processor of {folder} says {key} = {values!r}, not three numbers")
-    return [float(v) for v in found[0] or ()], [float(v) for v in found[1] or ()]
+            raise ValueError(f"the image processor of {folder} has {key} = {values!r}, not three numbers")
+    return [float(v) for v in statistics[0] or ()], [float(v) for v in statistics[1] or ()]
 
 
 def _processor(folder: Path) -> dict[str, Any]:
@@ -313,7 +312,7 @@ def _processor(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
+def _read_part(folder: Path, name: str | None, encoder: bool) -> Part:
     """The part of a folder with the class `name`, or the only fitting part. Raises ValueError."""
     from interlace.model.checkpoints.folder_kinds import refuse_other_kinds
 
@@ -339,7 +338,7 @@ def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
         if found := [each for each in configs if type(each) is model.config_class]:
             return Part(model, found[0])
         kinds = ", ".join(each.model_type for each in configs)
-        raise ValueError(f"{path} describes no {model.__name__}: it is of model_type {kinds}")
+        raise ValueError(f"{path} is not a config of {model.__name__}: its model_type is {kinds}")
     parts = [Part(model, each) for each in configs if (model := _fitting(each, encoder)) is not None]
     if len(parts) == 1:
         return parts[0]
@@ -347,7 +346,7 @@ def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
         names = ", ".join(part.model.__name__ for part in parts)
         raise ValueError(f"{path} holds several that can be {_role(encoder)}; give architecture: {names}")
     what = "takes images or sound" if encoder else "is a causal language model"
-    raise ValueError(f"{path} has model_type = {kind!r}, of which nothing {what}")
+    raise ValueError(f"{path} has model_type = {kind!r}, of which no class {what}")
 
 
 def _tree(config: Any) -> Iterator[Any]:
@@ -434,7 +433,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot read it: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(table, dict):
-        raise ValueError(f"{path} holds no table")
+        raise ValueError(f"{path} is not a JSON object")
     return table

@@ -35,12 +35,12 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     _check_library()
     from interlace.data import cache_folder
     from interlace.model import MultimodalModel
-    from interlace.model.probe.cache import keep_in
+    from interlace.model.probe.cache import use_cache_folder
 
-    keep_in(cache_folder(config.data.cache) / "trials")  # shared by all ranks of a machine and by later runs
+    use_cache_folder(cache_folder(config.data.cache) / "trials")  # shared by all ranks of a machine and by later runs
     spec = config.model
     if spec.path is not None:
-        model = _whole(Path(spec.path), tokenizer, source)
+        model = _whole_model(Path(spec.path), tokenizer, source)
         _check_vocabulary(config, model.vocab_size, tokenizer, source)
         freeze(config, model, source)
         check_attention_dropout(model, spec.path, source)
@@ -80,8 +80,8 @@ def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
         said = differences(folder, spec.architecture, module.config, encoder=name != "language_model")
         if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
             raise ValueError(
-                f"{folder} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, which [model.{name}.config] does not say: "
-                "leave out config, so that it is read from the folder, or say it"
+                f"{folder} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, but [model.{name}.config] does not set "
+                "it: omit config to read it from the folder, or set this key"
             )
         if has_weights(folder):
             untie_module(module, folder)
@@ -89,7 +89,7 @@ def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
         raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
 
 
-def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+def _whole_model(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
     """A whole model of HuggingFace, cut into its modules. Raises ConfigError."""
     from interlace.model import MultimodalModel
     from interlace.model.inputs.placeholders import token_ids
@@ -111,8 +111,8 @@ def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
         ours = tokenizer.placeholders.get(name)
         if ours is not None and not set(token_ids(ours)) <= set(token_ids(given)):
             raise ConfigError(
-                f"{source}: the data writes {ours} where the model of {folder} wants {given}, its placeholder for "
-                f"{name}: use data whose tokenizer is the model's"
+                f"{source}: the data writes {ours} as placeholder for {name}, but the model of {folder} needs {given}: "
+                "use the model's tokenizer for the data"
             )
     return model
 
@@ -135,7 +135,7 @@ def freeze(config: Config, model: MultimodalModel, source: str) -> None:
     if config.train.frozen_dtype == "bf16":
         narrow_frozen(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
+        raise ConfigError(f"{source}: [model] and [train] freeze all parameters; train at least a projector")
 
 
 def build_layout(
@@ -205,7 +205,7 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
             return find_whole(model, Path(config.model.path))
         except ValueError as error:
             raise ConfigError(f"{source}: [model] path: {error}") from None
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name, spec in config.model.modules().items():
         if spec.path is None or spec.architecture is None:
             continue
@@ -215,8 +215,8 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
             stored = find(module, Path(spec.path))
         except ValueError as error:
             raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
-        found |= {f"{place}.{key}": weight for key, weight in stored.items()}
-    return found
+        sources |= {f"{place}.{key}": weight for key, weight in stored.items()}
+    return sources
 
 
 @torch.no_grad()
@@ -288,8 +288,8 @@ def transformers_missing() -> str:
     if version.split(".")[0] == "5":
         return ""
     return (
-        f"building a model from a config (interlace train, plan, generate) needs transformers 5, which can "
-        f"initialise a model part by part; this is {version}: pip install 'transformers>=5,<6'. "
+        f"building a model from a config (interlace train, plan, generate) needs transformers 5, but "
+        f"{version} is installed: pip install 'transformers>=5,<6'. "
         "Attention and interlace.model work with 4.57, too."
     )
 
@@ -298,15 +298,15 @@ def _check_vocabulary(config: Config, vocab_size: int, tokenizer: Any, source: s
     if vocab_size >= tokenizer.vocab_size:
         return
     outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]
-    lost = f"; the placeholders of {', '.join(outside)} would lie outside" if outside else ""
+    consequence = f"; the placeholders of {', '.join(outside)} would be out of range" if outside else ""
     folder = config.model.path or config.model.language_model.path  # its settings are in the config, too
     if folder is None:
         raise ConfigError(
             f"{source}: [model.language_model.config] vocab_size = {vocab_size} is less than the tokenizer's "
-            f"{tokenizer.vocab_size}{lost}; leave it out or raise it to {tokenizer.vocab_size}"
+            f"{tokenizer.vocab_size}{consequence}; omit it or raise it to {tokenizer.vocab_size}"
         )
-    way = "name reserved tokens of it as data.placeholders" if outside else "name its own tokenizer as data.tokenizer"
+    way = "set data.placeholders to its reserved tokens" if outside else "set data.tokenizer to its own tokenizer"
     raise ConfigError(
-        f"{source}: the model of {folder} has embeddings of {vocab_size} tokens, and the tokenizer "
-        f"{tokenizer.vocab_size}{lost}; {way}"
+        f"{source}: the model of {folder} has embeddings of {vocab_size} tokens, but the tokenizer has "
+        f"{tokenizer.vocab_size}{consequence}; {way}"
     )

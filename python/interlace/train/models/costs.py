@@ -33,14 +33,14 @@ def budget_loads(config: Config, model: Any) -> dict[str, Load]:
     for share, own in _kinds(config, model):
         for name, lengths in own.items():
             items[name] += [(share, length) for length in lengths]
-    found = {}
+    loads = {}
     for name, each in items.items():
         tokens = sum(share * length for share, length in each)
         pairs = sum(share * length * length for share, length in each)  # (query, key) pairs within one item
         if name == "language_model":  # causal: a query sees the keys up to its own position
             pairs = (pairs + tokens) / 2
-        found[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
-    return found
+        loads[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
+    return loads
 
 
 def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
@@ -68,17 +68,17 @@ def stated_links(config: Config) -> Links | None:
     from interlace.costs.links import Link, Links
     from interlace.plan import LinkModel
 
-    found = config.parallel.links
-    if found is None:
+    stated = config.parallel.links
+    if stated is None:
         return None
 
     def link(speed: LinkSpeed) -> Link:
         line = LinkModel(1e-6 * speed.microseconds, 1e-9 / speed.gb_per_second)
         return Link(line, line)
 
-    host = link(found.host)
-    network = host if found.network is None else link(found.network)
-    return Links(host=host, network=network, ranks_per_host=found.ranks_per_host)
+    host = link(stated.host)
+    network = host if stated.network is None else link(stated.network)
+    return Links(host=host, network=network, ranks_per_host=stated.ranks_per_host)
 
 
 def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:

@@ -22,13 +22,13 @@ def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
     """
     data, most = config.data, model.max_length
     if data.dataset == "digits" and "image" not in kinds(model).values():
-        raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
+        raise ConfigError(f"{source}: the digits are images, but [model] has no image encoder: add one")
     if data.dataset == "digits" or config.model.path is None:  # a whole model has its own processor for chats
         media_specs(config, model, source=source)
     if data.max_tokens is not None and most is not None and data.max_tokens > most:
         raise ConfigError(
             f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
-            "(max_position_embeddings): lower the one or raise the other"
+            "(max_position_embeddings): lower data.max_tokens or raise max_position_embeddings"
         )
 
 
@@ -50,14 +50,10 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
             continue
         images = encoder.images
         if images is None or images.patch[0] != images.patch[1]:
-            what = (
-                "no pictures (3, height, width) of square patches"
-                if kind == "image"
-                else "no (mel bins, frames) of 10 ms"
-            )
+            what = "images (3, height, width) of square patches" if kind == "image" else "(mel bins, frames) of 10 ms"
             raise ConfigError(
-                f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
-                f"{config.data.dataset!r} has: use another encoder or another data.dataset"
+                f"{source}: [model.{name}] {type(encoder.module).__name__} does not take {what}, the items of the "
+                f"dataset {config.data.dataset!r}: use another encoder or another data.dataset"
             )
         unit = unit_of(encoder.projector)  # patches that it joins on each side
         own = math.prod(side // images.patch[0] for side in images.size)
@@ -75,8 +71,8 @@ def pixels(config: Config, model: Any, name: str, source: str = "config") -> tup
     known = pixel_statistics(model.encoders[name].module.config.model_type)
     if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
         raise ConfigError(
-            f"{source}: {spec.path} has no preprocessor_config.json that says which mean and std of pixels the encoder "
-            f"was trained with: give [model.{name}] mean and std, three numbers each"
+            f"{source}: {spec.path} has no preprocessor_config.json with the mean and std of pixels that the encoder "
+            f"was trained with: set [model.{name}] mean and std, three numbers each"
         )
     mean, std = known or HALF
     return tuple(spec.mean or mean), tuple(spec.std or std)

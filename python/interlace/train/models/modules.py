@@ -39,7 +39,7 @@ def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> An
     defaults: dict[str, Any] = {}
     if "vocab_size" not in spec.config:  # token ids of the class's defaults would be wrong ids in this vocabulary
         defaults = {"vocab_size": vocab_size, "pad_token_id": None}
-    return _made("language_model", spec, source, encoder=False, **defaults)
+    return _build("language_model", spec, source, encoder=False, **defaults)
 
 
 def make_encoder(name: str, spec: Encoder, source: str) -> Any:
@@ -53,8 +53,8 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
             callbacks[key] = _function(path, key, where)
     projector: Any = spec.projector
     if projector not in PROJECTORS:
-        projector = _own_class(projector, f"{where} projector")
-    module = _made(name, spec, source, encoder=True)
+        projector = _user_class(projector, f"{where} projector")
+    module = _build(name, spec, source, encoder=True)
     try:
         return ModalityModule(
             module,
@@ -95,11 +95,11 @@ def _function(path: str, key: str, where: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _own_class(path: str, where: str) -> Any:
+def _user_class(path: str, where: str) -> Any:
     """A class of torch modules. Raises ConfigError."""
     found = imported(path, where)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(f"{where} = {path!r} is no class of torch modules (torch.nn.Module)")
+        raise ConfigError(f"{where} = {path!r} is not a subclass of torch.nn.Module")
     return found
 
 
@@ -117,27 +117,27 @@ def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
         loose = [key for key, value in vars(part).items() if isinstance(value, Tensor)]
         own = [key for table in (part._parameters, part._buffers) for key, value in table.items() if value is not None]
         if loose:
-            raise ConfigError(f"{where} keeps the tensor {loose[0]!r} as it is: use register_buffer({loose[0]!r}, ...)")
+            raise ConfigError(f"{where} has the plain tensor {loose[0]!r}: use register_buffer({loose[0]!r}, ...)")
         if own and not callable(getattr(part, "reset_parameters", None)):
             raise ConfigError(
-                f"{where}: {name or type(part).__name__} has {own[0]!r} but no reset_parameters(), which fills it: "
-                "models are built without memory, and values that __init__ gives are lost"
+                f"{where}: {name or type(part).__name__} has {own[0]!r} but no reset_parameters() that initialises it: "
+                "models are built without memory, so values set in __init__ are lost"
             )
     if isinstance(projector, ItemProjector):
         return
     like = next(encoder.module.parameters())
-    given = torch.empty(6, encoder.feature_size * spec.downsample, device="meta", dtype=like.dtype)
+    features = torch.empty(6, encoder.feature_size * spec.downsample, device="meta", dtype=like.dtype)
     try:
-        made = projector(given)
+        projected = projector(features)
     except Exception as error:  # user code may raise anything
         if "meta" in str(error):  # the code reads values, which do not exist yet
             return
         text = " ".join(str(error).split())
-        raise ConfigError(f"{where} does not take features {list(given.shape)}: {text}") from None
+        raise ConfigError(f"{where} does not take features {list(features.shape)}: {text}") from None
     wanted = [6, encoder.out_features]
-    if not isinstance(made, Tensor) or list(made.shape) != wanted:
-        got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise ConfigError(f"{where} makes {got} of features {list(given.shape)}, where {wanted} are wanted")
+    if not isinstance(projected, Tensor) or list(projected.shape) != wanted:
+        got = list(projected.shape) if isinstance(projected, Tensor) else type(projected).__name__
+        raise ConfigError(f"{where} makes {got} of features {list(features.shape)}, expected {wanted}")
 
 
 # ---------------------------------------------------------------------- the library's class
@@ -152,7 +152,7 @@ def _on_meta(module: Any) -> Any:
     return module
 
 
-def _made(name: str, spec: Module, source: str, *, encoder: bool, **defaults: Any) -> Any:
+def _build(name: str, spec: Module, source: str, *, encoder: bool, **defaults: Any) -> Any:
     """The library's module for a table in the config, without weights."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -176,7 +176,7 @@ def _made(name: str, spec: Module, source: str, *, encoder: bool, **defaults: An
     except Exception as error:  # the library's own checks, and errors inside it from values that pass them
         text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         if not isinstance(error, (StrictDataclassError, ValueError)):
-            text = f"the library cannot make a model of {', '.join(sorted(spec.config)) or 'its defaults'}: {text}"
+            text = f"transformers cannot build a model from {', '.join(sorted(spec.config)) or 'its defaults'}: {text}"
         raise ConfigError(f"{where} {model.__name__}: {text}") from None
 
 
@@ -202,7 +202,8 @@ def _checked(spec: Module, model: Any, where: str) -> dict[str, Any]:
             table = table.setdefault(key, {})
         if not isinstance(table, dict) or (not around and last not in fields) or last in table:
             raise ConfigError(
-                f"{where.removesuffix('.config]')}] unset: {path!r} is no key that can be None; {nearest(last, fields)}"
+                f"{where.removesuffix('.config]')}] unset: {path!r} is not a key that can be None; "
+                f"{nearest(last, fields)}"
             )
         table[last] = None
     return keys
@@ -225,7 +226,7 @@ def _problem_of(key: str, value: Any) -> str:
     if isinstance(value, float):
         return "" if 0 <= value <= MOST else f"must be between 0 and {MOST:,}, not {value!r}"
     if key == "num_channels" and value != 3:
-        return f"must be 3, as pictures are read in colour, not {value!r}"
+        return f"must be 3 (images are read as RGB), not {value!r}"
     least = 1 if key.endswith(SIZES) and key not in MAY_BE_0 else 0 if key.endswith("_token_id") else -MOST
     most = MOST_LAYERS if key.endswith("layers") else MOST
     return "" if least <= value <= most else f"must be between {least:,} and {most:,}, not {value!r}"
@@ -235,13 +236,17 @@ def _check_sizes(config: Any, where: str) -> None:
     """Raises ConfigError for sizes that do not fit each other, which the library would find only in the first step."""
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if isinstance(image, int) and isinstance(patch, int) and image < patch:
-        raise ConfigError(f"{where} image_size = {image} is less than patch_size = {patch}: no picture has a patch")
+        raise ConfigError(
+            f"{where} image_size = {image} is less than patch_size = {patch}: an image must have at least one patch"
+        )
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int) or not heads:
         return
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % key_heads:
-        raise ConfigError(f"{where} num_attention_heads = {heads} is no multiple of num_key_value_heads = {key_heads}")
+        raise ConfigError(
+            f"{where} num_attention_heads = {heads} is not a multiple of num_key_value_heads = {key_heads}"
+        )
     head = getattr(config, "head_dim", None) or width // heads
     if getattr(config, "rope_parameters", None) is not None and head % 2:  # the library accepts odd sizes such as 3
-        raise ConfigError(f"{where} heads of {head} cannot be turned in pairs (RoPE): make head_dim even")
+        raise ConfigError(f"{where} head_dim = {head} is odd, which RoPE does not support: make it even")

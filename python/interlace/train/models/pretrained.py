@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from interlace.model.checkpoints.tied import own_parameter, say_untied
+from interlace.model.checkpoints.tied import log_untied, own_parameter
 from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
 from interlace.train.models.architectures import read_json
@@ -55,8 +55,8 @@ class Stored(NamedTuple):
             raise ValueError(f"{self.file}: cannot read {self.key}: {error}") from None
         if not all(map(_finite, boxes)):
             raise ValueError(
-                f"{self.file}: {self.key} has numbers that are not finite, so no loss would be either: copy the file "
-                "again, or take an earlier checkpoint"
+                f"{self.file}: {self.key} has values that are not finite: copy the file again, or use an earlier "
+                "checkpoint"
             )
         return boxes[0] if len(boxes) == 1 or region is None else torch.cat(boxes, region.dim)
 
@@ -112,24 +112,27 @@ Source = Stored | Made
 CHUNK = 1 << 24  # numbers compared at a time
 
 
-def same_values(one: Source, other: Source) -> bool:
+def same_values(left: Source, right: Source) -> bool:
     """True if two sources hold the same tensor, whatever its dtype. Reads files in chunks to limit memory."""
-    if not isinstance(one, Stored) or not isinstance(other, Stored):
-        return _equal(one.read(), other.read())
+    if not isinstance(left, Stored) or not isinstance(right, Stored):
+        return _equal(left.read(), right.read())
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
-            mine, theirs = first.get_slice(one.key), second.get_slice(other.key)
+        with (
+            safe_open(left.file, framework="pt") as first,
+            safe_open(right.file, framework="pt") as second,
+        ):
+            mine, theirs = first.get_slice(left.key), second.get_slice(right.key)
             shape = list(mine.get_shape())
             if shape != list(theirs.get_shape()):
                 return False
             if not shape:
-                return _equal(first.get_tensor(one.key), second.get_tensor(other.key))
+                return _equal(first.get_tensor(left.key), second.get_tensor(right.key))
             rows = max(1, CHUNK // max(1, math.prod(shape[1:])))
             return all(_equal(mine[at : at + rows], theirs[at : at + rows]) for at in range(0, shape[0], rows))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{one.file}: cannot compare {one.key} with {other.key}: {error}") from None
+        raise ValueError(f"{left.file}: cannot compare {left.key} with {right.key}: {error}") from None
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -159,7 +162,7 @@ def untie(module: nn.Module, key_of: Mapping[str, str], stored: Mapping[str, Sou
                     f"{key_of[name]!r}, which are one weight of {type(module).__name__}: remove the one that is wrong"
                 )
             own_parameter(module, name)
-    say_untied(module)
+    log_untied(module)
 
 
 def untie_module(module: nn.Module, folder: Path) -> None:
@@ -177,20 +180,20 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     read, so a folder with buffers is rejected.
     """
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
-    wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
+    parameters = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
     stored, key_of = located(module, folder)
-    found = present(module, key_of, stored)
-    refuse_missing(folder, [key_of[name] for name in wanted if name not in found], kind)
-    every = _keys(wanted, [*module.state_dict(), *names], stored)
+    sources = present(module, key_of, stored)
+    refuse_missing(folder, [key_of[name] for name in parameters if name not in sources], kind)
+    every = _keys(parameters, [*module.state_dict(), *names], stored)
     refuse_buffers(folder, stored.keys() & set(every.values()) - set(key_of.values()))
-    if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
+    if left := _unused_keys(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
-            f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
-            "the model that was saved; leave out config, so that it is read from the folder"
+            f"{folder} has {left[0]!r}, but {kind} with this config does not, so it would not compute the same as "
+            "the saved model; omit config to read it from the folder"
         )
-    check_shapes(wanted, found)
-    return found
+    check_shapes(parameters, sources)
+    return sources
 
 
 def located(module: nn.Module, folder: Path) -> tuple[Mapping[str, Source], dict[str, str]]:
@@ -215,19 +218,19 @@ def located(module: nn.Module, folder: Path) -> tuple[Mapping[str, Source], dict
 def present(module: nn.Module, key_of: Mapping[str, str], stored: Mapping[str, Source]) -> dict[str, Source]:
     """Sources of the parameters of `module`, by first name; of tied ones, the first name that `stored` has."""
     first: dict[int, str] = {}
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         own = first.setdefault(id(parameter), name)
         if name in key_of and key_of[name] in stored:
-            found.setdefault(own, stored[key_of[name]])
-    return found
+            sources.setdefault(own, stored[key_of[name]])
+    return sources
 
 
 def refuse_missing(folder: Path, missing: Sequence[str], kind: str) -> None:
     """Raises ValueError for a folder that lacks the keys `missing` of a model of class `kind`."""
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs; copy it again, whole")
+        raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs; copy the folder again")
 
 
 def refuse_buffers(folder: Path, kept: Collection[str]) -> None:
@@ -239,8 +242,8 @@ def refuse_buffers(folder: Path, kept: Collection[str]) -> None:
     if left := sorted(key for key in kept if not key.endswith(MADE_ANEW)):
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ValueError(
-            f"{folder} keeps {left[0]!r}{more} in a buffer, which is not read yet: it would begin as in a new model; "
-            "use a model that keeps none"
+            f"{folder} has {left[0]!r}{more} in a buffer, which is not loaded yet: it would start as in a new model; "
+            "use a model without such buffers"
         )
 
 
@@ -262,28 +265,28 @@ def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, So
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, Source] = {}
+    sources_of: dict[str, Source] = {}
     pieces: dict[str, list[tuple[str, Stored]]] = {}
     for key in sorted(contents, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters)
         if pattern is not None:
             pieces.setdefault(name, []).append((pattern, contents[key]))
-        elif name in found and name != key:
-            found[key] = contents[key]  # two parts of a larger model have it: keep it as it is
-        elif name in found and not same_values(found[name], contents[key]):
+        elif name in sources_of and name != key:
+            sources_of[key] = contents[key]  # two parts of a larger model have it: keep it as it is
+        elif name in sources_of and not same_values(sources_of[name], contents[key]):
             raise ValueError(
                 f"{contents[key].file.parent} has {key!r} twice, with different values: the other one is "
-                f"{found[name].tensors()[0].key!r}, an older name of it; remove the one that is wrong"
+                f"{sources_of[name].tensors()[0].key!r}, an older name of it; remove the one that is wrong"
             )
         else:
-            found[name] = contents[key]
+            sources_of[name] = contents[key]
     for first, sources in pieces.items():
         converter = converter_of[sources[0][0]]
         start = converter.target_patterns[0]
         for target in converter.target_patterns:
             name = first.replace(start, target, 1)
-            found[name] = Made(converter, sources, first, name, module)
-    return found
+            sources_of[name] = Made(converter, sources, first, name, module)
+    return sources_of
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
@@ -291,7 +294,7 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
 
 
-def _left_over(more: Collection[str], used: Collection[str]) -> list[str]:
+def _unused_keys(more: Collection[str], used: Collection[str]) -> list[str]:
     """Keys in `more` that are beside `used` keys, or in the same list of layers."""
     beside = {key.rpartition(".")[0] for key in used}
     lists = {match[1] for key in used if (match := re.match(r"(.*?\.)\d+\.", key))}
@@ -322,7 +325,7 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
     whole = sorted(theirs for (own, theirs), count in votes.items() if not own and count == len(wanted))
     if len(whole) > 1:
         raise ValueError(
-            f"the folder has these weights twice, under {whole[0]!r} and {whole[1]!r}: save the one that is meant alone"
+            f"the folder has these weights twice, under {whole[0]!r} and {whole[1]!r}: save only one of them"
         )
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
 
@@ -337,12 +340,12 @@ def contents_of(folder: Path) -> dict[str, Stored]:
     if (folder / INDEX).exists():
         files, lost = _shards(folder)
         if lost:
-            raise ValueError(f"{folder / INDEX} names {lost[0]!r}, which is not there; copy the folder again, whole")
+            raise ValueError(f"{folder / INDEX} names {lost[0]!r}, which is missing; copy the folder again")
         return {key: Stored(folder / name, key) for key, name in files.items()}
     if (folder / WEIGHTS).exists():
         return {key: Stored(folder / WEIGHTS, key) for key in _heads(folder / WEIGHTS)}
     other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
-    also = f", only {other[0]}, which is a pickle: save the model again with safetensors" if other else ""
+    also = f", only the pickle {other[0]}: save the model again with safetensors" if other else ""
     raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{also}")
 
 
@@ -373,21 +376,20 @@ def _heads(file: Path) -> dict[str, tuple[list[int], str]]:
         raise ValueError(f"{file} is damaged: {error}; copy it again") from None
 
 
-def check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Source]) -> None:
-    used = [each for source in found.values() for each in source.tensors()]
+def check_shapes(parameters: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
+    used = [each for source in sources.values() for each in source.tensors()]
     heads = {file: _heads(file) for file in {stored.file for stored in used}}
     for file, key in used:
         if key not in heads[file]:
-            raise ValueError(f"{file} has no {key!r}, where {INDEX} says it is; copy the folder again, whole")
+            raise ValueError(f"{file} has no {key!r}, where {INDEX} says it is; copy the folder again")
         if (dtype := heads[file][key][1]) not in FLOATS:
             raise ValueError(
-                f"{file}: {key} is of dtype {dtype}, so it is quantized, which is not undone here: give the model as "
-                "it was before"
+                f"{file}: {key} is of dtype {dtype}: quantized weights are not supported: give the unquantized model"
             )
-    for name, parameter in wanted.items():
-        source = found[name]
+    for name, parameter in parameters.items():
+        source = sources[name]
         theirs = [torch.empty(heads[file][key][0], device="meta") for file, key in source.tensors()]
         shape = list((theirs[0] if isinstance(source, Stored) else source.made_of(theirs)).shape)
         file, key = source.tensors()[0]
         if shape != list(parameter.shape):
-            raise ValueError(f"{file}: {key} is {shape}, the config makes it {list(parameter.shape)}")
+            raise ValueError(f"{file}: {key} has shape {shape}, but {list(parameter.shape)} follows from the config")

@@ -66,12 +66,12 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     every = [name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     names = {name: base_name(model.name_in_whole(name)) for name in every}
     wanted = {name: weight for name, weight in model.named_parameters() if not is_adapter(name)}
-    found = present(model, names, stored)
-    refuse_missing(folder, [names[name] for name in wanted if name not in found], kind)
+    sources = present(model, names, stored)
+    refuse_missing(folder, [names[name] for name in wanted if name not in sources], kind)
     known = set(names.values())
     own = {base_name(key) for key in whole.state_dict()}
     refuse_buffers(folder, own & (stored.keys() - known))
     if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
-        raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: config.json is of another model")
-    check_shapes(wanted, found)
-    return found
+        raise ValueError(f"{folder} has {left[0]!r}, but {kind} does not: its config.json is of another model")
+    check_shapes(wanted, sources)
+    return sources

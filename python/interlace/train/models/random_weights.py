@@ -34,7 +34,7 @@ def random_values(
     places = [part.name for name in model.modules_order() for layer in model.layers(name) for part in layer.parts]
     beside = [name.rpartition(".")[0] for name, _ in model.named_buffers() if not _inside(name, places)]
     if lost := [name for name in names if not _inside(name, places)]:
-        raise ConfigError(f"no rule is known for the first values of {lost[0]}, which lies in no layer and in no part")
+        raise ConfigError(f"no initialisation rule for {lost[0]}, which is outside all layers and parts of the model")
     for place in dict.fromkeys([*places, *beside]):
         parameters = {f"{place}.{name}": None for name, _ in model.get_submodule(place).named_parameters()}.keys()
         wanted = {name for name in parameters if first[name] == name and name in names}
@@ -45,13 +45,13 @@ def random_values(
 
 def _part_with_values(
     model: nn.Module,
-    place: str,
+    path: str,
     families: Mapping[str, Any],
     first: Mapping[str, str],
-    wanted: Collection[str],
+    missing: Collection[str],
     seed: int,
 ) -> list[tuple[str, Tensor]]:
-    """The `wanted` parameters and the buffers of the part of `model` at `place`, as initialised by the library."""
+    """The `missing` parameters and the buffers of the part of `model` at `path`, as initialised by the library."""
 
     def fill(prefix: str, module: nn.Module) -> None:
         above = [f for f in families if prefix == f or f == "" or _inside(prefix, [f])]
@@ -65,24 +65,24 @@ def _part_with_values(
             elif callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
-    whole = model.get_submodule(place)
+    whole = model.get_submodule(path)
     real: dict[int, Any] = {id(p): nn.Parameter(_on_the_host(p), p.requires_grad) for p in whole.parameters()}
     real |= {id(buffer): _on_the_host(buffer) for buffer in whole.buffers()}
     part = copy.deepcopy(whole, real)  # memo: these tensors are replaced by their copies
     adapted = [layer for _, layer in lora_layers(part)]
     for name, module in reversed(list(part.named_modules())):  # children first, as the library's rules expect
-        inside = [f"{_join(place, name)}.{key}" for key, _ in module.named_parameters(remove_duplicate=False)]
+        inside = [f"{_join(path, name)}.{key}" for key, _ in module.named_parameters(remove_duplicate=False)]
         if not inside or any(first[key] == key for key in inside):  # a tied weight is filled under its first name
-            fill(_join(place, name), module)
+            fill(_join(path, name), module)
     child = part
-    for prefix in around(place):  # rules for modules around this part may fill it too (Whisper's sinusoids)
+    for prefix in around(path):  # rules for modules around this part may fill it too (Whisper's sinusoids)
         shell = clone(model.get_submodule(prefix))
-        shell._modules[place[len(prefix) :].lstrip(".").partition(".")[0]] = child
+        shell._modules[path[len(prefix) :].lstrip(".").partition(".")[0]] = child
         fill(prefix, shell)
         child = shell
-    found = [(f"{place}.{name}", parameter.detach()) for name, parameter in part.named_parameters()]
-    buffers = [(f"{place}.{name}", buffer) for name, buffer in part.named_buffers()]
-    return [(name, values) for name, values in found if name in wanted] + buffers
+    found = [(f"{path}.{name}", parameter.detach()) for name, parameter in part.named_parameters()]
+    buffers = [(f"{path}.{name}", buffer) for name, buffer in part.named_buffers()]
+    return [(name, values) for name, values in found if name in missing] + buffers
 
 
 def _on_the_host(tensor: Tensor) -> Tensor:

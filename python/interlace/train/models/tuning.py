@@ -48,13 +48,13 @@ def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> N
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = Names(model)
         for pattern in train.freeze:
-            found = {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
-            if not found:
+            matches = {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
+            if not matches:
                 raise ConfigError(
-                    f"{source}: [train] freeze: {pattern!r} names adapters alone, which are there to be trained: leave "
-                    "out their layers in train.lora.targets"
+                    f"{source}: [train] freeze: {pattern!r} matches only adapters, which must be trained: remove their "
+                    "layers from train.lora.targets"
                 )
-            trained -= found
+            trained -= matches
         for pattern in train.train:
             trained |= _matching(names, pattern, "train", source)
         model.train_only(trained)
@@ -71,11 +71,11 @@ def check_degrees(config: Config, model: nn.Module, *, source: str = "config") -
     adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
     for name in config.modules():
         spec = config.parallel.module(name)
-        if spec.tp * spec.cp > 1 and any(path.startswith(_place(name)) for path in adapters):
+        if spec.tp * spec.cp > 1 and any(path.startswith(_prefix(name)) for path in adapters):
             degrees = " and ".join(f"{key} = {n}" for key, n in (("tp", spec.tp), ("cp", spec.cp)) if n > 1)
             raise ConfigError(
-                f"{source}: [train.lora] dropout = {lora.dropout:g}: the {degrees} ranks of {name} share its layers "
-                "and would not drop alike: set it to 0"
+                f"{source}: [train.lora] dropout = {lora.dropout:g}: not supported with {degrees} ranks of {name}, "
+                "which would drop different elements: set it to 0"
             )
 
 
@@ -88,21 +88,21 @@ def rates(config: Config, model: nn.Module, *, source: str = "config") -> dict[s
     train, names = config.train, Names(model)
     projectors = names.projectors()
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    found: dict[str, tuple[str, float, float]] = {}
+    settings: dict[str, tuple[str, float, float]] = {}
     for group in train.groups:
         matching = _matching(names, group.pattern, "groups", source)
-        mine = [name for name in trained if name in matching and name not in found]
+        mine = [name for name in trained if name in matching and name not in settings]
         if not mine:
             why = "frozen" if matching.isdisjoint(trained) else "frozen or in a group before it"
-            raise ConfigError(f"{source}: [train] groups: all that {group.pattern!r} matches is {why}; remove it")
+            raise ConfigError(f"{source}: [train] groups: all matches of {group.pattern!r} are {why}; remove it")
         for name in mine:
             _, lr, decay = _of_module(name, config, name in projectors)
             lr = lr if group.lr is None else group.lr
-            found[name] = group.pattern, lr, decay if group.weight_decay is None else group.weight_decay
+            settings[name] = group.pattern, lr, decay if group.weight_decay is None else group.weight_decay
     matrices = _matrices(model) if train.optimizer == "muon" else ()
     made = {}
     for name in trained:
-        label, lr, decay = found.get(name) or _of_module(name, config, name in projectors)
+        label, lr, decay = settings.get(name) or _of_module(name, config, name in projectors)
         optimizer = "adamw" if train.optimizer == "muon" and name not in matrices else train.optimizer
         made[name] = Rates(label, optimizer, lr, decay)
     return made
@@ -136,13 +136,13 @@ def _of_module(name: str, config: Config, projector: bool) -> tuple[str, float, 
     return group, (train.lr if lr is None else lr), (train.weight_decay if decay is None else decay)
 
 
-def summary(model: nn.Module, found: Mapping[str, Rates]) -> list[str]:
+def summary(model: nn.Module, rates_of: Mapping[str, Rates]) -> list[str]:
     """A line per group of trained parameters, and a line for the frozen ones."""
     sizes: dict[Rates, int] = {}
     frozen = 0
     for name, parameter in model.named_parameters():
-        if name in found:
-            sizes[found[name]] = sizes.get(found[name], 0) + parameter.numel()
+        if name in rates_of:
+            sizes[rates_of[name]] = sizes.get(rates_of[name], 0) + parameter.numel()
         else:
             frozen += parameter.numel()
     lines = [
@@ -160,16 +160,16 @@ def _check_whole(config: Config, model: nn.Module, source: str) -> None:
         return
     for name in config.modules():
         spec = config.parallel.module(name)
-        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(_place(name)))
+        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(_prefix(name)))
         if trained and (spec.tp > 1 or spec.shard != "none"):
             key = f"tp = {spec.tp}" if spec.tp > 1 else f"shard = {spec.shard!r}"
             raise ConfigError(
-                f"{source}: [train] optimizer = {optimizer!r} computes with whole matrices, of which ranks have pieces "
-                f"under parallel.{name}.{key}: use 'adamw' or 'sgd', or leave {key.split()[0]} out"
+                f"{source}: [train] optimizer = {optimizer!r} needs whole matrices, but ranks have only pieces of them "
+                f"with parallel.{name}.{key}: use 'adamw' or 'sgd', or omit {key.split()[0]}"
             )
 
 
-def _place(name: str) -> str:
+def _prefix(name: str) -> str:
     """Common prefix of the names of all parameters of a module."""
     return f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
 

@@ -26,7 +26,6 @@ from interlace.costs.links import Links
 from interlace.costs.step import FittedCosts, costs_text, read_costs
 from interlace.plan import LinkModel, fit_link
 from interlace.simulate import Timeline
-from interlace.train.around import measure_around
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.device import AUTOCAST, finish
@@ -34,6 +33,7 @@ from interlace.train.launch import launcher
 from interlace.train.models.tuning import Rates, rates
 from interlace.train.optim import Optimizer
 from interlace.train.runfolder import write_whole
+from interlace.train.step_overhead import measure_overhead
 
 NAME = "costs.json"
 SECONDS = 4.0  # time budget for layers
@@ -58,7 +58,7 @@ def measure(config: Config, model: Any, data: Any, device: torch.device) -> Fitt
         sequence_parallel=config.parallel.sequence_parallel,
         optimizer=time_optimizer(config, model, device),
     )
-    around = measure_around(config, model, data, device.type)
+    around = measure_overhead(config, model, data, device.type)
     return replace(found, around=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from interlace.data import ByteTokenizer
 from interlace.model import Media, Sample
-from interlace.train import around
+from interlace.train import step_overhead
 from interlace.train.auto.work import nominal_work
 from interlace.train.data.feed import datasets
 from interlace.train.launch import launcher
@@ -61,22 +61,22 @@ MODEL = SimpleNamespace(encoders={"vision": None, "audio": None})
 
 @pytest.fixture
 def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(around.time, "thread_time", Clock())
-    monkeypatch.setattr(around, "_batch_seconds", lambda *_: (0.0625, 0.125, 0.03125))
+    monkeypatch.setattr(step_overhead.time, "thread_time", Clock())
+    monkeypatch.setattr(step_overhead, "_batch_seconds", lambda *_: (0.0625, 0.125, 0.03125))
 
 
 @pytest.mark.usefixtures("set_times")
 @pytest.mark.parametrize("limit", [0.0, 100.0])
 def test_reading_and_decoding_are_what_the_thread_took(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     config = oracle.config_of((2, 2))
-    monkeypatch.setattr(around, "SECONDS", limit)
-    found = around.measure_around(config, MODEL, Data(10), "cpu")(1, 1)
+    monkeypatch.setattr(step_overhead, "SECONDS", limit)
+    found = step_overhead.measure_overhead(config, MODEL, Data(10), "cpu")(1, 1)
     # The data has no clip, so audio is unknown. The reading thread also makes the table.
     assert (found.sample, found.read, dict(found.decode)) == (0.1875, 0.5625, {"vision": 0.5})
     assert found.error == 0.03125
-    gpu = around.measure_around(config, MODEL, Data(10), "cuda")(1, 1)
+    gpu = step_overhead.measure_overhead(config, MODEL, Data(10), "cuda")(1, 1)
     assert (gpu.sample, gpu.read, dict(gpu.decode)) == (0.1875, 0.0, {})
-    assert around.measure_around(config, MODEL, Data(0), "cpu")(1, 1) is around.NOTHING_AROUND
+    assert step_overhead.measure_overhead(config, MODEL, Data(0), "cpu")(1, 1) is step_overhead.NOTHING_AROUND
 
 
 def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **ranks: int) -> tuple[float, float]:
@@ -88,9 +88,9 @@ def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **r
 
     config = oracle.config_of((2, 2))
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
-    monkeypatch.setattr(around, "pickle", SimpleNamespace(dumps=pickle.dumps, loads=received))
+    monkeypatch.setattr(step_overhead, "pickle", SimpleNamespace(dumps=pickle.dumps, loads=received))
     monkeypatch.setattr(launcher, "default_threads", lambda ranks: 8 // ranks)
-    found = around.measure_around(config, MODEL, data, "cpu")(ranks["ranks"], ranks["threads"])
+    found = step_overhead.measure_overhead(config, MODEL, data, "cpu")(ranks["ranks"], ranks["threads"])
     assert (found.sample, set(found.decode), found.error) == (0.1875, {"vision"}, 0.03125)
     return found.read, found.decode["vision"]
 
@@ -115,12 +115,12 @@ def test_measuring_decode_still_counts_lost_items() -> None:
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 1})})
     model = oracle.model_of(config)
     train, _ = datasets(config, model, ByteTokenizer())
-    found = around.measure_around(config, model, train, "cpu")(1, 1)
+    found = step_overhead.measure_overhead(config, model, train, "cpu")(1, 1)
     assert set(found.decode) == set(model.encoders) and train.noted is None
 
 
 def test_a_batch_of_a_real_model_is_timed() -> None:
     config = oracle.config_of((2, 2))
     model = oracle.model_of(config)
-    table, rest, error = around._batch_seconds(config, model, nominal_work(config, model, 4).samples())
+    table, rest, error = step_overhead._batch_seconds(config, model, nominal_work(config, model, 4).samples())
     assert 0.0 < table < math.inf and 0.0 < rest < math.inf and 0.0 <= error < math.inf

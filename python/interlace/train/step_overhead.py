@@ -27,7 +27,7 @@ SECONDS = 1.0  # no more samples are decoded after this time
 _TURNS = 5
 
 
-def measure_around(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], Around]:
+def measure_overhead(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], Around]:
     """Measures the outside-schedule time of a config's model on devices of a `kind`. data: the training set.
 
     Returns a function of (ranks per node, threads per rank). Both determine the number of workers and whether workers
@@ -42,19 +42,19 @@ def measure_around(config: Config, model: Any, data: Any, kind: str) -> Callable
     table, rest, error = _batch_seconds(config, model, samples[: config.train.batch_size])
     if kind != "cpu":
         return lambda local_ranks, threads: Around(table + rest, error=error)
-    handed: _Handed | None = None
+    worker_times: _WorkerTimes | None = None
     if workers_of(config, 1) or config.data.workers == "ray":  # with more ranks, each has as many workers or fewer
-        handed = _handed(config, model, data, count)
+        worker_times = _worker_times(config, model, data, count)
     decode = _decoding(model, samples)
 
     def around(local_ranks: int, threads: int) -> Around:
         workers = workers_of(config, local_ranks)
         # The reading thread also makes the table of each batch: the table determines the items that this rank decodes.
-        if handed is None or not (workers or config.data.workers == "ray"):
+        if worker_times is None or not (workers or config.data.workers == "ray"):
             return Around(table + rest, read + table, decode, error)
         part = beside(workers, local_ranks, threads)
-        seconds = {name: handed.took[name] + part * handed.decode[name] for name in handed.decode}
-        return Around(table + rest, handed.took_bare + part * handed.read + table, seconds, error)
+        seconds = {name: worker_times.took[name] + part * worker_times.decode[name] for name in worker_times.decode}
+        return Around(table + rest, worker_times.took_bare + part * worker_times.read + table, seconds, error)
 
     return around
 
@@ -72,7 +72,7 @@ def beside(workers: int, local_ranks: int, threads: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _WorkerTimes:
     """CPU seconds per sample if another process prepares the data.
 
     read, took_bare: time in that process and in this one, for everything except media.
@@ -85,7 +85,7 @@ class _Handed:
     took: Mapping[str, float]
 
 
-def _handed(config: Config, model: Any, data: Any, count: int) -> _Handed | None:
+def _worker_times(config: Config, model: Any, data: Any, count: int) -> _WorkerTimes | None:
     """Times the work of a worker and of the thread that waits for it, for a batch of `count` samples, one after the
     other.
 
@@ -99,36 +99,36 @@ def _handed(config: Config, model: Any, data: Any, count: int) -> _Handed | None
         loader = pickle.loads(pickle.dumps(Loader(data, count, seed=config.run.seed, prefetch=0)))
     except Exception:  # user classes may raise anything; the run reports it when it starts workers
         return None
-    there = Producing(loader)
+    producer = Producing(loader)
     clock = time.thread_time
     begin = clock()
-    sent = pickle.dumps(there.answer(Task("make", 0, 0)))
-    made = clock()
+    sent = pickle.dumps(producer.answer(Task("make", 0, 0)))
+    answered = clock()
     samples = [whole(bare, None) for bare in pickle.loads(sent).samples]
-    took = clock() - made
-    decode, taken = {}, {}
+    took = clock() - answered
+    decode, receive = {}, {}
     for name in model.encoders:
-        spent, here, done = 0.0, 0.0, 0
+        spent, receiving, done = 0.0, 0.0, 0
         for index, sample in zip(loader.indices(0, 0), samples, strict=True):
             items = tuple((name, number) for number in range(len(sample.media.get(name, ()))))
             if not items:
                 continue
             started = clock()
-            answer = pickle.dumps(there.answer(Task("load", 0, index, items)))
+            answer = pickle.dumps(producer.answer(Task("load", 0, index, items)))
             there_until = clock()
             for raw in pickle.loads(answer).items:
                 raw.tensor()
-            spent, here, done = spent + there_until - started, here + clock() - there_until, done + 1
+            spent, receiving, done = spent + there_until - started, receiving + clock() - there_until, done + 1
             if spent > SECONDS:
                 break
         if done:
-            decode[name], taken[name] = spent / done, here / done
-    return _Handed((made - begin) / count, took / count, decode, taken)
+            decode[name], receive[name] = spent / done, receiving / done
+    return _WorkerTimes((answered - begin) / count, took / count, decode, receive)
 
 
 def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
     """Encoder -> CPU seconds to decode one sample's items, on average."""
-    found = {}
+    seconds = {}
     for name in model.encoders:
         begin, count = time.thread_time(), 0
         for sample in samples:
@@ -141,8 +141,8 @@ def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
             if time.thread_time() - begin > SECONDS:
                 break
         if count:
-            found[name] = (time.thread_time() - begin) / count
-    return found
+            seconds[name] = (time.thread_time() - begin) / count
+    return seconds
 
 
 def _batch_seconds(config: Config, model: Any, samples: Sequence[Any]) -> tuple[float, float, float]:
