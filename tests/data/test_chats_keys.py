@@ -288,4 +288,4 @@ def test_check_lists_what_is_ignored_and_left_out(tmp_path: Path, capsys: pytest
             assert f"{path}:{number}: key that is ignored: {key} (records: 1)" in told
     assert "key that is ignored: messages[].mood (records: 3)" in told
     rows = page.read_text()
-    assert rows.count("<td>record</td>") == 250 and rows.count("<td>key</td>") == 1
+    assert rows.count("<td>record<td>") == 250 and rows.count("<td>key<td>") == 1

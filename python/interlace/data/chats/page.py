@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 from collections import Counter
@@ -15,11 +14,16 @@ from interlace.data.chats.encoding.tokens import NO_END, ChatFormat, Encoded
 from interlace.data.chats.examine import Examined
 from interlace.data.chats.files.shapes import BROKEN, Chat
 from interlace.data.media import DecodeError, _library
+from interlace.simulate.pictures.page import image, page, table
 
 THUMBNAIL = 160  # pixels per side
 MOST_TOKENS = 1500  # per sample on the page
 MOST_KEYS = 12  # per line
 BARS = 10
+_KEY = (
+    '<p>Each shade is a token: <span class="t learnt">learnt</span>, <span class="t special">special</span>, '
+    "<span class=item>a media item x its tokens</span>; the rest is read only.</p>"
+)
 
 
 @dataclass
@@ -135,13 +139,9 @@ def write(
 ) -> str:
     """The page, self-contained. shown: (where, chat, its tokens if known) of each sample on it."""
     samples = "\n".join(_sample(where, chat, encoded, chats) for where, chat, encoded in shown)
-    rows = "".join(
-        f"<tr><td>{html.escape(where)}</td><td>{html.escape(kind)}</td><td>{html.escape(reason)}</td></tr>"
-        for where, kind, reason in findings.left_out
-    )
-    left_out = f"<h2>Left out</h2><table>{rows}</table>" if rows else ""
+    left_out = f"<h2>Left out</h2>{table(findings.left_out, kind='left-out')}" if findings.left_out else ""
     report = html.escape("\n".join(findings.lines()))
-    return _PAGE.format(title=html.escape(title), report=report, samples=samples, left_out=left_out)
+    return page(title, f"{_KEY}<pre>{report}</pre>\n{samples}\n{left_out}")
 
 
 def _sample(where: str, chat: Chat, encoded: Encoded | None, chats: ChatFormat | None) -> str:
@@ -193,46 +193,18 @@ def _text(chats: ChatFormat, ids: Sequence[int]) -> str:
 
 
 def _thumbnail(kind: str, path: str) -> str:
-    name = html.escape(path.rpartition("/")[2])
+    name = path.rpartition("/")[2]
+    shown = html.escape(name)
     if kind != "image" or path.lower().endswith(".svg"):
-        return f"<figcaption>{kind}: {name}</figcaption>"
+        return f"<figcaption>{kind}: {shown}</figcaption>"
     from interlace.data.chats.encoding.media import read_picture
 
     try:
-        image = read_picture(path)
+        picture = read_picture(path)
     except DecodeError as error:  # only the header was checked before
-        return f"<figcaption>{name}: {html.escape(' '.join(str(error).split()))}</figcaption>"
-    size = f"{image.width} x {image.height}"
-    image.thumbnail((THUMBNAIL, THUMBNAIL), _library("PIL.Image").Resampling.BILINEAR)
+        return f"<figcaption>{shown}: {html.escape(' '.join(str(error).split()))}</figcaption>"
+    size = f"{picture.width} x {picture.height}"
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), _library("PIL.Image").Resampling.BILINEAR)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img src="data:image/jpeg;base64,{data}" alt="{name}"><figcaption>{name}, {size}</figcaption>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
- body {{ font: 14px system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; color: #24292f; }}
- pre {{ background: #f6f8fa; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
- section {{ border: 1px solid #d0d7de; border-radius: 8px; padding: .8rem; margin: 1rem 0; }}
- h3 {{ font-size: 13px; color: #57606a; overflow-wrap: anywhere; }}
- .media {{ display: flex; flex-wrap: wrap; gap: .6rem; }}
- figure {{ margin: 0; }} figcaption {{ font-size: 11px; color: #57606a; max-width: 160px; overflow-wrap: anywhere; }}
- .text {{ white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.7; }}
- .t:nth-child(even) {{ background: #f3f4f6; }}
- .special {{ color: #8250df; }}
- .learnt, .t.learnt:nth-child(even) {{ background: #aceebb; }}
- .t.learnt:nth-child(even) {{ background: #8fe0a2; }}
- .item {{ background: #54aeff; color: white; border-radius: 4px; padding: 0 .4em; margin: 0 2px; }}
- table {{ width: 100%; table-layout: fixed; }} td:nth-child(2) {{ width: 7rem; }} td:first-child {{ width: 30%; }}
- td {{ vertical-align: top; padding: 2px 8px; font-size: 12px; overflow-wrap: anywhere; }}
-</style>
-<h1>{title}</h1>
-<p>Each shade is a token: <span class="t learnt">learnt</span>, <span class="t special">special</span>,
-<span class=item>a media item x its tokens</span>; the rest is read only.</p>
-<pre>{report}</pre>
-{samples}
-{left_out}
-</html>
-"""
+    picture.save(buffer, "JPEG", quality=80)
+    return f"{image(buffer.getvalue(), 'jpeg', name)}<figcaption>{shown}, {size}</figcaption>"

@@ -7,9 +7,7 @@ of its lanes and actions (the ranks of a lane run in lock step). The picture has
 from __future__ import annotations
 
 import base64
-import html
 import json
-import re
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +20,7 @@ from interlace.schedule import Schedule
 from interlace.schedule.actions import CHUNK, MODULE, OP, STAGE
 from interlace.simulate.arrays import Simulated
 from interlace.simulate.groups import RankGroups, Utilisation, compute_rows, spread_over
+from interlace.simulate.pictures.page import page
 from interlace.simulate.pictures.style import IDLE, INK, QUIET, canvas, module_colours
 
 MOST_BOXES = 400_000
@@ -79,10 +78,8 @@ def write_overview(
         "facts": facts_of(schedule, found, groups),
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    page = (resources.files("interlace.simulate") / "overview_page.html").read_text(encoding="utf-8")
-    # In one pass, because a title may contain @DATA@.
-    filled = re.sub("@(TITLE|DATA)@", lambda at: {"TITLE": html.escape(title), "DATA": text}[at[1]], page)
-    Path(path).write_text(filled, encoding="utf-8")
+    body = (resources.files("interlace.simulate") / "overview_page.html").read_text(encoding="utf-8")
+    Path(path).write_text(page(title, body.replace("@DATA@", text)), encoding="utf-8")
     return [groups.names[group] for group in sorted(full)]
 
 

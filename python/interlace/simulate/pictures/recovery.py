@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, plain, shade
+from interlace.simulate.pictures.style import COLOURS, EDGE, GREY, IDLE, INK, QUIET, canvas, plain, shade
 from interlace.simulate.recovery import KINDS, Floats, Spent, Stretch, throughput_over_time
 
 NAMES = {
@@ -23,8 +23,7 @@ NAMES = {
 }
 _DPI = 140
 _WIDTH = 10.0
-_COLOURS = ("#3b6fb6", "#d9772b", "#3a9a5b")
-_BLUE, _ORANGE = module_colours(["language_model", "vision"]).values()
+_BLUE, _ORANGE = COLOURS[:2]
 _KINDS = dict(
     zip(KINDS, (_BLUE, shade(_BLUE, 0.55), _ORANGE, shade(_ORANGE, 0.6), GREY, IDLE), strict=True),
 )  # blue: effective and redundant compute; orange: lost work and saving; grey: no compute
@@ -61,7 +60,7 @@ def plot_recovery(
         height_ratios=(2.6, 0.8, 0.42 * len(runs)),
     )  # fmt: skip
     lines, there, bars = (figure.add_subplot(grid[row]) for row in range(3))
-    for (name, stretches), colour in zip(runs.items(), _COLOURS, strict=False):
+    for (name, stretches), colour in zip(runs.items(), COLOURS, strict=False):
         found, mean = throughput_over_time(stretches, edges), Spent.sum(each.spent for each in stretches).throughput
         lines.step(edges / 3600, [*found, found[-1]], where="post", color=colour, linewidth=1.3, label=name)
         lines.axhline(mean, color=colour, linewidth=1.0, linestyle=":")

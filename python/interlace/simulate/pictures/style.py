@@ -12,6 +12,7 @@ from typing import Any
 
 _HUES = {"language_model": "#3b6fb6", "vision": "#d9772b", "audio": "#3a9a5b"}
 _PALETTE = ("#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
+COLOURS = (*_HUES.values(), *_PALETTE)
 INK, QUIET, GREY, IDLE, EDGE = "#1f2430", "#555c6b", "#8b919c", "#eceef1", "#ffffff"
 
 

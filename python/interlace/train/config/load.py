@@ -7,7 +7,8 @@ gives the nearest valid one, for a wrong type the required type, for a missing k
 from __future__ import annotations
 
 import difflib
-import math
+import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -290,43 +291,35 @@ def _write_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str])
 
 
 def _key(key: str) -> str:
-    return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else _string(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
 
 
 def _string(text: str) -> str:
-    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    return '"' + "".join(escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in text) + '"'
+    # TOML has all escapes of JSON, and also wants one for DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-        return repr(value)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, str):
-        return _string(value)
+    if isinstance(value, (bool, int, float)):
+        return str(value).lower()  # also nan, inf and -inf are TOML's
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
-    return _string(str(value))  # dates and times in a HuggingFace table
+    return _string(str(value))  # also dates and times in a HuggingFace table
 
 
 def _section(path: tuple[str, ...]) -> str:
     return f"[{'.'.join(path)}]" if path else "the top level"
 
 
-def _is_section(path: tuple[str, ...]) -> bool:
-    """True if a path of keys leads to a section, False for a key of a section."""
+def _section_at(path: tuple[str, ...]) -> type[BaseModel] | None:
+    """Class of the section at a path of keys; None for a key of a section."""
     model: type[BaseModel] | None = Config
     for part in path:
         field = None if model is None else model.model_fields.get(part)
         model = getattr(model, "free", None) if field is None else _section_type(field.annotation)
-    return model is not None
+    return model
 
 
 def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> str:
@@ -356,7 +349,7 @@ def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> st
     if problem["type"] == "missing":
         return f"{place}: {_section(path[:-1])} misses the key {path[-1]!r}{_meaning(path)}"
     if problem["type"] == "value_error":
-        named = f"{_section(path) if _is_section(path) else '.'.join(path)}: " if path else ""
+        named = f"{_section(path) if _section_at(path) else '.'.join(path)}: " if path else ""
         return f"{place}: {named}{problem['ctx']['error']}"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {'.'.join(path)} must be a section (a table), not {_shown(problem['input'])}"
@@ -379,10 +372,7 @@ def _shown(value: Any) -> str:
 
 def _meaning(path: tuple[str, ...]) -> str:
     """`` (meaning of the key)``, from the field's docstring."""
-    model: type[BaseModel] | None = Config
-    for part in path[:-1]:
-        field = model.model_fields.get(part) if model is not None else None
-        model = _section_type(field.annotation) if field is not None else getattr(model, "free", None)
-    field = model.model_fields.get(path[-1]) if model is not None else None
+    model = _section_at(path[:-1])
+    field = None if model is None else model.model_fields.get(path[-1])
     text = " ".join((field.description or "").split()) if field is not None else ""
     return f" ({text.rstrip('.')})" if text else ""

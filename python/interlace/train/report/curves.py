@@ -1,26 +1,28 @@
-"""Curves of a run as SVG for its page, from the lines of metrics.jsonl.
+"""Curves of a run for its page, from the lines of metrics.jsonl.
 
-A long curve is thinned to at most `MOST_POINTS` points: the minimum and maximum of each stretch, so that every peak is
-kept. Values that are not finite are gaps; their steps are listed in the chart.
+Values that are not finite, or beyond `MOST`, are gaps; their steps are listed in the caption. Of a long curve,
+matplotlib leaves out points within a pixel of the line through their neighbours; every peak is kept.
 """
 
 from __future__ import annotations
 
 import html
+import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from interlace.simulate.pictures.style import module_colours
-from interlace.train.report.metrics import BUSY, DRAWN, EPOCHS, HELD_OUT, IMBALANCE, LOSS, SHARE, TOKENS
+import numpy as np
 
-MOST_POINTS = 1000
-WIDTH, HEIGHT = 440, 210
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 36, 26
-COLOURS = ("#3b6fb6", "#d9772b", "#3a9a5b", "#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f")
+from interlace.simulate.pictures.page import image
+from interlace.simulate.pictures.style import COLOURS, IDLE, canvas, module_colours, plain
+from interlace.train.report.metrics import BUSY, DRAWN, EPOCHS, HELD_OUT, IMBALANCE, LOSS, SHARE, TOKENS
 
 Points = Sequence[tuple[float, float]]
 """(step, value), in order of steps."""
+
+
+MOST = 1e300  # matplotlib computes margins, which overflow beyond it
 
 
 class Curve(NamedTuple):
@@ -87,114 +89,50 @@ def _points(lines: Iterable[Mapping[str, float]], name: str) -> list[tuple[float
     return [(line["step"], line[name]) for line in lines if name in line]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most `most` of the points (and one per gap): minimum and maximum of each stretch, in order."""
-    if len(points) <= most:
-        return points
-    stretch = -(-len(points) // (most // 2))
-    kept: list[tuple[float, float]] = []
-    for start in range(0, len(points), stretch):
-        piece = points[start : start + stretch]
-        finite = [point for point in piece if math.isfinite(point[1])]
-        ends = {min(finite, key=_value), max(finite, key=_value)} if finite else {piece[0]}
-        kept += sorted(ends)
-    return kept
-
-
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
-
-
-def svg(chart: Chart) -> str:
-    """The chart as an SVG element."""
-    broken = sorted({step for curve in chart.curves for step, value in curve.points if not math.isfinite(value)})
-    curves = [curve._replace(points=thin(curve.points)) for curve in chart.curves]
-    finite = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
-    title = html.escape(chart.title)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">']
-    parts.append(f'<text class="title" x="{LEFT}" y="16">{title}</text>')
-    parts.append(f'<text class="unit" x="{WIDTH - RIGHT}" y="16" text-anchor="end">{html.escape(chart.unit)}</text>')
-    if not finite:
-        parts.append(f'<text class="unit" x="{LEFT}" y="{HEIGHT / 2}">no finite number was logged</text></svg>')
-        return "".join(parts)
-    xs, ys = _ticks([x for x, _ in finite], whole=True), _ticks([y for _, y in finite])
-    low, high = min(x for x, _ in finite), max(x for x, _ in finite)
-    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-    def across(x: float) -> float:
-        return LEFT + width * ((x - low) / (high - low) if high > low else 0.5)
-
-    def up(y: float) -> float:
-        return TOP + height * (1 - (y - ys[0]) / (ys[-1] - ys[0]))
-
-    for y in ys:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{up(y) + 3.5:.1f}" text-anchor="end">{number(y)}</text>')
-    for x in xs:
-        if low <= x <= high:
-            place = f'x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 15}"'
-            parts.append(f'<text class="tick" {place} text-anchor="middle">{number(x)}</text>')
-    for curve in curves:
-        parts += _line(curve, across, up)
-    if len(curves) > 1:
-        parts += _legend(curves)
+def figure(chart: Chart) -> str:
+    """The chart as HTML: its title, unit and legend, the steps without a finite value, and the picture."""
+    broken = sorted({step for curve in chart.curves for step, value in curve.points if not abs(value) < MOST})
+    drawable = any(abs(value) < MOST for curve in chart.curves for _, value in curve.points)
+    notes = [f"<b>{html.escape(chart.title)}</b>", html.escape(chart.unit)]
+    if len(chart.curves) > 1:
+        notes += [f'<i style="color: {each.colour}">&#9632;</i> {html.escape(each.label)}' for each in chart.curves]
     if broken:
-        told = ", ".join(number(step) for step in broken[:5]) + (" ..." if len(broken) > 5 else "")
-        parts.append(f'<text class="broken" x="{LEFT + 4}" y="{TOP + 24}">no finite number at step {told}</text>')
-    parts.append("</svg>")
-    return "".join(parts)
+        steps = f"step {', '.join(map(number, broken[:5]))}{' ...' if len(broken) > 5 else ''}"
+        notes.append(f"<em>no finite number {f'at {steps}' if drawable else 'was logged'}</em>")
+    picture = image(svg(chart), "svg+xml", chart.title) if drawable else ""
+    return f"<figure class=chart><figcaption>{' '.join(notes)}</figcaption>{picture}</figure>"
 
 
-def _line(curve: Curve, across: Callable[[float], float], up: Callable[[float], float]) -> list[str]:
-    """SVG pieces between gaps; a piece with one point is a dot."""
-    pieces: list[list[str]] = [[]]
-    for x, y in curve.points:
-        if math.isfinite(y):
-            pieces[-1].append(f"{across(x):.1f},{up(y):.1f}")
-        else:
-            pieces.append([])
-    made = []
-    for piece in filter(None, pieces):
-        if len(piece) == 1:
-            left, top = piece[0].split(",")
-            made.append(f'<circle cx="{left}" cy="{top}" r="2.5" fill="{curve.colour}"/>')
-        else:
-            made.append(f'<polyline class="curve" stroke="{curve.colour}" points="{" ".join(piece)}"/>')
-    return made
+def svg(chart: Chart) -> bytes:
+    """The curves as an SVG file: the same bytes for the same curves."""
+    from matplotlib import rc_context
+    from matplotlib.ticker import MaxNLocator
 
-
-def _legend(curves: Sequence[Curve]) -> list[str]:
-    parts, x = [], float(LEFT)
-    for curve in curves:
-        label = html.escape(curve.label)
-        parts.append(f'<rect x="{x:.0f}" y="{TOP - 11}" width="9" height="9" rx="2" fill="{curve.colour}"/>')
-        parts.append(f'<text class="tick" x="{x + 13:.0f}" y="{TOP - 3}">{label}</text>')
-        x += 13 + 6.2 * len(curve.label) + 14
-    return parts
-
-
-def _ticks(values: Sequence[float], *, whole: bool = False, wanted: int = 4) -> list[float]:
-    """Round tick values, about `wanted` steps, from below the minimum to above the maximum."""
-    low, high = min(values), max(values)
-    if high <= low:
-        room = abs(low) * 0.1 or 1.0
-        low, high = low - room, high + room
-    rough = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next((power * factor for factor in (1, 2, 2.5, 5) if power * factor >= rough), 10 * power)
-    step = max(step, 1.0) if whole else step
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [place * step for place in range(first, last + 1)]
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "interlace", "svg.fonttype": "none", "path.simplify_threshold": 1.0}):
+        drawn = canvas(4.4, 1.9, 100)
+        axes = drawn.add_axes((0.12, 0.13, 0.85, 0.82))
+        for curve in chart.curves:
+            steps, values = np.array(curve.points, float).reshape(-1, 2).T
+            values[~(np.abs(values) < MOST)] = np.nan
+            axes.plot(steps, values, color=curve.colour, linewidth=1.2)
+            finite = np.isfinite(np.pad(values, 1, constant_values=np.nan))
+            alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # no line shows these
+            axes.plot(steps[alone], values[alone], ".", color=curve.colour)
+        axes.grid(axis="y", color=IDLE)
+        axes.margins(x=0.01)
+        for axis, whole in ((axes.xaxis, True), (axes.yaxis, False)):
+            axis.set_major_locator(MaxNLocator(5, integer=whole, steps=(1, 2, 2.5, 5, 10)))
+            axis.set_major_formatter(lambda value, _: number(value))
+        plain(axes, 8)
+        drawn.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return file.getvalue()
 
 
 def number(value: float) -> str:
     """Short text of a number."""
-    if not math.isfinite(value):
-        return str(value)
     size = abs(value)
-    for least, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= least:
-            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[sign]:.4g}{sign}"
-    if size >= 1 or size == 0:
-        return f"{value:.4g}"
-    return f"{value:.3g}"
+    for least, unit, sign in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if math.inf > size >= least:
+            return f"{value / unit:.4g}{sign}"
+    return f"{value:.3g}" if 0 < size < 1 else f"{value:.4g}"

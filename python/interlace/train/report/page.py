@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.simulate.pictures.page import image, page, table
 from interlace.train.config.load import dumps
 from interlace.train.config.sections import Config
 from interlace.train.report.closing import Accuracy, Answer, shown
-from interlace.train.report.curves import charts, number, svg
+from interlace.train.report.curves import charts, figure, number
 from interlace.train.report.facts import Facts
 from interlace.train.report.metrics import read_metrics
 from interlace.train.report.samples import Pixels, cards, draw
@@ -62,18 +62,12 @@ class Page:
             _modules(self.facts),
             _ranks(self.facts),
             _samples(answers, pixels or {}),
-            _table("Closing numbers", [(name.replace("_", " "), shown(name, rows[name])) for name in rows]),
-            _table("Machine and versions", list(self.facts.machine.items())),
+            _titled("Closing numbers", table((name.replace("_", " "), shown(name, rows[name])) for name in rows)),
+            _titled("Machine and versions", table(self.facts.machine.items())),
             f"<details><summary>The whole config</summary><pre>{html.escape(dumps(self.config))}</pre></details>",
         ]
-        body = "\n".join(filter(None, sections))
         path = self.folder / NAME
-        write_whole(
-            path,
-            f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{html.escape(self.config.run.name)}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n",
-        )
+        write_whole(path, page(self.config.run.name, "\n".join(filter(None, sections))))
         return path
 
     def files(self) -> list[Path]:
@@ -103,7 +97,7 @@ class Page:
             f"{config.train.precision}, on {ranks}"
         )
         return (
-            f"<h1>{html.escape(config.run.name)}</h1><p class=status>{html.escape(status)}</p>"
+            f"<p class=status>{html.escape(status)}</p>"
             f"<p class=quiet>{html.escape(about)}</p><p class=quiet>{html.escape(str(self.folder))}</p>"
         )
 
@@ -111,11 +105,10 @@ class Page:
         picture = self.folder / "timeline.png"
         if not picture.exists():
             return ""
-        data = base64.b64encode(picture.read_bytes()).decode()
         return (
             f"<h2>A measured step</h2><p class=quiet>Step {self.config.log.trace_step}: one row per rank, grey is "
             "idle. trace.json beside this page opens in ui.perfetto.dev.</p>"
-            f'<img class=wide src="data:image/png;base64,{data}" alt="timeline of a measured step">'
+            f"<div class=wide>{image(picture.read_bytes(), 'png', 'timeline of a measured step')}</div>"
         )
 
 
@@ -128,35 +121,40 @@ def _tiles(rows: Mapping[str, Any]) -> str:
     return f"<div class=tiles>{tiles}</div>" if tiles else ""
 
 
+def _titled(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>{body}" if body else ""
+
+
 def _accuracies(counted: Sequence[Accuracy]) -> str:
-    if not counted:
-        return ""
-    body = "".join(
-        f"<tr><td>{html.escape(each.kind)}<td>{each.count}<td>{100 * each.right:.1f} %<td>{100 * each.majority:.1f} %"
-        f"<td>{'' if each.swapped is None else f'{100 * each.swapped:.1f} %'}"
-        for each in counted
-    )
-    head = "<tr><th>question<th>held out<th>right<th>always the most frequent answer<th>with media of another sample"
-    return f"<h2>Held-out questions</h2><table>{head}{body}</table>"
+    def share(part: float | None) -> str:
+        return "" if part is None else f"{100 * part:.1f} %"
+
+    head = ("question", "held out", "right", "always the most frequent answer", "with media of another sample")
+    rows = [(each.kind, each.count, share(each.right), share(each.majority), share(each.swapped)) for each in counted]
+    return _titled("Held-out questions", table(rows, head))
 
 
 def _curves(lines: Sequence[Mapping[str, float]]) -> str:
     known, others = charts(lines)
-    if not known:
-        return ""
-    more = f"<div class=charts>{''.join(map(svg, others))}</div>" if others else ""
-    more = f"<details><summary>{len(others)} more</summary>{more}</details>" if more else ""
-    return f"<h2>Curves</h2><div class=charts>{''.join(map(svg, known))}</div>{more}"
+    first, second = (f"<div class=charts>{''.join(map(figure, each))}</div>" for each in (known, others))
+    more = f"<details><summary>{len(others)} more</summary>{second}</details>" if others else ""
+    return _titled("Curves", first + more if known else "")
 
 
 def _modules(facts: Facts) -> str:
-    body = "".join(
-        f"<tr><td>{html.escape(each.name)}<td>{html.escape(each.kind)}<td>{'' if each.layers is None else each.layers}"
-        f"<td>{each.parameters:,}<td>{each.trained:,}<td>{_share(each.trained, each.parameters)}"
+    rows = [
+        (
+            each.name,
+            each.kind,
+            "" if each.layers is None else each.layers,
+            f"{each.parameters:,}",
+            f"{each.trained:,}",
+            _share(each.trained, each.parameters),
+        )
         for each in facts.modules
-    )
-    head = "<tr><th>module<th>class<th>layers<th>parameters<th>trained<th>"
-    return f"<h2>Modules</h2><table class=numbers>{head}{body}</table>"
+    ]
+    head = ("module", "class", "layers", "parameters", "trained", "")
+    return _titled("Modules", table(rows, head, "numbers"))
 
 
 def _share(part: int, whole: int) -> str:
@@ -169,50 +167,11 @@ def _ranks(facts: Facts) -> str:
     if facts.world == 1:
         return ""
     names = list(dict.fromkeys(name for rank in facts.ranks for name in rank))
-    head = "<tr><th>rank" + "".join(f"<th>{html.escape(name)}" for name in names)
-    body = "".join(
-        f"<tr><td>{number}" + "".join(f"<td>{html.escape(rank.get(name, ''))}" for name in names)
-        for number, rank in enumerate(facts.ranks)
-    )
+    rows = [(number, *(rank.get(name, "") for name in names)) for number, rank in enumerate(facts.ranks)]
     more = facts.world - len(facts.ranks)
-    body += f"<tr><td colspan={len(names) + 1}>and {more:,} ranks more" if more else ""
-    return f"<h2>Which rank has what</h2><table>{head}{body}</table>"
+    more_ranks = f"<p class=quiet>and {more:,} ranks more</p>" if more else ""
+    return _titled("Which rank has what", table(rows, ("rank", *names)) + more_ranks)
 
 
 def _samples(answers: Sequence[Answer], pixels: Pixels) -> str:
-    if not answers:
-        return ""
-    return f"<h2>Held-out samples</h2>\n<div class=cards>\n{cards(answers, pixels)}\n</div>"
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><td>{html.escape(name)}<td>{html.escape(value)}" for name, value in rows)
-    return f"<h2>{html.escape(title)}</h2><table>{body}</table>" if body else ""
-
-
-STYLE = """
- body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
- h1 { margin-bottom: 0; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; }
- .status { margin: .2rem 0 .6rem; font-size: 1.1rem; }
- .quiet { color: #555c6b; margin: .1rem 0; overflow-wrap: anywhere; }
- .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin-top: 1.4rem; }
- .tile { border: 1px solid #d9dde3; border-radius: 8px; padding: .6rem 1rem; color: #555c6b; font-size: 13px; }
- .tile b { display: block; font-size: 19px; color: #1f2430; font-weight: 600; }
- .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem; }
- .charts svg { border: 1px solid #e6e9ee; border-radius: 8px; width: 100%; height: auto; background: white; }
- svg text { font: 11px system-ui, sans-serif; fill: #555c6b; }
- svg .title { font-size: 13px; font-weight: 600; fill: #1f2430; } svg .broken { fill: #c2435a; }
- svg .grid { stroke: #eceef1; } svg .curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
- table { border-collapse: collapse; font-size: 14px; } th { font-weight: 600; color: #555c6b; }
- td, th { text-align: left; padding: .25rem 1.4rem .25rem 0; vertical-align: top; border-bottom: 1px solid #eceef1; }
- .numbers td:nth-child(n+3):nth-child(-n+5), .numbers th:nth-child(n+3):nth-child(-n+5) { text-align: right; }
- td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
- .wide { max-width: 100%; border: 1px solid #e6e9ee; border-radius: 8px; }
- .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem; }
- .card { border: 1px solid #d9dde3; border-radius: 8px; padding: .8rem; }
- .card p { margin: .35rem 0; overflow-wrap: anywhere; white-space: pre-wrap; }
- .media img { max-width: 100%; height: 96px; image-rendering: pixelated; margin-right: 4px; }
- .name { color: #555c6b; font-size: 12px; } .right { color: #1a7f37; }
- details { margin: 1.5rem 0; } summary { cursor: pointer; color: #3b6fb6; margin-bottom: .6rem; }
- pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; font-size: 12px; }
-"""
+    return _titled("Held-out samples", f"<div class=cards>\n{cards(answers, pixels)}\n</div>" if answers else "")

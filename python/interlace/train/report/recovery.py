@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.train.report.curves import COLOURS, number
-from interlace.train.report.page import STYLE
+from interlace.simulate.pictures.page import page, table
+from interlace.simulate.pictures.style import COLOURS
+from interlace.train.report.curves import number
 from interlace.train.runfolder import write_whole
 
 NAME = "recovery.html"
@@ -29,18 +30,13 @@ def write_page(folder: Path, name: str, lines: Sequence[Line]) -> Path:
     lost = sum(line["lost"] for line in changes)
     about = f"{len(changes)} changes of generation, {number(lost)} s lost in all"
     body = [
-        f"<h1>{html.escape(name)}: when nodes fail</h1><p class=status>{about}</p>",
+        f"<p class=status>{about}</p>",
         _legend(changes),
         _bars(changes),
         _table(lines),
     ]
     path = folder / NAME
-    write_whole(
-        path,
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)}: recovery</title>\n<style>{STYLE}</style>\n{''.join(body)}\n</html>\n",
-    )
+    write_whole(path, page(f"{name}: when nodes fail", "".join(body)))
     return path
 
 
@@ -77,13 +73,12 @@ def _bars(changes: Sequence[Line]) -> str:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    body = []
+    rows = []
     for line in lines:
         cause = "; ".join(f"{kind} {node} {detail}".strip() for kind, node, _, detail in line["cause"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(line["time"]))
         pipelines = " · ".join(f"{len(pipeline)}" for pipeline in line["pipelines"])
         copied = f"{line['bytes'] / 2**20:,.2f} MiB in {line['transfers']} transfers" if line["bytes"] else ""
-        cells = (str(line["generation"]), when, str(line["step"]), cause, pipelines, copied)
-        body.append("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in cells))
-    head = "<tr><th>generation<th>first step counted (UTC)<th>step<th>cause<th>nodes of its pipelines<th>copied"
-    return f"<h2>Generations</h2><table>{head}{''.join(body)}</table>"
+        rows.append((line["generation"], when, line["step"], cause, pipelines, copied))
+    head = ("generation", "first step counted (UTC)", "step", "cause", "nodes of its pipelines", "copied")
+    return f"<h2>Generations</h2>{table(rows, head)}"

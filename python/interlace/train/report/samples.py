@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import textwrap
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.simulate.pictures.page import image
+from interlace.simulate.pictures.style import canvas
 from interlace.train.report.closing import Answer
 
 Pixels = Mapping[str, tuple[Any, Any] | None]
@@ -23,10 +24,7 @@ def cards(answers: Sequence[Answer], pixels: Pixels) -> str:
     """One HTML card per answer."""
     made = []
     for answer in answers:
-        pictures = "".join(
-            f'<img src="data:image/png;base64,{_png(image)}" alt="{kind}">'
-            for kind, image in pictures_of(answer, pixels)
-        )
+        pictures = "".join(image(_png(picture), "png", kind) for kind, picture in pictures_of(answer, pixels))
         verdict = "right" if answer.right else "other"
         made.append(
             f'<div class="card"><div class="media">{pictures or "<em>text only</em>"}</div>'
@@ -47,8 +45,8 @@ def pictures_of(answer: Answer, pixels: Pixels) -> list[tuple[str, np.ndarray]]:
                 continue
             if scale is not None:
                 mean, std = (torch.tensor(values).view(3, 1, 1) for values in scale)
-                image = (item.data.float() * std + mean).clamp(0, 1)
-                pictures.append(("image", (image * 255).round().byte().permute(1, 2, 0).numpy()))
+                scaled = (item.data.float() * std + mean).clamp(0, 1)
+                pictures.append(("image", (scaled * 255).round().byte().permute(1, 2, 0).numpy()))
                 continue
             mel = item.data.float().flip(0)
             low, high = float(mel.min()), float(mel.max())
@@ -57,23 +55,20 @@ def pictures_of(answer: Answer, pixels: Pixels) -> list[tuple[str, np.ndarray]]:
     return pictures
 
 
-def _png(image: np.ndarray) -> str:
+def _png(picture: np.ndarray) -> bytes:
     from matplotlib.image import imsave
 
     buffer = io.BytesIO()
-    imsave(buffer, image, format="png")
-    return base64.b64encode(buffer.getvalue()).decode()
+    imsave(buffer, picture, format="png")
+    return buffer.getvalue()
 
 
 def draw(answers: Sequence[Answer], path: Path, name: str, pixels: Pixels) -> None:
     """Draws the answers as one picture (PNG), for use outside the page."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = 4
     rows = max(1, -(-len(answers) // columns))
-    figure = Figure(figsize=(3.4 * columns, 3.0 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(3.4 * columns, 3.0 * rows, 110)
+    figure.set_layout_engine("constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
@@ -87,19 +82,19 @@ def draw(answers: Sequence[Answer], path: Path, name: str, pixels: Pixels) -> No
         text = f"asked: {_short(answer.asked)}\nwanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
         axes.set_title(text, fontsize=7, color=colour, loc="left", parse_math=False)
     figure.suptitle(f"{name}: held-out samples", fontsize=10)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """Images of any size side by side on a white canvas."""
     height = max(picture.shape[0] for picture in pictures)
     width = sum(picture.shape[1] for picture in pictures) + 2 * (len(pictures) - 1)
-    canvas = np.full((height, width, 3), 255, dtype=np.uint8)
+    made = np.full((height, width, 3), 255, dtype=np.uint8)
     left = 0
     for picture in pictures:
-        canvas[: picture.shape[0], left : left + picture.shape[1]] = picture
+        made[: picture.shape[0], left : left + picture.shape[1]] = picture
         left += picture.shape[1] + 2
-    return canvas
+    return made
 
 
 def _short(text: str) -> str:
