@@ -1,37 +1,44 @@
 """Command line: ``interlace train | coordinator | generate | export | doctor | data | mask | plan | simulate``.
 
-Every command imports its modules when it runs, so that ``--help`` and a wrong option answer at once. An error that the
-user can correct (config, files, ranks) is one line and exit code 2. A failed run is one line and exit code 1. A bug in
-the program keeps its traceback. ``--debug`` shows the traceback of all of them.
+The module of a command is imported when the command runs, so that ``--help`` and a wrong option answer at once. An
+error that the user can correct (command line, config, files, ranks) is one line and exit code 2. A failed run is one
+line and exit code 1. A bug in the program keeps its traceback. ``--debug`` shows the traceback of all errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from interlace.train.config.local_paths import local_path
 
-CHECKPOINT = "run folder (its best checkpoint where it keeps that, else its newest) or one checkpoint folder"
+CHECKPOINT = "run folder (its best checkpoint if it has one, else its newest) or one checkpoint folder"
 DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
+SUBCOMMANDS = {"doctor": ("machine", "cluster", "crash"), "plan": ("show", "choose"), "simulate": ("step", "failures")}
+"""Subcommands that may be left out: the first is the default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options, unknown = top.parse_known_args(with_default(sys.argv[1:] if arguments is None else arguments))
+    if unknown:
+        top.exit(2, f"interlace: unknown arguments: {' '.join(unknown)} (see {options.prog} --help)\n")
     from interlace.train.launch import launcher
 
     try:
         if options.command is None:
-            parser().print_help()
+            top.print_help()
             code = 0
         else:
             _check_cache()
-            code = _command(options)
+            code = _run(options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -56,6 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launcher.USER_ERROR if user_error else 1
 
 
+def with_default(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with the default subcommand if a command has subcommands and none is given."""
+    names = SUBCOMMANDS.get(words[0]) if words else None
+    if names is None or (len(words) > 1 and words[1] in (*names, "-h", "--help")):
+        return list(words)
+    return [words[0], names[0], *words[1:]]
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Imports the module of the command, and runs its function."""
+    if options.command == "simulate":  # makes few cycles; gc takes 1 s of 10 s for a cluster
+        gc.disable()
+    try:
+        module, function = options.run.split(":")
+        run = getattr(importlib.import_module(f"interlace.train.commands.{module}"), function)
+        return int(run(options))
+    finally:
+        gc.enable()
+
+
 def _unread() -> int:
     """Exit code if the reader of stdout closed it early (``| head``): success."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -64,75 +91,139 @@ def _unread() -> int:
     return 0
 
 
+# ---------------------------------------------------------------------- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses wrong arguments in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"interlace: {message} (see {self.prog} --help)\n")
+
+
+class _Moved(argparse.Action):
+    """An option of earlier versions: refused with the new spelling, which is `const`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.exit(2, f"interlace: {self.option_strings[0]} is now: {self.const}\n")
+
+
+def _moved(command: argparse.ArgumentParser, new: str, *options: str) -> None:
+    for option in options:
+        command.add_argument(option, action=_Moved, nargs="?", const=new, help=argparse.SUPPRESS)
+
+
+class _Commands:
+    """Adds commands, or subcommands of one command, to a parser."""
+
+    def __init__(self, parent: argparse.ArgumentParser, *, dest: str) -> None:
+        self._added = parent.add_subparsers(dest=dest, metavar=dest, required=dest != "command")
+
+    def group(self, name: str, summary: str, description: str) -> _Commands:
+        """Adds a command that has subcommands."""
+        return _Commands(self._added.add_parser(name, help=summary, description=description), dest="action")
+
+    def add(
+        self, name: str, run: str, summary: str, more: str = "", *, config: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds a command.
+
+        run: "module:function" below `interlace.train.commands`. summary: its line in the list of commands, and the
+        first sentence of its help; more: the other sentences. config: the command takes a config and ``--set``.
+        """
+        sentence = summary[0].upper() + summary[1:]
+        command = self._added.add_parser(name, help=summary, description=f"{sentence}. {more}".strip())
+        command.set_defaults(run=run, prog=command.prog)
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        if config:
+            command.add_argument("config", type=_path, help="TOML file, such as configs/stamps.toml")
+            _add_set(command)
+        return command
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser with all commands."""
-    top = argparse.ArgumentParser(prog="interlace", description=DESCRIPTION)
+    top = _Parser(prog="interlace", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=_version())
-    top.set_defaults(debug=False)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    config = argparse.ArgumentParser(add_help=False, parents=[common])
-    config.add_argument("config", type=_path, help="TOML file, such as configs/stamps.toml")
-    _add_set(config)
-    commands = top.add_subparsers(dest="command", metavar="command")
+    top.set_defaults(debug=False, prog=top.prog)
+    commands = _Commands(top, dest="command")
+    _add_train(commands)
+    _add_coordinator(commands)
+    _add_generate(commands)
+    _add_export(commands)
+    _add_doctor(commands)
+    _add_data(commands)
+    _add_mask(commands)
+    _add_plan(commands)
+    _add_simulate(commands)
+    return top
 
-    train = commands.add_parser(
+
+def _add_train(commands: _Commands) -> None:
+    train = commands.add(
         "train",
-        parents=[common],
-        help="train a config; starts its ranks, or is one under torchrun",
-        description="Train a config. Starts the ranks that it asks for, or is one of them under torchrun; they "
-        "compute where run.device says, on GPUs or CPUs. Exit code: 0 when all steps are done, 143 or 130 when SIGTERM "
-        "or Ctrl-C ended the saved run.",
+        "train:train",
+        "train a config",
+        "Starts the ranks of the config, or is one of them under torchrun; run.device says whether they compute on "
+        "GPUs or CPUs. Exit code: 0 after the last step, 143 or 130 if SIGTERM or Ctrl-C ended the saved run, 2 for an "
+        "error that the user can correct, else 1.",
     )
-    train.add_argument("config", type=_path, nargs="?", help="TOML file; with --resume by default the run's own")
+    train.add_argument("config", type=_path, nargs="?", help="TOML file; with --resume by default that of the run")
     _add_set(train)
     train.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="RUN",
-        help="go on from a run folder or one of its checkpoints; without a path, the newest run of the config's name",
+        help="continue from a run folder or one of its checkpoints; without RUN from the newest run of the config's "
+        "name",
     )
     train.add_argument(
         "--take-over",
         action="store_true",
-        help="with --resume: take the run folder from the job that holds it, which then ends with an error",
+        help="with --resume: take the run lock from the job that holds it; that job ends with an error",
     )
-
     train.add_argument(
         "--lock",
         type=_path,
         metavar="FILE",
-        help="of a config with parallel = 'auto': the layout that this plan.lock has, in place of a new choice",
+        help="with parallel = 'auto': use the layout of this plan.lock instead of choosing one",
     )
-
     train.add_argument(
         "--elastic",
         action="store_true",
-        help="be one node of a run that nodes may leave and join, as [resilience] says; without resilience.coordinator "
-        "all nodes, on this machine",
+        help="run one node of an elastic run, which nodes may join and leave (see [resilience]); without "
+        "resilience.coordinator, all nodes on this machine",
     )
 
-    coordinator = commands.add_parser(
+
+def _add_coordinator(commands: _Commands) -> None:
+    coordinator = commands.add(
         "coordinator",
-        parents=[common],
-        help="say who trains together in an elastic run; on a machine that outlives the nodes",
-        description="Serve one elastic run: nodes that `interlace train CONFIG --elastic` starts connect here "
-        "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. With "
-        "--state it may be killed and started again, with the same words: nodes wait for it. Without, the run does not "
-        "outlive it. Keep it off the nodes that train. Exit code: 0 when the run has trained to the end, 143 when it "
-        "was saved because too many nodes were asked to go, 1 when it has not, 2 when the run of --state is over.",
+        "elastic:coordinate",
+        "coordinate the nodes of an elastic run",
+        "Start it on a machine that does not train and outlives the nodes. Nodes started by `interlace train CONFIG "
+        "--elastic` connect here (resilience.coordinator). When a node is lost, the others continue without it. With "
+        "--state the coordinator may be killed and started again with the same command, and nodes wait for it; without "
+        "--state its end ends the run. Exit code: 0 if the run has trained to the end, 143 if it was saved because too "
+        "many nodes had to leave, 1 if it failed, 2 if the run of --state is over.",
     )
-    coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")
-    coordinator.add_argument("--store-port", type=int, default=0, help="for ranks (default: any that is free)")
-    coordinator.add_argument(
-        "--state", type=_path, metavar="FILE", help="keep what a coordinator that is started again has to know"
-    )
-    coordinator.add_argument("--journal", type=_path, metavar="FILE", help="append what happens, as JSON lines")
+    coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    coordinator.add_argument("--port", type=int, required=True, help="port for nodes' supervisors; 0: any free one")
+    coordinator.add_argument("--store-port", type=int, default=0, help="port for ranks (default: any free port)")
+    coordinator.add_argument("--state", type=_path, metavar="FILE", help="state of the run, for a restart")
+    coordinator.add_argument("--journal", type=_path, metavar="FILE", help="append events to FILE, as JSON lines")
 
-    generate = commands.add_parser(
-        "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
+
+def _add_generate(commands: _Commands) -> None:
+    generate = commands.add(
+        "generate", "generate:generate", "answer from a checkpoint: images and/or speech and/or text -> text"
     )
     generate.add_argument("run", type=_path, help=CHECKPOINT)
     generate.add_argument("--image", type=_path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
@@ -141,83 +232,100 @@ def parser() -> argparse.ArgumentParser:
     _add_choice(generate)
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in tokens (default: 96)")
 
-    export = commands.add_parser(
+
+def _add_export(commands: _Commands) -> None:
+    export = commands.add(
         "export",
-        parents=[common],
-        help="write a checkpoint of a run as HuggingFace loads it",
-        description="Write the model of a run's checkpoint: a whole HuggingFace model key for key as it came, with "
-        "its tokenizer and processor; one that was put together from modules as a folder per module.",
+        "export:export",
+        "write a checkpoint of a run for HuggingFace",
+        "A whole HuggingFace checkpoint keeps its keys, tokenizer and processor; a model of modules becomes one "
+        "folder per module.",
     )
     export.add_argument("run", type=_path, help=CHECKPOINT)
-    export.add_argument("folder", type=_path, help="folder to write, which must not hold anything")
+    export.add_argument("folder", type=_path, help="folder to write: new or empty")
     _add_choice(export)
-    export.add_argument(
-        "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
-    )
-
+    export.add_argument("--adapter", action="store_true", help="write only the adapters of a LoRA run, for peft")
     export.add_argument(
         "--check",
         type=int,
         metavar="N",
-        help="then answer N held-out questions with HuggingFace's own classes from FOLDER and compare prompts and "
-        "tokens with Interlace's, as trained; exit code 1 where they differ",
+        help="afterwards answer N held-out questions with HuggingFace's own classes from FOLDER, and compare prompts "
+        "and answers with Interlace's, token by token; exit code 1 if they differ",
     )
 
-    doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
-    doctor.add_argument(
-        "--crash",
-        type=_path,
-        metavar="FOLDER",
-        help="say who waited for whom, from what the ranks of a failed run left",
-    )
 
-    doctor.add_argument(
-        "--distributed",
-        action="store_true",
-        help="whether the ranks of a job fit together: under torchrun, or with --ranks or --config on this machine",
+def _add_doctor(commands: _Commands) -> None:
+    doctor = commands.group(
+        "doctor",
+        "check this machine or a cluster, or analyse a crash",
+        "`interlace doctor` alone is `interlace doctor machine`.",
     )
-    doctor.add_argument("--config", type=_path, help="with --distributed: the config of the run, compared byte by byte")
-    doctor.add_argument("--ranks", type=int, help="with --distributed: ranks to start here (default: the config's)")
-    doctor.add_argument(
-        "--timeout", type=float, default=30.0, help="with --distributed: seconds that a rank may be late (default: 30)"
+    machine = doctor.add(
+        "machine",
+        "doctor:machine",
+        "show which features this machine supports, and why others are off",
+        "Exit code: 0 if training can run here, else 1.",
     )
-    doctor.add_argument(
-        "--seconds", type=float, default=60.0, help="with --distributed: seconds for measuring pairs (default: 60)"
+    _moved(machine, "interlace doctor cluster", "--distributed")
+    _moved(machine, "interlace doctor crash RUN", "--crash")
+    cluster = doctor.add(
+        "cluster",
+        "cluster.check:cluster",
+        "check that the ranks of a job fit together, before a long run",
+        "Compares versions, config, files, devices and clocks of all ranks, and measures the connections between them. "
+        "Start it under torchrun; without torchrun it starts the ranks of CONFIG, or --ranks, on this machine. Exit "
+        "code: 0 if no problem was found, else 1.",
     )
-    doctor.add_argument(
-        "--slow", type=float, default=0.25, help="with --distributed: the part of the median below which a pair is slow"
+    cluster.add_argument("config", type=_path, nargs="?", help="TOML file of the run; its bytes are compared")
+    _moved(cluster, "interlace doctor cluster CONFIG", "--config")
+    cluster.add_argument("--ranks", type=int, help="ranks to start on this machine (default: the config's)")
+    cluster.add_argument("--timeout", type=float, default=30.0, help="seconds that a rank may be late (default: 30)")
+    cluster.add_argument("--seconds", type=float, default=60.0, help="seconds for measuring pairs (default: 60)")
+    cluster.add_argument(
+        "--slow",
+        type=float,
+        default=0.25,
+        metavar="FRACTION",
+        help="report a pair whose bandwidth is below this fraction of the median (default: 0.25)",
     )
-    doctor.add_argument("--json", type=_path, metavar="FILE", help="with --distributed: write the report there")
+    cluster.add_argument("--json", type=_path, metavar="FILE", help="write the report there, in bytes and seconds")
+    crash = doctor.add(
+        "crash",
+        "crash:crash",
+        "find the rank that caused a failed run, and show which rank waited for which",
+        "Reads the flight recorders (rank-N.json) that ranks write when a run fails.",
+    )
+    crash.add_argument("folder", type=_path, metavar="RUN", help="run folder, or a folder of such files")
 
-    data = commands.add_parser(
-        "data", parents=[common], help="check files of chats, or make them of pictures or to try things with"
+
+def _add_data(commands: _Commands) -> None:
+    data = commands.group(
+        "data",
+        "check or index files of chats, or make some",
+        "Files of chats are JSON lines, JSON, parquet, or folders of `datasets`: docs/your-own-data.md.",
     )
-    actions = data.add_subparsers(dest="action", metavar="action", required=True)
-    check = actions.add_parser(
+    check = data.add(
         "check",
-        parents=[common],
-        help="lengths, broken records and files, and a page of samples as the model will see them",
-        description="Read all records of a config's data, or of files alone (JSON lines, JSON, parquet, folders of "
-        "datasets), and say what is in them: lengths, what is cut or left out and why. With a config samples are shown "
-        "in tokens, as its model will see them. Exit code: 0 when all is well, 1 when something is broken, 2 when the "
-        "files cannot be read at all.",
+        "data:check",
+        "report lengths and broken records and files, and draw a page of samples",
+        "Reads all records of a config's data, or of files alone, and says which are cut or left out and why. With a "
+        "config lengths are in tokens, and samples are shown as its model will see them. Exit code: 0 if all is well, "
+        "1 if something is broken, 2 if the files cannot be read at all.",
     )
     check.add_argument("files", type=_path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
     _add_set(check)
-    check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
+    check.add_argument("--samples", type=int, default=12, help="samples on the page; 0: no page (default: 12)")
     check.add_argument("--out", type=_path, default=Path("data.html"), help="page to write (default: data.html)")
-    check.add_argument(
-        "--list", action="store_true", help="print each record that is left out or cut, and each key that is ignored"
-    )
-    check.add_argument("--headers", action="store_true", help="read headers of pictures and clips, decode none: faster")
+    check.add_argument("--list", action="store_true", help="print records left out or cut, and ignored keys")
+    check.add_argument("--headers", action="store_true", help="read only headers of media, decode none: faster")
 
-    index = actions.add_parser(
+    index = data.add(
         "index",
-        parents=[common],
-        help="look through large data once, by several processes: where records begin, how large they and media are",
-        description="Make the index of a config's data, or of files alone, which training and check otherwise make on "
-        "first use. Goes on where it was interrupted; of a file that was appended to only what is new is read. Exit "
-        "code: 0 when all records can be used, 1 when some are broken, 2 when the files cannot be read at all.",
+        "data:index",
+        "index large data once: offsets of records, sizes of records and media",
+        "Training and `data check` otherwise make the index on first use. Continues after an interruption; of a file "
+        "that has grown only the new part is read. Exit code: 0 if all records can be used, 1 if some are broken, 2 if "
+        "the files cannot be read at all.",
     )
     index.add_argument("files", type=_path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
     _add_set(index)
@@ -227,109 +335,166 @@ def parser() -> argparse.ArgumentParser:
         "--sizes",
         choices=["files", "records"],
         default="files",
-        help="of files alone: where sizes of media come from, as data.sizes of a config says (default: files)",
+        help="of files alone: source of media sizes, as data.sizes of a config (default: files)",
     )
-    index.add_argument(
-        "--media", type=_local, metavar="FOLDER", help="of files alone: where relative paths of media start"
-    )
-    index.add_argument("--cache", type=_local, metavar="FOLDER", help="of files alone: where the index is kept")
+    index.add_argument("--media", type=_local, metavar="FOLDER", help="of files alone: base of relative paths of media")
+    index.add_argument("--cache", type=_local, metavar="FOLDER", help="of files alone: folder of the index")
 
-    folder = actions.add_parser(
+    folder = data.add(
         "folder",
-        parents=[common],
-        help="chats about the pictures of a folder: sub-folders' names or texts beside them are the answers",
-        description="Write a file of chats, JSON lines, about the pictures in a folder. The answer about a picture is "
-        "what NAME.txt beside NAME.png says or, where no picture has such a text, the name of its sub-folder. All "
-        "pictures are decoded once. Exit code: 0 when all are in, 1 when some are left out, each by name, 2 when there "
-        "is nothing to write.",
+        "data:folder",
+        "make chats from a folder of images",
+        "Writes JSON lines. The answer for NAME.png is the text of NAME.txt beside it or, if no image has such a text, "
+        "the name of its sub-folder. All images are decoded once. Exit code: 0 if all are used, 1 if some are left out "
+        "(each is named), 2 if there is nothing to write.",
     )
-    folder.add_argument(
-        "folder", type=_path, metavar="PICTURES", help="folder of pictures, in sub-folders or with texts"
-    )
+    folder.add_argument("folder", type=_path, metavar="IMAGES", help="images in sub-folders, or with texts beside them")
     folder.add_argument("--out", type=_path, default=Path("chats.jsonl"), help="file to write (default: chats.jsonl)")
     folder.add_argument(
-        "--question", help="asked about each (default: 'What is it?', of texts 'Describe the picture.')"
+        "--question",
+        help="question for each image (default: 'What is it?'; with texts: 'Describe the picture.')",
     )
     folder.add_argument(
         "--held-out",
         type=float,
         default=0.0,
-        metavar="SHARE",
-        help="keep this share of each answer's pictures for NAME.held-out.jsonl, equal pictures on one side (default: "
-        "0, none; data.held_out of a config keeps records)",
+        metavar="FRACTION",
+        help="write this fraction of the images of each answer to NAME.held-out.jsonl; equal images stay together "
+        "(default: 0)",
     )
 
-    stamps = actions.add_parser(
+    stamps = data.add(
         "stamps",
-        parents=[common],
-        help="chats about pictures and speech to try things with: fetched, with a tokenizer",
-        description="Write a folder of chats about Debian's Tux Paint stamps: train.jsonl, validation.jsonl, media, "
-        "tokenizer and a README that says what was left out. The package is fetched with apt (157 MB, installed "
-        "nowhere) on first use; without it the folder holds scikit-learn's digits in the same form. A folder that was "
-        "made with the same options stays as it is.",
+        "stamps:stamps",
+        "make example chats about images and speech, with a tokenizer",
+        "Writes a folder of chats about Debian's Tux Paint stamps: train.jsonl, validation.jsonl, media, tokenizer, "
+        "and a README that lists what was left out. The package (157 MB) is fetched with apt on first use and not "
+        "installed; without it the folder has scikit-learn's digits in the same form. A folder made earlier with the "
+        "same options is kept.",
     )
-    stamps.add_argument("folder", type=_path, metavar="FOLDER", help="folder to write: a new one, or one made before")
+    stamps.add_argument("folder", type=_path, metavar="FOLDER", help="folder to write: new, or made earlier")
     stamps.add_argument("--records", type=int, metavar="N", help="chats to train on (default: 19200)")
-    stamps.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default: 0)")
-    stamps.add_argument("--languages", nargs="+", metavar="CODE", help="such as en fr (default: ten)")
-    stamps.add_argument(
-        "--cache", type=_local, metavar="FOLDER", help="where the package is kept, as data.cache of a config says"
-    )
+    stamps.add_argument("--seed", type=int, metavar="N", help="seed of all random choices (default: 0)")
+    stamps.add_argument("--languages", nargs="+", metavar="CODE", help="such as en fr (default: ten languages)")
+    stamps.add_argument("--cache", type=_local, metavar="FOLDER", help="folder of the package, as data.cache")
 
-    mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
+
+def _add_mask(commands: _Commands) -> None:
+    mask = commands.add(
+        "mask",
+        "mask:mask",
+        "draw the attention mask of a config's first samples",
+        "The samples are packed into one row; its length is printed in tokens.",
+        config=True,
+    )
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
     mask.add_argument("--out", type=_path, default=Path("mask.png"), help="picture to write (default: mask.png)")
 
-    plan = commands.add_parser(
+
+def _add_plan(commands: _Commands) -> None:
+    plan = commands.group(
         "plan",
-        parents=[config],
-        help="show a config's layout and the memory of its ranks, and cut its model over N ranks",
-        description="Show which rank runs what of a config, how long it takes and how many bytes each rank would hold; "
-        "and cut the model over N ranks, with and without frozen awareness. Nothing is allocated or started. The keys "
-        "of --json are explained in docs/what-ranks-hold.md.",
+        "show the layout of a config, or choose one",
+        "No rank is started. `interlace plan CONFIG` is `interlace plan show CONFIG`.",
     )
-    plan.add_argument("--json", action="store_true", help="print the layout and the memory as JSON, and nothing else")
-    plan.add_argument("--picture", type=_path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
-    plan.add_argument(
+    show = plan.add(
+        "show",
+        "planning.show:show",
+        "show the layout of a config, with the seconds and bytes of each rank",
+        "Also cuts the model into N ranks, with and without frozen awareness. Seconds are of a microbatch, whose size "
+        "is printed in tokens. docs/what-ranks-hold.md explains the figures and the keys of --json.",
+        config=True,
+    )
+    show.add_argument("--json", action="store_true", help="print only JSON: the layout, and bytes of each rank")
+    show.add_argument("--picture", type=_path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
+    show.add_argument(
         "--data",
         type=_path,
         metavar="FILE",
-        help="read the lengths of the run's first step and draw what each replica of each module computes, as drawn "
-        "and with train.balance (PNG or SVG)",
+        help="read the lengths of the run's first step, and draw the load of each replica of each module, with and "
+        "without train.balance (PNG or SVG)",
     )
-    plan.add_argument("--ranks", type=int, help="ranks of a replica (default: the config's)")
-    plan.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
-    _add_costs(plan)
-    plan.add_argument(
-        "--auto",
-        action="store_true",
-        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; a layout in [parallel] "
-        "counts only beside parallel.plan = 'auto', its links always",
+    show.add_argument("--ranks", type=int, help="ranks of the cuts (default: those of a replica of the config)")
+    show.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
+    _add_costs(show)
+    choose = plan.add(
+        "choose",
+        "planning.choose:choose",
+        "choose a layout for GPUs that are not here, and say why",
+        "Chooses placement, degrees, schedule and microbatches. Of the config's [parallel], links and limits always "
+        "count; a layout counts only beside parallel.plan = 'auto'. Costs are counted FLOPs.",
+        config=True,
     )
-    plan.add_argument("--gpus", type=int, metavar="N", help="with --auto: GPUs to use, all of them")
-    plan.add_argument("--memory", type=float, metavar="GB", help="with --auto: memory of each GPU in 10^9 bytes")
-    plan.add_argument("--out", type=_path, metavar="FILE", help="with --auto: write the plan.lock there")
+    choose.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs; all are used")
+    choose.add_argument("--memory", type=float, required=True, metavar="GB", help="memory of each GPU in 10^9 bytes")
+    _add_tflops(choose)
+    choose.add_argument("--json", action="store_true", help="print only the content of the plan.lock, as JSON")
+    choose.add_argument("--picture", type=_path, metavar="FILE", help="draw the best candidates (PNG or SVG)")
+    choose.add_argument("--out", type=_path, metavar="FILE", help="plan.lock to write, for `interlace train --lock`")
+    _moved(show, "interlace plan choose CONFIG --gpus N --memory GB", "--auto", "--gpus", "--memory")
+    _moved(show, "interlace plan choose CONFIG --gpus N --memory GB --out FILE", "--out")
 
-    simulate = commands.add_parser(
+
+def _add_simulate(commands: _Commands) -> None:
+    simulate = commands.group(
         "simulate",
-        parents=[common],
-        help="play the config's schedule: picture and trace; or what failures cost",
-        description="Play one step of the config's schedule, and draw it; or, with --trace, hours of training on nodes "
-        "that fail and come (docs/simulated-failures.md).",
+        "simulate one step, or hours of training with node failures",
+        "Nothing is trained. `interlace simulate CONFIG` is `interlace simulate step CONFIG`.",
     )
-    simulate.add_argument("config", type=_path, nargs="?", help="TOML file; not for --make-trace")
-    _add_set(simulate)
-    simulate.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
-    simulate.add_argument(
+    step = simulate.add(
+        "step",
+        "planning.step:step",
+        "simulate one step of the config's schedule; draw its timeline and write its trace",
+        "Seconds are of microbatches whose size is printed in tokens.",
+        config=True,
+    )
+    step.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
+    step.add_argument(
         "--spread",
         type=float,
         metavar="SIGMA",
-        help="play all replicas, with samples of lognormal lengths of this sigma (0: alike), as arrays",
+        help="simulate all replicas, with samples whose lengths in tokens are lognormal with this sigma (0: equal)",
     )
-    simulate.add_argument("--out", type=_path, default=Path("."), help="folder for the pictures and trace.json")
-    _add_costs(simulate)
+    step.add_argument(
+        "--out", type=_path, default=Path("."), help="folder for timeline.png and trace.json (default: .)"
+    )
+    _add_costs(step)
     _add_failures(simulate)
-    return top
+    _moved(step, "interlace simulate failures CONFIG --trace CSV", "--trace")
+    _moved(step, "interlace simulate failures --make-trace ec2 (or gcp)", "--make-trace")
+
+
+def _add_failures(simulate: _Commands) -> None:
+    failures = simulate.add(
+        "failures",
+        "planning.failures:failures",
+        "simulate hours of training on nodes that fail and join",
+        "Compares three ways to recover: docs/simulated-failures.md.",
+    )
+    failures.add_argument("config", type=_path, nargs="?", help="TOML file; not with --make-trace")
+    _add_set(failures)
+    trace = failures.add_mutually_exclusive_group(required=True)
+    trace.add_argument("--trace", type=_path, metavar="CSV", help="columns time, node, event (fail or join), warning")
+    trace.add_argument("--make-trace", choices=["ec2", "gcp"], help="print a trace with a cloud's published rate")
+    failures.add_argument("--hours", type=float, help="length (default: the trace's full hours; --make-trace: 12)")
+    failures.add_argument("--nodes", type=int, help="nodes at the start (default: the config's; --make-trace: 30)")
+    failures.add_argument("--seed", type=int, default=0, help="seed of --make-trace (default: 0)")
+    failures.add_argument("--ranks-per-node", type=int, help="GPUs of a node (default: [resilience])")
+    failures.add_argument("--faults", type=int, help="node failures at a time to survive (default: [resilience])")
+    failures.add_argument(
+        "--min-nodes",
+        type=int,
+        help="fewest nodes that hold the model (default: [resilience], else from --memory, else 1)",
+    )
+    failures.add_argument("--memory", type=float, metavar="GB", help="memory of each rank in 10^9 bytes")
+    failures.add_argument("--network", type=float, metavar="GB/s", help="into a node (default: the links', else 25)")
+    failures.add_argument("--disk", type=float, metavar="GB/s", help="of checkpoints, all nodes together (default: 1)")
+    failures.add_argument("--start", type=float, default=10.0, help="seconds to restart all processes (default: 10)")
+    failures.add_argument("--regroup", type=float, default=1.0, help="seconds to notice and regroup (default: 1)")
+    failures.add_argument("--save-every", type=int, default=10, help="steps between checkpoints (default: 10)")
+    failures.add_argument("--json", action="store_true", help="print all figures as JSON, and nothing else")
+    failures.add_argument("--out", type=_path, default=Path("."), help="folder for failures.png (default: .)")
+    _add_costs(failures)
 
 
 def _local(text: str) -> str:
@@ -350,106 +515,34 @@ def _add_set(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one key, such as --set train.steps=100; values are TOML; may be repeated",
+        help="change one key of the config, such as train.steps=100; values are TOML; may be repeated",
     )
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
     _add_set(command)
-    command.add_argument("--step", type=int, help="the checkpoint of this step (default: the best or the newest)")
-    command.add_argument(
-        "--raw", action="store_true", help="the weights of that step, not their averages (of a run with train.ema)"
-    )
+    command.add_argument("--step", type=int, help="use the checkpoint of this step (default: the best or the newest)")
+    command.add_argument("--raw", action="store_true", help="weights of that step, not their train.ema average")
 
 
 def _add_costs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--profile",
         action="store_true",
-        help="time every layer on this machine with a batch of the config's data (default: count FLOPs)",
+        help="time each layer on this machine, with a batch of the config's data (default: count FLOPs)",
     )
     command.add_argument(
-        "--costs", type=_path, metavar="FILE", help="costs.json of a run with log.predict: layers and links, measured"
+        "--costs", type=_path, metavar="FILE", help="measured costs: costs.json of a run with log.predict"
     )
+    _add_tflops(command)
+
+
+def _add_tflops(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--tflops", type=float, help="speed of a rank when FLOPs are counted (default: of a matrix product here)"
+        "--tflops",
+        type=float,
+        help="speed of a rank for counted FLOPs, in TFLOP/s (default: that of a matrix product on this machine)",
     )
-
-
-def _add_failures(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("failures of nodes", "without --trace or --make-trace none of these counts")
-    group.add_argument("--trace", type=_path, metavar="CSV", help="columns time, node, event (fail or join), warning")
-    group.add_argument("--make-trace", choices=["ec2", "gcp"], help="print a trace with a cloud's published rate")
-    group.add_argument("--hours", type=float, help="how long (default: the trace's full hours; --make-trace: 12)")
-    group.add_argument("--nodes", type=int, help="nodes at the start (default: the config's; --make-trace: 30)")
-    group.add_argument("--seed", type=int, default=0, help="of --make-trace (default: 0)")
-    group.add_argument("--ranks-per-node", type=int, help="GPUs of a node (default: [resilience])")
-    group.add_argument("--faults", type=int, help="failures at a time to survive (default: [resilience])")
-    group.add_argument(
-        "--min-nodes",
-        type=int,
-        help="fewest that hold the model (default: as [resilience] says, else by --memory, else 1)",
-    )
-    group.add_argument("--memory", type=float, metavar="GB", help="of each rank, for --min-nodes")
-    group.add_argument("--network", type=float, metavar="GB/S", help="into a node (default: the links', else 25)")
-    group.add_argument("--disk", type=float, metavar="GB/S", help="of checkpoints, all nodes together (default: 1)")
-    group.add_argument("--start", type=float, default=10.0, help="seconds to start all anew (default: 10)")
-    group.add_argument("--regroup", type=float, default=1.0, help="seconds to notice and regroup (default: 1)")
-    group.add_argument("--save-every", type=int, default=10, help="iterations between checkpoints (default: 10)")
-    group.add_argument("--json", action="store_true", help="print all figures as JSON, and nothing else")
-
-
-def _command(options: argparse.Namespace) -> int:
-    if options.command == "train":
-        from interlace.train.commands.train import train
-
-        return train(options)
-    if options.command == "coordinator":
-        from interlace.train.commands.elastic import coordinate
-
-        return coordinate(options)
-    if options.command == "generate":
-        from interlace.train.commands.generate import generate
-
-        return generate(options)
-    if options.command == "export":
-        from interlace.train.commands.export import export
-
-        return export(options)
-    if options.command == "mask":
-        from interlace.train.commands.mask import mask
-
-        return mask(options)
-    if options.command == "data":
-        if options.action == "stamps":
-            from interlace.train.commands.stamps import stamps
-
-            return stamps(options)
-        from interlace.train.commands import data
-
-        return {"check": data.check, "folder": data.folder, "index": data.index}[options.action](options)
-    if options.command == "doctor":
-        if options.crash is not None:
-            from interlace.train.commands.crash import crash
-
-            return crash(options.crash)
-        if options.distributed:
-            from interlace.train.commands.cluster.check import doctor_distributed
-
-            return doctor_distributed(
-                options.config, options.ranks, options.timeout, options.seconds, options.slow, options.json
-            )
-        from interlace.train.commands.doctor import doctor
-
-        return doctor()
-    if options.command == "simulate":  # makes few cycles; gc takes 1 s of 10 s for a cluster
-        gc.disable()
-    try:
-        from interlace.train.commands.planning import plan as planning
-
-        return planning.plan(options) if options.command == "plan" else planning.simulate(options)
-    finally:
-        gc.enable()
 
 
 def _check_cache() -> None:

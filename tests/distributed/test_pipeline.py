@@ -235,7 +235,7 @@ def lose_peer(rank: int, world: int, how: str, crash_folder: str) -> tuple[str, 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "hangs"), (3, "dies")])
 def test_lost_peer_is_named_within_the_timeout(world, how, tmp_path):
-    """A folder keeps the last actions of the other ranks; `interlace doctor --crash` reports the same from it."""
+    """A folder keeps the last actions of the other ranks; `interlace doctor crash` reports the same from it."""
     results = run_ranks(world, lose_peer, world, how, str(tmp_path), timeout=200, stopped=[1])
     for rank in range(0, world, 2):
         kind, value = results[rank]

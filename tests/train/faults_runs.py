@@ -241,7 +241,7 @@ RUNS = [
     ),
     Fault(
         "crash records of a run that did not fail",
-        "doctor --crash {run}",
+        "doctor crash {run}",
         ("holds no rank-N.json, which the ranks of a run leave when it fails",),
     ),
 ]

@@ -13,7 +13,7 @@ import torch
 from interlace.data import ByteTokenizer
 from interlace.data.builtin import stamps_folder
 from interlace.run import parallelize
-from interlace.train.commands.planning.plan import _counted
+from interlace.train.commands.planning.costs import counted
 from interlace.train.config import load as configs
 from interlace.train.data.feed import Feed, datasets
 from interlace.train.data.texts import tokenizer_of
@@ -132,7 +132,7 @@ def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
 def test_costs_cover_all_encoders_and_digits_need_a_vision_one(cache: Path) -> None:
     config = config_of(cache)
     model = build(config, tokenizer_of(config))
-    assert set(_counted(config, model, 1.0).modules) == {"wide", "ears", "sharp", "language_model"}
+    assert set(counted(config, model, 1.0).modules) == {"wide", "ears", "sharp", "language_model"}
     digits = configs.from_table(TABLE | {"data": {"dataset": "digits", "max_image_tokens": 16}}, source="three.toml")
     tokenizer = ByteTokenizer(digits.model.encoders())
     assert tokenizer.placeholders == {"vision": 259, "audio": 260, "wide": 263, "ears": 264, "sharp": 265}

@@ -123,12 +123,13 @@ def points_of(picture: bytes) -> list[tuple[float, float]]:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, 1e308])), max_size=60), st.integers(1, 100)
+    st.lists(st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, 1e308])), max_size=60),
+    st.integers(1, 100),
 )
 def test_a_drawn_curve_keeps_its_peaks(values: list[float], times: int) -> None:
     points = [(float(step), value) for step, value in enumerate(values * times)]
     drawn = points_of(page_curves.svg(page_curves.Chart("t", "", [page_curves.Curve("a", "#3b6fb6", points)])))
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if abs(value) < 1e300]
     if finite and max(finite) - min(finite) > 1e-3 * max(map(abs, finite)):
         assert min(y for _, y in drawn) == pytest.approx(TOP, abs=1)
         assert max(y for _, y in drawn) == pytest.approx(BOTTOM, abs=1)

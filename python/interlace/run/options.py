@@ -40,7 +40,7 @@ class StepOptions:
         node.
     autocast: forwards run under autocast to this dtype, e.g. torch.bfloat16.
     timeout: most seconds of every wait for a peer.
-    crash_folder: folder for the flight recorder of a process whose step fails, for `interlace doctor --crash`.
+    crash_folder: folder for the flight recorder of a process whose step fails, for `interlace doctor crash`.
 
     Raises ValueError for an unknown name, and for durations that ranks cannot compare.
     """

@@ -1,4 +1,4 @@
-"""Failure traces: node failures and joins as CSV for `interlace simulate --trace`, and traces of spot instances.
+"""Failure traces: node failures and joins as CSV for `interlace simulate failures`, and traces of spot instances.
 
 A file has the columns time, node, event and, optionally, warning:
 

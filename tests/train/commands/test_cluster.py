@@ -1,4 +1,4 @@
-"""`interlace doctor --distributed`: differences, lost ranks and slow pairs, also with ranks that fail."""
+"""`interlace doctor cluster`: differences, lost ranks and slow pairs, also with ranks that fail."""
 
 from __future__ import annotations
 
@@ -145,10 +145,12 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
+from argparse import Namespace
 from interlace.train.commands.cluster import check, facts, links
 rank = int(os.environ["RANK"])
 {fault}
-check.doctor_distributed(None, None, {timeout}, 5.0, 0.0, Path({out!r}) if rank == 0 else None)
+out = Path({out!r}) if rank == 0 else None
+check.cluster(Namespace(config=None, ranks=None, timeout={timeout}, seconds=5.0, slow=0.0, json=out))
 """
 FAULTS = {
     "nothing": "",
@@ -313,7 +315,7 @@ def test_two_agents_of_torchrun_examine_and_train(tmp_path: Path) -> None:
     config = tmp_path / "tiny.toml"
     config.write_text(TINY.format(folder=tmp_path))
     out = tmp_path / "report.json"
-    found = two_agents("doctor", "--distributed", "--config", str(config), "--slow", "0", "--json", str(out))
+    found = two_agents("doctor", "cluster", str(config), "--slow", "0", "--json", str(out))
     assert [code for code, _ in found] == [0, 0], found
     report = json.loads(out.read_text())
     assert report["ok"] and report["world"] == 2 and len({each["config"] for each in report["ranks"]}) == 1
@@ -324,7 +326,7 @@ def test_two_agents_of_torchrun_examine_and_train(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_distributed_doctor_starts_ranks_and_reports_results(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "interlace", "doctor", "--distributed"]
+    command = [sys.executable, "-m", "interlace", "doctor", "cluster"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *sys.path])}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -333,7 +335,7 @@ def test_distributed_doctor_starts_ranks_and_reports_results(tmp_path: Path) -> 
 
     good = run("--ranks", "2", "--slow", "0")
     assert good.returncode == 0 and "nothing is wrong" in good.stdout, good
-    bad = run("--ranks", "2", "--config", str(tmp_path / "none.toml"))
+    bad = run("--ranks", "2", str(tmp_path / "none.toml"))
     assert bad.returncode == 1 and "none.toml" in bad.stdout, bad
     unknown = run()
     assert unknown.returncode == 2 and "--ranks N" in unknown.stderr, unknown

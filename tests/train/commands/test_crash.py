@@ -1,9 +1,10 @@
-"""`interlace doctor --crash`: the faulty ranks, from hand-written files and from real channels; damaged files."""
+"""`interlace doctor crash`: the faulty ranks, from hand-written files and from real channels; damaged files."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,11 @@ def test_what_real_channels_leave(tmp_path: Path, capsys: pytest.CaptureFixture[
         thread.start()
     for thread in threads:
         thread.join()
-    assert cli.main(["doctor", "--crash", str(tmp_path)]) == 0
+    assert cli.main(["doctor", "crash", str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    run = tmp_path / "run"
+    shutil.copytree(tmp_path, run / "crash", ignore=shutil.ignore_patterns("run"))
+    assert cli.main(["doctor", "crash", str(run)]) == 0 and capsys.readouterr().out == text
     assert text.startswith("likely cause: rank 2, which waited for nobody (rank 1 waited for it): a damaged image")
     assert "rank 0 waited for rank 1, wait REDUCE gradients, since" in text
     assert "rank 1 waited for rank 2, receive a[0] chunk 3, since" in text
@@ -171,4 +175,4 @@ def test_a_folder_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for folder, says in ((tmp_path, "holds no rank-N.json"), (tmp_path / "none", "cannot be read: No such file")):
         with pytest.raises(ConfigError, match=says):
             read(folder)
-        assert cli.main(["doctor", "--crash", str(folder)]) == 2 and says in capsys.readouterr().err
+        assert cli.main(["doctor", "crash", str(folder)]) == 2 and says in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`interlace plan --data`: loads of the replicas in the first step, as drawn and balanced."""
+"""`interlace plan show --data`: loads of the replicas in the first step, as drawn and balanced."""
 
 from __future__ import annotations
 

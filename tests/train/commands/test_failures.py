@@ -1,4 +1,4 @@
-"""`interlace simulate --trace`: figures that add up, bytes of the model, flags and errors in one line."""
+"""`interlace simulate failures`: figures that add up, bytes of the model, flags and errors in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def simulated(tiny: Path, capfd: pytest.CaptureFixture[str], *more: str, trace: str = "trace.csv") -> dict[str, Any]:
     arguments = ["--trace", str(tiny.parent / trace), "--tflops", "1e-5", "--json"]
-    assert main(["simulate", str(tiny), *arguments, *more]) == 0
+    assert main(["simulate", "failures", str(tiny), *arguments, *more]) == 0
     found = json.loads(capfd.readouterr().out)
     assert isinstance(found, dict)
     return found
@@ -73,7 +73,7 @@ def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
         heads = "model.language_model.config.num_key_value_heads=2"
         config = load(tiny, [heads, *(f"parallel.{name}={table(lane)}" for name in ("vision", "language_model"))])
         model = build(config, vocabulary_of(config))
-        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv"])
+        options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv"])
         options.ranks_per_node, options.faults, options.min_nodes = 4, 1, 1
         costs = SimpleNamespace(modules=flop_costs(config, model))
         return failures.job_of(config, model, costs, options, 4).copied
@@ -101,7 +101,7 @@ def test_lanes_that_no_elastic_run_has_are_refused(
 ) -> None:
     lanes = [part for name in modules for part in ("--set", f"parallel.{name}.tp=2")]
     arguments = ["--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--ranks-per-node", ranks, *memory]
-    assert main(["simulate", str(tiny), *arguments, *lanes]) == 2
+    assert main(["simulate", "failures", str(tiny), *arguments, *lanes]) == 2
     said = capfd.readouterr().err
     assert re.search(message, said) and len(said.strip().splitlines()) == 1
 
@@ -136,7 +136,17 @@ def test_assumed_min_nodes_is_reported(
     tiny: Path, capfd: pytest.CaptureFixture[str], more: tuple[str, ...], assumed: bool
 ) -> None:
     assert simulated(tiny, capfd, "--nodes", "4", *more)["min_nodes_assumed"] is assumed
-    arguments = ["simulate", str(tiny), "--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--nodes", "4"]
+    arguments = [
+        "simulate",
+        "failures",
+        str(tiny),
+        "--trace",
+        str(tiny.parent / "trace.csv"),
+        "--tflops",
+        "1",
+        "--nodes",
+        "4",
+    ]
     assert main([*arguments, "--out", str(tiny.parent / "out"), *more]) == 0
     assert ("assumed: the memory of one node is enough for" in capfd.readouterr().out) is assumed
 
@@ -153,10 +163,22 @@ def test_twice_as_fast_ranks_do_twice_as_much(tiny: Path, capfd: pytest.CaptureF
 
 
 def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["simulate", "--make-trace", "gcp", "--hours", "2", "--nodes", "6", "--seed", "3"]) == 0
+    assert main(["simulate", "failures", "--make-trace", "gcp", "--hours", "2", "--nodes", "6", "--seed", "3"]) == 0
     made = tmp_path / "made.csv"
     made.write_text(capfd.readouterr().out)
-    arguments = ["simulate", str(tiny), "--tflops", "1e-5", "--trace", str(made), "--nodes", "6", "--hours", "2"]
+    arguments = [
+        "simulate",
+        "failures",
+        str(tiny),
+        "--tflops",
+        "1e-5",
+        "--trace",
+        str(made),
+        "--nodes",
+        "6",
+        "--hours",
+        "2",
+    ]
     assert main([*arguments, "--out", str(tmp_path / "drawn")]) == 0
     said = capfd.readouterr().out
     assert "6 nodes of 1" in said and "where the time goes" in said and "samples per second over time" in said
@@ -166,25 +188,24 @@ def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["simulate", "--trace", "{}/trace.csv"], "simulate needs a config"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/none.csv"], "none.csv: cannot read it: No such file"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/bad.csv"], "bad.csv:3: time 'soon'"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/empty.csv"], "empty.csv: nothing happens in it"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "0"], "--nodes 0: at least 1"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--hours", "0"], "--hours 0: more than 0"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--start", "-1"], "--start -1: 0 or more"),
-        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--spread", "1"], "leave it out with --trace"),
+        (["simulate", "failures", "--trace", "{}/trace.csv"], "simulate failures needs a config"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/none.csv"], "none.csv: cannot read it: No such file"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/bad.csv"], "bad.csv:3: time 'soon'"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/empty.csv"], "empty.csv: nothing happens in it"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "0"], "--nodes 0: at least 1"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--hours", "0"], "--hours 0: more than 0"),
+        (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--start", "-1"], "--start -1: 0 or more"),
         (
-            ["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "1"],
+            ["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "1"],
             "2 nodes of the trace are there from the start, more than 1",
         ),
         (
-            ["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "4", "--min-nodes", "3"],
+            ["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "4", "--min-nodes", "3"],
             "4 nodes cannot hold 2 pipelines of 3 nodes",
         ),
-        (["simulate", "--make-trace", "ec2", "--nodes", "1"], "--make-trace: 1 nodes"),
-        (["simulate", "--make-trace", "ec2", "--hours", "0"], "--hours 0: more than 0"),
-        (["simulate", "{}/tiny.toml", "--make-trace", "ec2"], "leave out the config and --trace"),
+        (["simulate", "failures", "--make-trace", "ec2", "--nodes", "1"], "--make-trace: 1 nodes"),
+        (["simulate", "failures", "--make-trace", "ec2", "--hours", "0"], "--hours 0: more than 0"),
+        (["simulate", "failures", "{}/tiny.toml", "--make-trace", "ec2"], "leave out the config"),
     ],
 )
 def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +219,7 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
 
 def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
-        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", *flags])
+        options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv", *flags])
         config = load(tiny, []).model_copy(update={"resilience": Resilience(**own)})
         found = failures.with_config(options, config, None, None)
         return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
@@ -213,7 +234,9 @@ def test_the_network_is_that_of_the_links_unless_a_flag_says_so(tiny: Path) -> N
     costs = SimpleNamespace(links=Links(network=Link(line, line)))
 
     def network(costs: Any, *flags: str) -> float:
-        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", "--ranks-per-node", "4", *flags])
+        options = parser().parse_args(
+            ["simulate", "failures", str(tiny), "--trace", "x.csv", "--ranks-per-node", "4", *flags]
+        )
         return failures.rates_of(costs, options).network
 
     assert network(costs) == pytest.approx(4 * 50e9)  # all ranks of a node receive

@@ -13,8 +13,9 @@ import pytest
 from interlace.cli import main
 from interlace.layout import Layout
 from interlace.schedule import GENERATORS
-from interlace.train.commands.planning import large
-from interlace.train.commands.planning import plan as planning
+from interlace.train.commands.planning import costs as layer_costs
+from interlace.train.commands.planning import large, show
+from interlace.train.commands.planning.step import own_layout, played
 from interlace.train.config.load import ConfigError, dumps_table
 from interlace.train.data.texts import vocabulary_of
 from interlace.train.models.build import build, build_layout
@@ -85,11 +86,11 @@ def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
 
 
 def play(*overrides: str) -> Any:
-    """Simulation of `interlace simulate` at one TFLOP/s per rank."""
+    """Simulation of `interlace simulate step` at one TFLOP/s per rank."""
     overrides = ("train.batch_size=16", "train.microbatches=4", *overrides)
     config, model = _config(*overrides), _build(*overrides)
-    costs = planning._counted(config, model, 1.0)
-    return planning._simulated(config, model, planning._own(config, model, "tiny.toml"), costs, 4)
+    costs = layer_costs.counted(config, model, 1.0)
+    return played(config, model, own_layout(config, model, "tiny.toml"), costs, 4)
 
 
 def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
@@ -117,12 +118,12 @@ def test_replicas_and_chunks_move_work_and_make_none(layout: str) -> None:
 def test_chunk_count_is_kept_when_a_chain_replaces_replicas() -> None:
     config = _config("parallel={placement='parallel', vision={dp=4, chunks=2}, language_model={dp=2}}")
     model = _build()
-    own = planning._own(config, model, "tiny.toml")
+    own = own_layout(config, model, "tiny.toml")
     assert chunk_counts(config, own, 3) == {"vision": 2, "audio": 3, "language_model": 3}
     chain = Layout.balanced(model, 3)
     assert chunk_counts(config, chain, 3) == {"vision": 8, "audio": 6, "language_model": 6}
     shared = _config("parallel={placement='shared', dp=2}")
-    own = planning._own(shared, model, "tiny.toml")
+    own = own_layout(shared, model, "tiny.toml")
     assert chunk_counts(shared, own, 3) == {"vision": 1, "audio": 1, "language_model": 3}
     assert chunk_counts(shared, chain, 3) == {"vision": 3, "audio": 3, "language_model": 3}
 
@@ -155,8 +156,8 @@ def test_few_ranks_and_many_are_simulated_alike(degrees: str) -> None:
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{{degrees}}}}}"]
     config, model = _config(*overrides), _build(*overrides)
-    costs, layout = planning._counted(config, model, 1.0), planning._own(config, model, "tiny.toml", whole=True)
-    one = planning._simulated(config, model, layout, costs, 4).makespan
+    costs, layout = layer_costs.counted(config, model, 1.0), own_layout(config, model, "tiny.toml", whole=True)
+    one = played(config, model, layout, costs, 4).makespan
     assert one > 4.0
     assert one == pytest.approx(large.alike(config, model, layout, costs, 4, "tiny.toml").makespan, rel=1e-3)
 
@@ -166,12 +167,12 @@ def test_chains_are_shown_beside_lanes() -> None:
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{tp=2}}}}"]
     config, model = _config(*overrides), _build(*overrides)
-    costs = planning._counted(config, model, 1.0)
-    for layout in planning._chains(config, model, costs, 2, "tiny.toml", needed=True).values():
-        assert planning._simulated(config, model, layout, costs, 4).makespan > 0.0
+    costs = layer_costs.counted(config, model, 1.0)
+    for layout in show._chains(config, model, costs, 2, "tiny.toml", needed=True).values():
+        assert played(config, model, layout, costs, 4).makespan > 0.0
 
 
-# ---------------------------------------------------------------------- plan --auto
+# ---------------------------------------------------------------------- plan choose
 
 
 def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,13 +182,15 @@ def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.Cap
     parallel = {"dp": 8, "language_model": {"shard": "optimizer"}, "links": links}
     train = {"steps": 10, "batch_size": 32, "microbatches": 4}
     path.write_text(dumps_table(copy.deepcopy(TABLE) | {"train": train, "parallel": parallel}))
-    asked = ["--auto", "--gpus", "2", "--memory", "10", "--tflops", "1", "--json"]
+    asked = ["--gpus", "2", "--memory", "10", "--tflops", "1", "--json"]
     batch = ["--set", "train.batch_size=4", "--set", "train.microbatches=2"]
     assert main(["plan", str(path), *batch]) == 2 and "on each of 8 replicas" in capsys.readouterr().err
-    assert main(["plan", str(path), *asked, *batch]) == 0
+    assert main(["plan", "choose", str(path), *asked, *batch]) == 0
     found = json.loads(capsys.readouterr().out)
     chosen = found["chosen"]
     assert (chosen["train"]["batch_size"], chosen["train"]["microbatches"]) == (4, 2)
     assert chosen["parallel"]["dp"] <= 2 and "links from parallel.links" in json.dumps(found)
-    assert main(["plan", str(path), *asked, "--set", "parallel.placment=chain"]) == 2  # keys are still checked
+    assert (
+        main(["plan", "choose", str(path), *asked, "--set", "parallel.placment=chain"]) == 2
+    )  # keys are still checked
     assert "[parallel] has no key 'placment'; did you mean 'placement'?" in capsys.readouterr().err

@@ -5,7 +5,7 @@
     recorder.end(token)
 
 An event without an end is the one the rank was waiting in (or computing). `dump` writes one JSON file per rank;
-`interlace doctor --crash FOLDER` reads all of them and reports which rank waited for which. In an elastic run the same
+`interlace doctor crash RUN` reads all of them and reports which rank waited for which. In an elastic run the same
 events go to the rank's progress page, from which its supervisor detects hangs.
 """
 

@@ -80,7 +80,7 @@ def choose(
         raise ConfigError(
             f"{source}: [parallel] plan = 'auto' times each layer by itself, but this model's layers cannot be timed: "
             f"{why}. Write the layout into [parallel] instead of plan = 'auto', or count FLOPs instead of timing: "
-            "interlace plan CONFIG --auto --gpus N --memory GB --tflops T --out plan.lock, then interlace "
+            "interlace plan choose CONFIG --gpus N --memory GB --tflops T --out plan.lock, then interlace "
             "train CONFIG --lock plan.lock"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]

@@ -94,7 +94,7 @@ def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
     one = nominal_samples(config, model)
     if batch_size > _LARGEST_NOMINAL:
         raise ConfigError(
-            f"train.batch_size = {batch_size} exceeds {_LARGEST_NOMINAL} samples, the limit of plan --auto without "
+            f"train.batch_size = {batch_size} exceeds {_LARGEST_NOMINAL} samples, the limit of plan choose without "
             "data: make the data of the config available"
         )
     return Work(

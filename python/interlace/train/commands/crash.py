@@ -1,4 +1,4 @@
-"""``interlace doctor --crash FOLDER``: analysis of a failed run from the flight recorders of its ranks.
+"""``interlace doctor crash RUN``: analysis of a failed run from the flight recorders of its ranks.
 
 Every rank that could still write left ``rank-N.json`` (`interlace.comm.process.recorder`). An event that was begun and
 not ended shows the peers that a rank waited for. The chain of these waits ends at a rank that waited for no other, or
@@ -7,6 +7,7 @@ that left no file: the likely culprit. Files are untrusted: they are checked aga
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -221,8 +222,9 @@ def _clock(seconds: float) -> str:
         return f"{seconds:g}"
 
 
-def crash(folder: Path) -> int:
-    """Prints the report of a folder; exit code 0. Raises ConfigError if it has no files to read."""
-    for line in report(read(folder)):
+def crash(options: argparse.Namespace) -> int:
+    """Prints the report of a run folder or its crash/; exit code 0. Raises ConfigError if it has no files to read."""
+    inside = options.folder / "crash"
+    for line in report(read(inside if inside.is_dir() else options.folder)):
         print(line)
     return 0

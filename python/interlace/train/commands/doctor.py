@@ -1,7 +1,8 @@
-"""``interlace doctor``: features of this machine, and reasons why others are unavailable. Every check really runs."""
+"""``interlace doctor machine``: features of this machine, and why others are unavailable. Every check really runs."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ from functools import partial
 Check = tuple[bool | None, str]  # on, off, or None = not relevant here; and the reason or version
 
 
-def doctor() -> int:
+def machine(_: argparse.Namespace) -> int:
     """Prints the table; exit code 0 if training can run here, else 1."""
     from rich.console import Console
     from rich.table import Table

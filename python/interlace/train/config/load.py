@@ -204,7 +204,7 @@ def unsettled(config: Config, source: str, what: str) -> None:
     """Raises ConfigError if the config leaves the layout open; `what` needs it."""
     if config.parallel.auto:
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' says no layout yet, which {what} needs: use interlace plan --auto, or "
+            f"{source}: [parallel] plan = 'auto' says no layout yet, which {what} needs: use interlace plan choose, or "
             "the config.toml of a run folder, which has what was chosen"
         )
 

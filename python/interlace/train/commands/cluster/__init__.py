@@ -1,1 +1,1 @@
-"""``interlace doctor --distributed``: facts, links and collectives of every node, compared."""
+"""``interlace doctor cluster``: facts, links and collectives of every node, compared."""

@@ -1,4 +1,4 @@
-"""``interlace doctor --distributed``: compatibility check of the ranks of a job before a long run.
+"""``interlace doctor cluster``: compatibility check of the ranks of a job before a long run.
 
 Under torchrun the process is one rank; else it starts all ranks on this machine. Order of the checks: presence of the
 ranks; versions, config, files, space, devices (`facts`); clocks; process group; every pair of ranks, and all-reduces
@@ -12,6 +12,7 @@ hangs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -48,29 +49,28 @@ _VERDICT = "verdict"
 _OTHERS = 3  # timeout factor for waits on rank 0, which may be late itself and then wait for the others
 
 
-def doctor_distributed(
-    config: Path | None, ranks: int | None, timeout: float, seconds: float, slow: float, out: Path | None
-) -> int:
+def cluster(options: argparse.Namespace) -> int:
     """Prints the report on rank 0; exit code 0 if no problem was found, else 1.
 
     config: of the planned run; its bytes are compared, and it sets the number of ranks and their device. timeout:
     seconds that a rank may be late in any step. seconds: time for measuring pairs. slow: fraction of the median below
-    which a pair is called slow. out: a JSON file for the report.
+    which a pair is called slow. json: a file for the report.
 
     Raises ConfigError if the number of ranks is unknown.
     """
-    if not 0 < timeout < float("inf") or seconds < 0 or not 0 <= slow <= 1:
+    config, ranks, timeout = options.config, options.ranks, options.timeout
+    if not 0 < timeout < float("inf") or options.seconds < 0 or not 0 <= options.slow <= 1:
         raise ConfigError("--timeout must be a positive number of seconds, --seconds at least 0, --slow 0 to 1")
     if launcher.under_launcher():
-        return Examination(config, timeout, seconds, slow).run(out)
+        return Examination(config, timeout, options.seconds, options.slow).run(options.json)
     if ranks is None and config is not None:
         loaded = load(config, [])
-        unsettled(loaded, str(config), "doctor --distributed (or --ranks N)")
+        unsettled(loaded, str(config), "doctor cluster (or --ranks N)")
         ranks = loaded.world_size()
     if ranks is None or ranks < 1:
         raise ConfigError(
-            "doctor --distributed: start it with torchrun, or say how many ranks to start on this machine: --ranks N, "
-            "or --config FILE"
+            "doctor cluster: start it with torchrun, or say how many ranks to start on this machine: --ranks N, or a "
+            "config"
         )
     command = [sys.executable, *(word for word in sys.orig_argv[1:] if word)]
     with tempfile.TemporaryDirectory(prefix="interlace-doctor-") as folder:

@@ -1,4 +1,4 @@
-"""Facts of each rank's machine and their differences, for `interlace doctor --distributed`.
+"""Facts of each rank's machine and their differences, for `interlace doctor cluster`.
 
 Facts are JSON-serializable. This module does not communicate with other ranks.
 """

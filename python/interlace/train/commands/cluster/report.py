@@ -1,4 +1,4 @@
-"""Report of `interlace doctor --distributed`: a table for people, and JSON."""
+"""Report of `interlace doctor cluster`: a table for people, and JSON."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def show(report: Report) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"interlace doctor --distributed: {report.world} ranks", title_justify="left")
+    table = Table(title=f"interlace doctor cluster: {report.world} ranks", title_justify="left")
     for column in ("what", "found"):
         table.add_column(column)
     for what, found in _rows(report):

@@ -1,1 +1,1 @@
-"""``interlace plan`` and ``interlace simulate``: layouts, timelines, dispatch, node failures."""
+"""``interlace plan`` and ``interlace simulate``: layouts, steps, load balance, node failures."""

@@ -1,4 +1,4 @@
-"""``interlace plan --data``: load balance over the replicas of each module in the first step of a run.
+"""``interlace plan show --data``: load balance over the replicas of each module in the first step of a run.
 
 Loads are shown before and after `train.balance`. Only lengths are read; no media are decoded.
 """

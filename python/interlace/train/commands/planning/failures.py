@@ -1,4 +1,4 @@
-"""``interlace simulate --trace``: cost of the failures in a trace for a config's training, with three recovery methods.
+"""``interlace simulate failures``: cost of the failures in a trace, with three recovery methods.
 
 The model is cut as a chain of all its layers, with one rank or lane of tp * cp ranks per stage, as in `--elastic` runs.
 pp, dp and placement of [parallel] are ignored. docs/simulated-failures.md lists the assumptions.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from interlace.train.commands.planning.costs import load_priced
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.elastic.config import check_lanes, lane_size
@@ -30,13 +31,24 @@ NETWORK, DISK = 25.0, 1.0  # 10^9 bytes per second, if neither flags nor links g
 SAVED_MOMENTS = 2  # per trained parameter, in addition to its weight
 
 
+def failures(options: argparse.Namespace) -> int:
+    """Replays ``--trace`` for the config, or prints a trace with ``--make-trace``."""
+    check(options)
+    if options.make_trace is not None:
+        return make_trace(options)
+    if options.config is None:
+        raise ConfigError("simulate failures needs a config: name a TOML file (--make-trace alone needs none)")
+    config, model, costs = load_priced(options)
+    return simulate(config, model, costs, options)
+
+
 def make_trace(options: argparse.Namespace) -> int:
     """Prints a generated trace of spot instances."""
     from interlace.simulate.failure_trace import SPOT, spot_trace, trace_lines
 
     every, warning = SPOT[options.make_trace]
-    if options.config is not None or options.trace is not None:
-        raise ConfigError("--make-trace prints a trace and simulates nothing: leave out the config and --trace")
+    if options.config is not None:
+        raise ConfigError("--make-trace prints a trace and simulates nothing: leave out the config")
     try:
         changes = spot_trace(options.nodes or 30, every, options.hours or 12.0, options.seed, warning=warning)
     except ValueError as error:
@@ -58,9 +70,6 @@ def check(options: argparse.Namespace) -> None:
     for name in ("start", "regroup"):
         if not 0 <= getattr(options, name) < math.inf:
             raise ConfigError(f"--{name} {getattr(options, name):g}: 0 or more")
-    for name in ("microbatches", "spread"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is for a step that is drawn: leave it out with --trace")
 
 
 def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``interlace simulate`` for hundreds of ranks and more, and for samples of different lengths: all replicas at once.
+"""``interlace simulate step`` for hundreds of ranks and more, or for samples of different lengths: all replicas.
 
 All data are arrays without an object per action, so 10,240 ranks take seconds. Pictures draw ranks in groups
 (`interlace.simulate.pictures.overview`). The trace contains some ranks in full. Benchmark: ``python -m bench.scale``.
@@ -126,7 +126,7 @@ def write(schedule: Schedule, found: Simulated, folder: Path, title: str) -> tup
 
 
 def simulate(config: Config, model: Any, layout: Any, costs: Any, microbatches: int, options: Any) -> int:
-    """Implements `planning.simulate` for `layout` with all replicas of the config."""
+    """Implements `step.step` for `layout` with all replicas of the config."""
     spread = options.spread or 0.0
     schedule, found = _drawn_step(config, model, layout, costs, microbatches, spread, str(options.config))
     try:
@@ -158,7 +158,7 @@ def alike(
 
 
 def of_any_size(costs: Any, loads: Mapping[str, Load]) -> Costs:
-    """Costs of chunks of any size from `planning.Costs`: measured or counted, else proportional to rows.
+    """Costs of chunks of any size from `costs.Costs`: measured or counted, else proportional to rows.
 
     loads: of the microbatch in `costs.modules`.
     """

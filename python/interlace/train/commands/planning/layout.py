@@ -1,4 +1,4 @@
-"""``interlace plan`` for a config's own layout: modules, ranks, and the memory of each rank.
+"""``interlace plan show`` for a config's own layout: modules, ranks, and the memory of each rank.
 
 The same figures as a table, as text blocks (ranks x modules), as a picture and as JSON. docs/what-ranks-hold.md
 explains them and the limits of the estimate.
@@ -19,7 +19,7 @@ from interlace.train.scheduling import chunk_costs, chunk_loads, chunk_sizes, st
 if TYPE_CHECKING:
     from interlace.layout import Layout
     from interlace.plan.memory import RankMemory, WeightSize
-    from interlace.train.commands.planning.plan import Costs
+    from interlace.train.commands.planning.costs import Costs
 
 VERSION = 1  # of the keys of the JSON
 _MOST_SHOWN = 64  # ranks
@@ -298,3 +298,7 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} TiB"
+
+
+def counted_noun(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")

@@ -1,0 +1,165 @@
+"""Layer costs of a config's model, for ``interlace plan`` and ``interlace simulate``.
+
+The costs have one of three sources:
+
+- counted (default): FLOPs over a rank's speed, for a microbatch of the config's mixture of samples whose images, clips
+  and captions fill their budgets
+- ``--profile``: timed on this machine with a batch of the config's data
+- ``--costs``: measured by a run
+
+The model is allocated only for timing, so a config for a thousand GPUs can be planned on a laptop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interlace.train.config.load import ConfigError, load, unsettled
+from interlace.train.config.sections import Config
+from interlace.train.models.costs import Load, budget_loads, estimated, flop_costs, stated_links
+from interlace.train.models.media_specs import check_inputs
+from interlace.train.scheduling import scaled
+
+ITEMS_LEFT_OUT = (
+    "left out: the items of data.reading = 'stream' that travel between ranks, as what they weigh and who reads them "
+    "is known in a run alone, where log.predict = true counts them in"
+)
+
+
+@dataclass
+class Costs:
+    """Layer costs in seconds, and one line on their source.
+
+    modules: of a microbatch, on a rank that has it whole. step: measured costs of chunks of any size, if available.
+    links: links between ranks, if known; else communication is free. counted: counted costs of chunks of any size, if
+    available.
+    """
+
+    modules: Mapping[str, Any]
+    origin: str
+    step: Any = None
+    links: Any = None
+    counted: Any = None
+
+
+def load_priced(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
+    """(config, model, costs) from the options of a command. Raises ConfigError."""
+    from interlace.train.data.texts import tokenizer_of, vocabulary_of
+    from interlace.train.models.build import build
+
+    for name in ("ranks", "microbatches"):
+        if getattr(options, name, None) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: at least 1")
+    if options.tflops is not None and options.tflops <= 0:
+        raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    if getattr(options, "spread", None) is not None and not 0 <= options.spread <= 3:
+        raise ConfigError(f"--spread {options.spread:g}: 0 or more, and at most 3")
+    config = load(options.config, options.set)
+    source = str(options.config)
+    if options.profile and options.costs is not None:
+        raise ConfigError("--profile and --costs say both what layers cost: give one of them")
+    unsettled(config, source, "this command")
+    if options.profile:
+        tokenizer = tokenizer_of(config, source=source)
+        model = build(config, tokenizer, source=source)
+        costs = _profiled(config, model, tokenizer, source)
+    else:
+        model = build(config, vocabulary_of(config, source=source), source=source)
+        check_inputs(config, model, source=source)
+        measured = options.costs is not None
+        costs = _measured(config, model, options.costs) if measured else counted(config, model, options.tflops)
+    if config.data.reading == "stream":
+        costs.origin += f"; {ITEMS_LEFT_OUT}"
+    return config, model, costs
+
+
+def nominal_size(load: Load, share: float) -> Any:
+    """The size of a chunk of `share` microbatches; all rows count as targets."""
+    from interlace.costs.step import Size
+
+    return Size(load.tokens * share, load.tokens * load.keys * share, load.tokens * share)
+
+
+def counted(config: Config, model: Any, tflops: float | None) -> Costs:
+    """FLOPs of a full microbatch over the speed of a rank."""
+    from interlace.costs.counted import counted_costs
+    from interlace.estimate.sample_sizes import key_bytes_of, row_bytes_of
+
+    lengths = budget_loads(config, model)
+    speed = tflops if tflops is not None else matmul_tflops()
+    modules = {name: scaled(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
+    shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
+    links = stated_links(config)
+    told = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
+    how = "as given" if tflops is not None else "measured here with a matrix product"
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}{estimated(model)}; "
+    tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: for the chains shown beside it
+    rows, keys = row_bytes_of(model), key_bytes_of(model)
+    counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
+    return Costs(modules, f"{origin}tokens per microbatch: {shown}", links=links, counted=counted)
+
+
+def _measured(config: Config, model: Any, path: Path) -> Costs:
+    """Costs written by a run, for a microbatch of the config's mixture. Raises ConfigError."""
+    from interlace.train.report import forecast
+
+    found, links = forecast.load(path)
+    loads = budget_loads(config, model)
+    try:
+        modules = {name: found.of(name, nominal_size(load, 1.0)) for name, load in loads.items()}
+    except ValueError as error:
+        raise ConfigError(f"--costs {path}: {error}") from None
+    for name, cost in modules.items():
+        if cost.num_layers != len(model.layer_list(name)):
+            raise ConfigError(
+                f"--costs {path}: it is of a model whose {name} has {cost.num_layers} layers, the config's has "
+                f"{len(model.layer_list(name))}: name the file of a run of this model"
+            )
+    shown = ", ".join(f"{name} {100 * error:.0f} %" for name, error in found.errors.items())
+    origin = f"{path}: {found.origin}; its fits are off by {shown} (each size predicted from the others)"
+    return Costs(modules, origin, found, stated_links(config) or links)
+
+
+def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
+    """Layer times of one microbatch of the config's data on this machine."""
+    import torch
+
+    from interlace.plan import profile_model
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.launch import launcher
+    from interlace.train.models.build import materialize
+    from interlace.train.report import forecast
+
+    torch.set_num_threads(config.parallel.threads or launcher.default_threads(config.world_size()))
+    data = indexed(*datasets(config, model, tokenizer, source=source))
+    materialize(model, seed=config.run.seed)
+    count = forecast.chunk_samples(config, data)
+    samples = [data.sample(i % len(data), 0) for i in range(count)]
+    origin = "timed on this machine, what ranks tell each other taken as free; "
+    origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
+    return Costs(profile_model(model, samples), origin)
+
+
+def speed_of(options: argparse.Namespace) -> float:
+    """TFLOP/s of a rank."""
+    if options.tflops is not None and options.tflops <= 0:
+        raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    return float(options.tflops) if options.tflops is not None else matmul_tflops()
+
+
+def matmul_tflops(size: int = 768, repeats: int = 5) -> float:
+    """Speed of one thread pool of this machine in fp32 matrix products, in TFLOP/s."""
+    import torch
+
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12
