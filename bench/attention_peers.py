@@ -145,10 +145,7 @@ def _block_mask(problem: Problem, mask_mod: Any) -> Any:
 def _flex_build(problem: Problem) -> Any:
     """Every companion is passed explicitly, so that masks of one length differ only in data and share a compilation."""
     mask, tokens = problem.mask, problem.mask.tokens()(lambda field: field.clone(memory_format=torch.contiguous_format))
-    plain = BitfieldMask(
-        tokens.bits, doc=tokens.doc, span=tokens.span, pos=tokens.pos, window=tokens.window, sinks=mask.sinks
-    )
-    return _block_mask(problem, plain.to_flex())
+    return _block_mask(problem, BitfieldMask.from_tokens(tokens, mask.sinks).to_flex())
 
 
 def _flex_formula_build(problem: Problem) -> Any:

@@ -25,8 +25,8 @@ constexpr int PANEL = 64;
 // Element types of q, k, v, out and their gradients. bf16 and fp16 are computed in fp32.
 enum class Dtype { f32, f64, bf16, f16 };
 
-// The fields of the mask rule (see masks.py) for one side, [batch, length] each. Queries that see nothing and keys that
-// no query sees have a negative doc (block_lists.h). Their rows are excluded from the computation.
+// The fields of the mask rule (see masks/rule.py) for one side, [batch, length] each. Queries that see nothing and keys
+// that no query sees have a negative doc (block_lists.h). Their rows are excluded from the computation.
 struct Tokens {
     const int64_t *bits;
     const int32_t *doc, *span, *pos, *window;  // window: queries only

@@ -28,6 +28,7 @@ from tests.attention import cases, self_checks
 from tests.attention import no_part as no_part_cases
 from tests.attention.backends import compare
 from tests.mask_strategies import mask_pairs
+from tests.masks import triton_rule
 
 check = partial(compare, "triton")
 
@@ -60,7 +61,7 @@ def random_masks(masks, heads, softcap, cap, deterministic, value_dim):
     small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16, value_dim=value_dim)
     mask = masks[0]
     if mask.batch > 1:  # time is proportional to programs; one more batch row is enough to test strides
-        masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
+        masks = tuple(m if m is None else m.mapped(lambda tensor: tensor[:2]) for m in masks)
     check(*masks, torch.float32, softcap=softcap, cap=cap, deterministic=deterministic, **small)
 
 
@@ -475,7 +476,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of a case must not be parsed as an answer
     for line in sys.stdin:
         try:
-            (CASES | LONG_CASES)[line.rstrip("\n")]()
+            (CASES | LONG_CASES | triton_rule.CASES)[line.rstrip("\n")]()
             problem = None
         except Exception:  # reported to the requesting test
             problem = traceback.format_exc()

@@ -76,7 +76,7 @@ def test_the_cpu_backend_on_every_mask_type_and_odd_shape(name, dtype):
     mask = MASKS[name](500)
     compare("cpu", mask.select([499]), mask, dtype, dim=72, scale=0.1, block=128)
     rows = torch.stack([torch.arange(0, 200, 2), torch.arange(499, 399, -1)])
-    both = MASKS[name](500)._map(lambda field: field.expand(2, -1).contiguous())
+    both = MASKS[name](500).mapped(lambda field: field.expand(2, -1).contiguous())
     compare("cpu", both.select(rows), both, dtype, dim=20, scale=0.2, block=64)
 
 

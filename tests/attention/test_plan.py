@@ -13,36 +13,8 @@ from interlace.attention import AttentionPlan
 from interlace.attention.plan import KEY_PARTIAL_COST, PARTIAL_COST
 from interlace.masks import BitfieldMask, visible
 from tests.attention import cases
+from tests.attention.plan_lists import listed, states
 from tests.mask_strategies import mask_pairs
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
-
-def states(dense: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, q_blocks, k_blocks] of EMPTY / PARTIAL / FULL; a short block is never FULL."""
-    batch, q_len, k_len = dense.shape
-    out = torch.zeros(batch, -(-q_len // block), -(-k_len // block), dtype=torch.int64)
-    for b in range(batch):
-        for i in range(out.shape[1]):
-            for j in range(out.shape[2]):
-                tile = dense[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
-                out[b, i, j] = FULL if tile.all() and tile.shape == (block, block) else PARTIAL if tile.any() else EMPTY
-    return out
-
-
-def listed(plan: AttentionPlan, side: str) -> torch.Tensor:
-    """The same, from the q-major or k-major lists."""
-    shape = (plan.batch, plan.q_blocks, plan.k_blocks)
-    out = torch.zeros(shape if side == "q" else (shape[0], shape[2], shape[1]), dtype=torch.int64).flatten(0, 1)
-    for kind, value in (("full", FULL), ("part", PARTIAL)):
-        ptr, idx = getattr(plan, f"{kind}_{side}_ptr").tolist(), getattr(plan, f"{kind}_{side}_idx").tolist()
-        assert len(ptr) == out.shape[0] + 1 and ptr[0] == 0 and len(idx) == max(2, ptr[-1])
-        for r in range(out.shape[0]):
-            row = idx[ptr[r] : ptr[r + 1]]
-            assert row == sorted(set(row))
-            out[r, row] += value
-    out = out.unflatten(0, (shape[0], shape[1] if side == "q" else shape[2]))
-    return out if side == "q" else out.mT
 
 
 def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Random inputs of balance.assign, and the best assignment by enumeration."""
+"""Random inputs of balance.assign, the best assignment by enumeration, and items of bins."""
 
 import itertools
 import math
@@ -36,3 +36,9 @@ weight_lists = st.integers(1, 8).flatmap(
 def capped(draw):
     weights, bins = draw(weight_lists), draw(st.integers(1, 3))
     return weights, bins, draw(st.integers(math.ceil(len(weights) / bins), len(weights)))
+
+
+def items_of(bin_of, bins):
+    """Per bin, its items, rising."""
+    order = np.argsort(bin_of, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(bin_of, minlength=bins))[:-1])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import _core, balance
+from tests.balance.assignment import items_of
 
 INF = math.inf
 whole = st.integers(0, 30)
@@ -319,8 +320,10 @@ def least_deferral(members, llm):
 
 def check_plan(encoder, llm, microbatches, shrink):
     printed = balance.assign_microbatches(encoder, llm, microbatches, shrink=shrink, as_printed=True)
-    members = stratified(encoder, llm, printed.microbatches)
-    assert sorted(own.tolist() for own in printed.encoder_microbatches) == sorted(sorted(own) for own in members)
+    wanted = stratified(encoder, llm, printed.microbatches)
+    assert sorted(own.tolist() for own in items_of(printed.encoder_of, printed.microbatches)) == sorted(
+        sorted(own) for own in wanted
+    )
     check_deferral(printed, encoder, llm, microbatches, shrink)
     plan = balance.assign_microbatches(encoder, llm, microbatches, shrink=shrink)
     check_deferral(plan, encoder, llm, microbatches, shrink)
@@ -339,15 +342,15 @@ def check_deferral(plan, encoder, llm, microbatches, shrink):
     assert plan.deferred == {i: plan.encoder_of[i] + 1 for i in np.flatnonzero(step)}
     giving = {plan.encoder_of[i] for i in plan.deferred}
     assert not giving & {m + 1 for m in giving}  # no microbatch both gives and takes
-    assert sorted(np.concatenate(plan.llm_microbatches).tolist()) == list(range(len(llm)))
+    assert sorted(np.concatenate(items_of(plan.llm_of, plan.microbatches)).tolist()) == list(range(len(llm)))
     for loads, own, costs in (
-        (plan.encoder_loads, plan.encoder_microbatches, encoder),
-        (plan.llm_loads, plan.llm_microbatches, llm),
+        (plan.encoder_loads, items_of(plan.encoder_of, plan.microbatches), encoder),
+        (plan.llm_loads, items_of(plan.llm_of, plan.microbatches), llm),
     ):
         assert loads == pytest.approx([math.fsum(costs[i] for i in microbatch) for microbatch in own])
     assert plan.llm_bottleneck == plan.llm_loads.max() >= plan.llm_bound * (1 - 1e-12)
     assert plan.encoder_bottleneck >= plan.encoder_bound * (1 - 1e-12)
-    best = least_deferral(plan.encoder_microbatches, llm)
+    best = least_deferral(items_of(plan.encoder_of, plan.microbatches), llm)
     if all(float(cost).is_integer() for cost in llm):
         assert plan.llm_bottleneck == best
     else:

@@ -64,7 +64,7 @@ def test_lengths(length, cap, dim, seed):
 
 @given_by_tier(3, 40, mask_pairs(longest=200), st.sampled_from([None, 1]), st.integers(0, 1 << 20))
 def test_random_masks(masks, cap, seed):
-    masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
+    masks = tuple(m if m is None else m.mapped(lambda tensor: tensor[:2]) for m in masks)
     check(*masks, cap=cap, seed=seed)
 
 

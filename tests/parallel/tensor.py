@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.parallel.families import FAMILIES, randomize
 
@@ -35,3 +36,11 @@ def assert_same_gradients(whole, per_rank):
 def family(name, **changes):
     torch.manual_seed(0)
     return randomize(FAMILIES[name].model(**changes)), FAMILIES[name].inputs(12)
+
+
+def whole_linear(layer):
+    """The whole nn.Linear of a shard, on every rank. Collective."""
+    whole = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    for key, parameter in layer.named_parameters():
+        whole.register_parameter(key, nn.Parameter(layer.whole(key, parameter).clone(), parameter.requires_grad))
+    return whole.train(layer.training)

@@ -24,7 +24,7 @@ from tests.parallel.families_cases import (
     language,
     whole_gradients,
 )
-from tests.parallel.tensor import SEQUENCE, assert_close
+from tests.parallel.tensor import SEQUENCE, assert_close, whole_linear
 
 REFUSED = {
     "phi3": "self_attn .Phi3Attention. has o_proj, qkv_proj, where q_proj, k_proj and v_proj are known",
@@ -89,7 +89,7 @@ def test_halves_in_checkpoints():
         assert torch.equal(mine.weight, torch.cat([half.chunk(2)[group.rank] for half in whole.weight.chunk(2)]))
         empty = ColumnParallelLinear(6, 12, group=group, parts=2)
         empty.load_state_dict(whole.state_dict())
-        back = empty.to_linear()
+        back = whole_linear(empty)
         return torch.equal(back.weight, whole.weight) and torch.equal(back.bias, whole.bias)
 
     assert run_local(2, rank) == [True, True]

@@ -11,6 +11,7 @@ from torch import nn
 
 from interlace.comm import run_local
 from interlace.parallel import ColumnParallelLinear, Ranks, RowParallelLinear
+from tests.parallel.tensor import whole_linear
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole rows"])
 
@@ -78,7 +79,7 @@ def test_to_and_from_the_whole(kind):
         layer = kind.from_linear(whole, group)
         assert not layer.training and not layer.weight.requires_grad and layer.bias.requires_grad
         assert layer.weight.untyped_storage().nbytes() == 4 * layer.weight.numel() == 4 * 16
-        back = layer.to_linear()
+        back = whole_linear(layer)
         assert type(back) is nn.Linear and not back.training and not back.weight.requires_grad
         assert all(torch.equal(back.state_dict()[name], state[name]) for name in state)
         with torch.no_grad():

@@ -95,7 +95,6 @@ def test_generations_follow_the_plan(data: st.DataObject) -> None:
         assert Generation.from_json(after.to_json()) == after
         ranks = [rank for node in (*after.order(), *after.leaving) for rank in after.ranks_of(node)]
         assert ranks == list(range(after.sources)) and after.world == 2 * len(after.order())
-        assert all(rank in after.ranks_of(after.node_of(rank)) for rank in ranks)
         for node in after.leaving:
             roster.forget(node)
         generation = after

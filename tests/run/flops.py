@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode
+
+from interlace.estimate.step_flops import Flops
 
 
 def counted(run: Any) -> int:
@@ -14,3 +17,8 @@ def counted(run: Any) -> int:
         if made.requires_grad:
             made.sum().backward()
     return int(counter.get_total_flops())
+
+
+def total(found: Mapping[str, Flops]) -> Flops:
+    """Sum over all modules."""
+    return Flops(*(sum(column) for column in zip((0, 0), *found.values(), strict=True)))

@@ -15,12 +15,12 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from interlace.attention.hf.limits import Limits
-from interlace.estimate.step_flops import Flops, StepFlops, Uncountable, total
+from interlace.estimate.step_flops import Flops, StepFlops, Uncountable
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, loss
 from interlace.model.collate import JOINED, collate_language
 from interlace.model.counting.pairs import Document, visible
 from interlace.model.lora import add_lora
-from tests.run.flops import counted
+from tests.run.flops import counted, total
 from tests.tiny import FRAMES, MELS, PATCH, PLACEHOLDERS, VOCAB, tiny_mllm
 
 LLM = "language_model"

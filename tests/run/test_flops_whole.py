@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from interlace.estimate.step_flops import StepFlops, Uncountable, total
+from interlace.estimate.step_flops import StepFlops, Uncountable
 from interlace.model import IGNORE, MultimodalModel
 from interlace.model.counting.pairs import Document, visible
 from tests.model.wholes import CASES, own_logits, samples, written
-from tests.run.flops import counted
+from tests.run.flops import counted, total
 
 
 @pytest.mark.slow

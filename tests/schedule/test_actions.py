@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable, one_f_one_b
 from interlace.schedule.actions import CODES, OPS, action_of, rows_of
+from tests.schedule.text import parse, parse_lists, text_of
 
 names = st.text("abcXYZ019_.-é", min_size=1, max_size=12)
 numbers = st.integers(0, 10_000)
@@ -27,7 +28,7 @@ def actions(draw: st.DrawFn) -> Action:
 @given(actions())
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_every_action_survives_its_text_and_its_row(action: Action) -> None:
-    assert Action.parse(str(action)) == action
+    assert parse(str(action)) == action
     row = rows_of([action], ["other", action.module])
     assert row.dtype == np.int32 and row.shape == (1, 7)
     assert action_of(row[0].tolist(), ["other", action.module]) == action
@@ -53,7 +54,7 @@ def test_texts_are_short_and_readable() -> None:
 )
 def test_other_text_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Action.parse(text)
+        parse(text)
 
 
 def test_rows_of_unknown_modules_are_refused() -> None:
@@ -65,13 +66,13 @@ def test_a_schedule_survives_its_text_and_its_objects() -> None:
     links = [("vision", "language_model")]
     graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, links, replicas=2)
     schedule = one_f_one_b(graph, StepTable.aligned(links, [graph.modules] * 3, replicas=2))
-    assert schedule.to_text().count("\n") == 6
-    assert Schedule.parse_actions(schedule.to_text()) == schedule.actions
+    assert text_of(schedule).count("\n") == 6
+    assert parse_lists(text_of(schedule)) == schedule.actions
     again = Schedule.of_actions(schedule.name, graph, schedule.table, schedule.actions)
     assert (again.rows == schedule.rows).all() and (again.first == schedule.first).all()
     assert again.rows.dtype == schedule.rows.dtype and again.first.dtype == schedule.first.dtype
     with pytest.raises(ValueError, match="rank 1: not an action"):
-        Schedule.parse_actions("F:a/0@0\nF a\n")
+        parse_lists("F:a/0@0\nF a\n")
 
 
 def test_ops_compare_and_hash_as_their_codes() -> None:

@@ -14,6 +14,7 @@ from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, 
 from interlace.schedule.memory import peak
 from tests.schedule.graphs import random_case, table_of
 from tests.schedule.oracle import runs
+from tests.schedule.text import parse, text_of
 
 LLM = "language_model"
 LINKS = [("vision", LLM)]
@@ -53,12 +54,12 @@ def refused(damaged: Schedule, says: str, **limits: object) -> ScheduleError:
 
 
 def move(actions: list[Action], text: str, before: str) -> None:
-    action = actions.pop(actions.index(Action.parse(text)))
-    actions.insert(actions.index(Action.parse(before)), action)
+    action = actions.pop(actions.index(parse(text)))
+    actions.insert(actions.index(parse(before)), action)
 
 
 def swap(actions: list[Action], one: str, other: str) -> None:
-    i, j = (actions.index(Action.parse(text)) for text in (one, other))
+    i, j = (actions.index(parse(text)) for text in (one, other))
     actions[i], actions[j] = actions[j], actions[i]
 
 
@@ -84,7 +85,7 @@ def test_a_deadlock_of_lanes_that_share_ranks_is_found() -> None:
     }
     graph = StageGraph(Layout(modules, 2), (), {"a": (True,), "b": (True,)})
     sound = one_f_one_b(graph, StepTable.aligned([], [{"a", "b"}]), backward=False)
-    assert sound.to_text() == "F:a/0@0,F:b/0@1\n" * 2
+    assert text_of(sound) == "F:a/0@0,F:b/0@1\n" * 2
     error = refused(changed(sound, lambda lists: swap(lists[1], "F:a/0@0", "F:b/0@1")), "deadlock")
     assert str(error).splitlines()[1:] == [
         "  rank 0: F:a/0@0 (action 0) waits for rank 1, which is at F:b/0@1",
@@ -138,7 +139,7 @@ def test_actions_out_of_order_are_found(rank: int, text: str, before: str, says:
     ],
 )
 def test_actions_that_do_not_belong_are_found(rank: int, text: str, says: str) -> None:
-    action = Action.parse(text.replace(">", "=") if text[0] == "F" else text)
+    action = parse(text.replace(">", "=") if text[0] == "F" else text)
     error = refused(changed(schedule(), lambda lists: lists[rank].append(action)), says)
     assert (error.rank, error.action) == (rank, action)
 
@@ -147,7 +148,7 @@ def test_a_stage_without_backward_has_none() -> None:
     graph = StageGraph.build({"vision": [0], LLM: [1]}, LINKS, trainable={"vision": False})
     damaged = changed(
         one_f_one_b(graph, StepTable.aligned(LINKS, [graph.modules])),
-        lambda lists: lists[0].append(Action.parse("B:vision/0@0")),
+        lambda lists: lists[0].append(parse("B:vision/0@0")),
     )
     refused(damaged, "rank 0 must not have B:vision/0@0: vision/0 has no backward there for this chunk")
 
@@ -178,7 +179,7 @@ def test_sums_come_after_what_they_sum_and_tied_weights_last() -> None:
     refused(early, r"rank 0 runs B:m/0@1 after the REDUCE_GRAD of its stage, REDUCE_GRAD:m/0\+0")
     tied = changed(sound, lambda lists: swap(lists[2], "REDUCE_GRAD:m/1+2", "REDUCE_GRAD:m/1+4"))
     refused(tied, "tied weights are summed after all others")
-    lacking = changed(sound, lambda lists: lists[2].remove(Action.parse("REDUCE_GRAD:m/1+4")))
+    lacking = changed(sound, lambda lists: lists[2].remove(parse("REDUCE_GRAD:m/1+4")))
     refused(lacking, r"rank 2 lacks REDUCE_GRAD:m/1\+4")
 
 
@@ -207,7 +208,7 @@ def test_weights_are_whole_where_they_are_used() -> None:
     graph = StageGraph(layout, (), {"m": (True, True)})
     sound = one_f_one_b(graph, StepTable.aligned([], [{"m"}] * 3, replicas=2))
     check(sound)
-    assert sound.to_text().splitlines()[1] == (
+    assert text_of(sound).splitlines()[1] == (
         "UNSHARD_LAYERS:m/1+1,RECV:m/0@0<0,F:m/1@0,B:m/1@0,SEND_GRAD:m/0@0>0,RECV:m/0@1<0,F:m/1@1,B:m/1@1,SEND_GRAD:m/0@1>0,"
         "RECV:m/0@2<0,F:m/1@2,B:m/1@2,SEND_GRAD:m/0@2>0,RESHARD:m/1+1,REDUCE_GRAD:m/1+1"
     )
@@ -223,11 +224,11 @@ def test_weights_are_whole_where_they_are_used() -> None:
     ):
         refused(changed(sound, lambda lists, r=rank, t=text, b=before: move(lists[r], t, b)), re.escape(says))
     for rank, text in ((3, "RESHARD:m/1+1"), (0, "UNSHARD_LAYERS:m/0+0")):
-        drop = changed(sound, lambda lists, r=rank, t=text: lists[r].remove(Action.parse(t)))
+        drop = changed(sound, lambda lists, r=rank, t=text: lists[r].remove(parse(t)))
         refused(drop, rf"rank {rank} lacks {text.replace('+', '.')}")
     evaluation = one_f_one_b(graph, StepTable.aligned([], [{"m"}], replicas=1), backward=False)
     check(evaluation)  # the second replica has no chunk, but slices that the first needs
-    assert evaluation.to_text().splitlines()[2] == "UNSHARD:m/0+0,RESHARD:m/0+0"
+    assert text_of(evaluation).splitlines()[2] == "UNSHARD:m/0+0,RESHARD:m/0+0"
 
 
 def two_full_modules() -> StageGraph:
@@ -245,7 +246,7 @@ def two_full_modules() -> StageGraph:
 def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
     graph = two_full_modules()
     sound = one_f_one_b(graph, StepTable.aligned([], [{"a", "b"}], replicas=2), backward=False)
-    assert sound.to_text().splitlines()[0] == (
+    assert text_of(sound).splitlines()[0] == (
         "UNSHARD_LAYERS:a/0+0,UNSHARD_LAYERS:b/0+1,F:a/0@0,RESHARD:a/0+0,F:b/0@1,RESHARD:b/0+1"
     )
     sound = changed(sound, lambda lists: gather(lists, Op.UNSHARD))
@@ -424,7 +425,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_a_forward_that_only_another_lane_needs_is_still_due() -> None:
     graph = StageGraph.build({"vision": [(0, 1)], LLM: [0, 1]}, LINKS)
     sound = one_f_one_b(graph, table_of({("vision", 0): 1, (LLM, 0): 1}, [("vision", 0, 0, LLM, 0, 0)]))
-    damaged = changed(sound, lambda lists: lists[1].remove(Action.parse("F:vision/0@0")))
+    damaged = changed(sound, lambda lists: lists[1].remove(parse("F:vision/0@0")))
     refused(damaged, "rank 1 lacks F:vision/0@0")
 
 

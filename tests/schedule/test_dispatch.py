@@ -9,6 +9,7 @@ import pytest
 from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, StepTable, check
 from interlace.schedule.generate import KINDS, make
 from tests.schedule.graphs import random_case
+from tests.schedule.text import parse_lists, text_of
 
 LLM = "language_model"
 LINKS = [("vision", LLM)]
@@ -30,7 +31,7 @@ def test_every_generator_begins_lists_with_it(name: str) -> None:
     for mine, other in zip(made.actions, plain.actions, strict=True):
         assert [action.op for action in mine].count(Op.DISPATCH) == 1
         assert mine[0].op is Op.DISPATCH and mine[1:] == other
-    assert Schedule.parse_actions(made.to_text()) == made.actions
+    assert parse_lists(text_of(made)) == made.actions
 
 
 def test_a_rank_without_it_is_refused() -> None:

@@ -12,6 +12,7 @@ from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Op, Schedule, StageGraph, StepTable, check, gpipe, one_f_one_b
 from tests.schedule.graphs import random_case, table_of
 from tests.schedule.oracle import Demand, Events, compute_text, in_flight
+from tests.schedule.text import text_of
 
 LLM = "language_model"
 BOTH = [("vision", LLM), ("audio", LLM)]
@@ -57,7 +58,7 @@ def test_evaluation_runs_forwards_only() -> None:
     for generate in (gpipe, one_f_one_b):
         schedule = generate(graph, aligned(graph, 2, 2), backward=False)
         check(schedule)
-        assert schedule.to_text().splitlines()[:2] == [
+        assert text_of(schedule).splitlines()[:2] == [
             "F:m/0@0,SEND:m/0@0>1,F:m/0@1,SEND:m/0@1>1",
             "RECV:m/0@0<0,F:m/1@0,RECV:m/0@1<0,F:m/1@1",
         ]
@@ -181,7 +182,7 @@ def test_replica_without_a_chunk_reduces_its_tied_weights() -> None:
     for generate in (gpipe, one_f_one_b):
         schedule = generate(graph, aligned(graph, 2, 1))
         check(schedule)
-        assert schedule.to_text().splitlines()[2:] == [
+        assert text_of(schedule).splitlines()[2:] == [
             f"REDUCE_GRAD:{LLM}/0+0,REDUCE_GRAD:{LLM}/0+3", f"REDUCE_GRAD:{LLM}/1+1,REDUCE_GRAD:{LLM}/1+3",
         ]  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_aligned_chunks_read_each_other() -> None:
         f"{m}, replica 0, chunk {i}" for m, i in [("b", 0), ("a", 0), ("b", 1)]
     ]
     assert table.links.tolist() == [[1, 2], [4, 5]]
-    assert table.active == {"a", "b"}
+    assert {chunk.module for chunk in table.chunks} == {"a", "b"}
 
 
 def test_pieces_that_follow_each_other_are_joined() -> None:

@@ -30,6 +30,7 @@ from interlace.simulate import simulate, simulate_arrays
 from tests.plan.place import model
 from tests.schedule.graphs import Case, random_case, table_of
 from tests.schedule.oracle import Demand, Events, Job, compute_text
+from tests.schedule.text import text_of
 
 SPLIT = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "auto": automatic}
 OURS = {"interleaved": interleaved, **SPLIT}
@@ -218,7 +219,7 @@ def test_forwards_run_ahead_as_far_as_the_limits_allow() -> None:
         peaks = check(schedule).peak_in_flight
         assert peaks[0] == in_flight and max(peaks) <= in_flight
         limited = one_f_one_b(graph, aligned(graph, 8), memory_limit=float(in_flight))
-        assert limited.to_text() == schedule.to_text()  # without sizes a forward counts 1
+        assert text_of(limited) == text_of(schedule)  # without sizes a forward counts 1
 
 
 def test_eager_forwards_hide_an_encoder_chunk_that_takes_long() -> None:

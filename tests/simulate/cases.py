@@ -9,6 +9,7 @@ import numpy as np
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Action, Chunk, Edge, Op, Schedule, StageGraph, StepTable
 from interlace.schedule.actions import COMPUTE
+from tests.schedule.text import parse
 
 LLM = "llm"
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -28,7 +29,7 @@ def lanes_graph(modules: dict[str, list[tuple[int, ...]]], world: int) -> StageG
 def by_hand(graph: StageGraph, lists: list[str], microbatches: int = 1) -> Schedule:
     """A schedule from lists in text form, actions separated by spaces; all modules run in each microbatch."""
     table = StepTable.aligned(graph.links, [graph.modules] * microbatches)
-    actions = [[Action.parse(cell) for cell in own.split()] for own in lists]
+    actions = [[parse(cell) for cell in own.split()] for own in lists]
     return Schedule.of_actions("by hand", graph, table, actions)
 
 

@@ -9,6 +9,7 @@ from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, 
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Record, Timeline, simulate
 from tests.counted_calls import python_calls
+from tests.schedule.text import parse
 from tests.simulate.cases import (
     LLM,
     assert_times_obey_the_model,
@@ -125,7 +126,7 @@ def test_reductions_run_beside_the_computing_and_share_links() -> None:
     """Two modules on the same two ranks: their sums follow each other; the step ends with the last."""
     graph = StageGraph.build({"vision": [0], LLM: [0]}, [("vision", LLM)], replicas=2)
     lists = [
-        [Action.parse(cell) for cell in text.split()]
+        [parse(cell) for cell in text.split()]
         for text in (
             f"F:vision/0@0 F:{LLM}/0@1 B:{LLM}/0@1 REDUCE_GRAD:{LLM}/0+1 B:vision/0@0 REDUCE_GRAD:vision/0+0",
             f"F:vision/0@2 F:{LLM}/0@3 B:{LLM}/0@3 REDUCE_GRAD:{LLM}/0+1 B:vision/0@2 REDUCE_GRAD:vision/0+0",

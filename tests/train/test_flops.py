@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interlace.estimate.step_flops import StepFlops, total
+from interlace.estimate.step_flops import StepFlops
 from interlace.train.report.flops import Meter, peak_here, peak_of
+from tests.run.flops import total
 from tests.tiny import random_microbatches, tiny_mllm
 from tests.train.one_process import ToyModel, toy_config
 

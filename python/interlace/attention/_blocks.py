@@ -57,8 +57,8 @@ def block_lists(
 
         tensors, numbers = build(q, k, sinks, block, also)
         return BlockLists._make(tensors), numbers
-    queries = [field.cpu().numpy() for field in q]
-    keys = [field.cpu().numpy() for field in k[:4]]
+    queries = [field.cpu().numpy() for field in q.of_queries()]
+    keys = [field.cpu().numpy() for field in k.of_keys()]
     arrays = _core.attention_block_lists(queries, keys, sinks, block, torch.get_num_threads())
     lists = BlockLists._make(torch.from_numpy(array) for array in arrays)
     lists = lists._replace(q_doc=lists.q_doc.view(q.doc.shape), k_doc=lists.k_doc.view(k.doc.shape))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from interlace import _core
 from interlace.attention.backend import Attention, accumulate_dtype
-from interlace.attention.plan import AttentionPlan
+from interlace.attention.plan import KEYS, QUERIES, AttentionPlan
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
@@ -98,11 +98,6 @@ def _rows(x: Tensor) -> Any:
 
 
 def _mask(plan: AttentionPlan) -> dict[str, Any]:
-    tensors = (
-        plan.q_bits, plan.q_doc, plan.q_span, plan.q_pos, plan.q_window,
-        plan.k_bits, plan.k_doc, plan.k_span, plan.k_pos,
-        plan.full_q_ptr, plan.full_q_idx, plan.part_q_ptr, plan.part_q_idx,
-    )  # fmt: skip
-    return dict(
-        mask=[tensor.numpy() for tensor in tensors], block=plan.block, sinks=plan.sinks, threads=torch.get_num_threads()
-    )
+    names = (*QUERIES, *KEYS, "full_q_ptr", "full_q_idx", "part_q_ptr", "part_q_idx")
+    arrays = [getattr(plan, name).numpy() for name in names]
+    return dict(mask=arrays, block=plan.block, sinks=plan.sinks, threads=torch.get_num_threads())

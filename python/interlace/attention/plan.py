@@ -45,7 +45,7 @@ from torch import Tensor
 
 from interlace.attention._blocks import NO_MAPS, block_lists, block_maps, fits_maps, map_shape, reads_maps
 from interlace.attention._transforms import row_by_row
-from interlace.masks import BitfieldMask, Tokens, word
+from interlace.masks import KEY_FIELDS, QUERY_FIELDS, BitfieldMask, Tokens, filled, word
 from interlace.masks.values import readable
 
 
@@ -161,8 +161,7 @@ class AttentionPlan:
             mask.sinks,
             lists.full_q_ptr, _two_entries(lists.full_q_idx), lists.part_q_ptr, _two_entries(lists.part_q_idx),
             lists.full_k_ptr, _two_entries(lists.full_k_idx), lists.part_k_ptr, _two_entries(lists.part_k_idx),
-            q.bits, lists.q_doc, q.span, q.pos, q.window,
-            k.bits, lists.k_doc, k.span, k.pos,
+            *q._replace(doc=lists.q_doc).of_queries(), *k._replace(doc=lists.k_doc).of_keys(),
             *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, PARTIAL_COST, *sizes[:2]),
             *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, KEY_PARTIAL_COST, *sizes[2:]),
             *[q.doc.new_empty(NO_MAPS)] * 2,
@@ -230,11 +229,14 @@ class AttentionPlan:
 
     def queries(self) -> Tokens:
         """The query side of the rule, [B, Tq] per field (for interlace.masks.visible)."""
-        return Tokens(self.q_bits, self.q_doc, self.q_span, self.q_pos, self.q_window)
+        return self._side("q", QUERY_FIELDS)
 
     def keys(self) -> Tokens:
-        """The key side of the rule, [B, Tk] per field. Its window is a placeholder: the rule uses only the query's."""
-        return Tokens(self.k_bits, self.k_doc, self.k_span, self.k_pos, torch.zeros_like(self.k_pos))
+        """The key side of the rule, [B, Tk] per field. Fields that the rule does not read of keys are neutral."""
+        return self._side("k", KEY_FIELDS)
+
+    def _side(self, side: str, stored: tuple[str, ...]) -> Tokens:
+        return filled(**{name: getattr(self, f"{side}_{name}") for name in stored})
 
     def tensors(self) -> list[Tensor]:
         """All tensor fields in order of declaration, as a custom op's schema needs them. Inverse: from_tensors."""
@@ -352,8 +354,8 @@ def _padded(values: Tensor, entries: int) -> Tensor:
 # ---------------------------------------------------------------------- plans made inside compiled code
 
 HEADS = 8  # default of AttentionPlan.build: number of heads for which long rows are split
-QUERIES = tuple(f"q_{name}" for name in Tokens._fields)
-KEYS = tuple(f"k_{name}" for name in Tokens._fields[:4])  # without the window: the rule uses only the query's
+QUERIES = tuple(f"q_{name}" for name in QUERY_FIELDS)
+KEYS = tuple(f"k_{name}" for name in KEY_FIELDS)
 LISTS = tuple(name for name in TENSOR_FIELDS if name not in (*QUERIES, *KEYS))
 DOCS = ("q_doc", "k_doc")  # also made by the op: -1 for queries that see nothing and for keys that no query sees
 
@@ -363,7 +365,7 @@ def traced_plan(q: Tokens, k: Tokens, sinks: int, block: int, gaps: Tensor | Non
 
     gaps: bool; if any is True, the op raises ValueError, since the tokens cannot express the mask.
     """
-    fields = [*q, *k[: len(KEYS)]]
+    fields = [*q.of_queries(), *k.of_keys()]
     blocks = _room_of_blocks(q.bits, k.bits, block)
     # An exported program must accept all lengths. A plain comparison would restrict them.
     fits: Callable[[Any], bool] = bool
@@ -388,19 +390,15 @@ def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
     some = last >= 0
     length = torch.where(some, last - first + 1, 1)
     gaps = some & (seen.sum(-1) != length)
-    nothing = torch.full_like(last, -1, dtype=torch.int32)
-    queries = Tokens(
+    queries = filled(
         bits=torch.full_like(last, word(0, causal=True)),
-        doc=torch.where(some, 0, nothing),
-        span=nothing,
         pos=last.clamp(min=0).to(torch.int32),
+        doc=torch.where(some, 0, -1).to(torch.int32),
         window=length.to(torch.int32),
     )
     place = index.to(torch.int32).expand(seen.shape[0], -1).contiguous()
-    zero = torch.zeros_like(place)
-    nobody = torch.full_like(place, -1)
     bits = torch.full_like(place, word(0), dtype=torch.int64)
-    return traced_plan(queries, Tokens(bits, doc=zero, span=nobody, pos=place, window=zero), 0, block, gaps)
+    return traced_plan(queries, filled(bits, place), 0, block, gaps)
 
 
 # ---------------------------------------------------------------------- the op
@@ -416,11 +414,11 @@ def _plan(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tens
             "vmap, run a batch), or make the plan outside the model and pass "
             "attention_mask=interlace.attention.hf.carrier(plan)"
         )
-    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos = fields
-    queries = BitfieldMask(q_bits, doc=q_doc, span=q_span, pos=q_pos, window=q_window, sinks=sinks)
-    keys = BitfieldMask(k_bits, doc=k_doc, span=k_span, pos=k_pos)
+    queries = BitfieldMask.from_tokens(filled(**dict(zip(QUERY_FIELDS, fields))), sinks)
+    keys = BitfieldMask.from_tokens(filled(**dict(zip(KEY_FIELDS, fields[len(QUERIES) :]))))
     made = AttentionPlan.build(queries, keys, block=block, heads=HEADS)
-    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, _rooms(q_bits, k_bits, block, mapped))]
+    rooms = _rooms(queries.bits, keys.bits, block, mapped)
+    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, rooms)]
     return [*lists, *(getattr(made, name) for name in DOCS)]
 
 

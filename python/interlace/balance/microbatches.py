@@ -117,16 +117,6 @@ class MicrobatchPlan:
     encoder_bound: float
 
     @cached_property
-    def encoder_microbatches(self) -> tuple[NDArray[np.int64], ...]:
-        """Per microbatch, the samples that the encoder takes, rising."""
-        return _members(self.encoder_of, self.microbatches)
-
-    @cached_property
-    def llm_microbatches(self) -> tuple[NDArray[np.int64], ...]:
-        """Per microbatch, the samples that the LLM takes, rising."""
-        return _members(self.llm_of, self.microbatches)
-
-    @cached_property
     def deferred(self) -> dict[int, int]:
         """Deferred sample -> the LLM microbatch that consumes it, by rising sample."""
         return {int(i): int(self.llm_of[i]) for i in np.flatnonzero(self.llm_of != self.encoder_of)}
@@ -184,8 +174,3 @@ def assign_microbatches(
         _core.lower_bound(llm, count, None),
         _core.lower_bound(encoder, count, None),
     )
-
-
-def _members(microbatch_of: NDArray[np.int32], count: int) -> tuple[NDArray[np.int64], ...]:
-    order = np.argsort(microbatch_of, kind="stable")
-    return tuple(np.split(order, np.cumsum(np.bincount(microbatch_of, minlength=count))[:-1]))

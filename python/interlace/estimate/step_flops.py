@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from interlace.model import MultimodalModel, Sample, SampleOutline
@@ -140,8 +140,3 @@ class StepFlops:
                         start = spans.pop()[0]  # as collate_language joins items that touch
                     spans.append((start, end))
         return tuple(sorted(spans))
-
-
-def total(found: Mapping[str, Flops]) -> Flops:
-    """Sum over all modules."""
-    return Flops(*(sum(column) for column in zip((0, 0), *found.values(), strict=True)))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.layout.parts import Lane, Pipeline, Stage
 from interlace.layout.spec import ParallelSpec
 
-Placement = Literal["parallel", "colocated", "shared", "replicated", "chain"]
 PLACEMENTS = ("parallel", "colocated", "shared", "replicated")
 
 Cuts = dict[str, NDArray[np.int32]]

@@ -1,18 +1,35 @@
 """Attention masks as bitfields: the rule, the mask and its constructors, conversions and pictures."""
 
 from interlace.masks.mask import BitfieldMask, FlexMaskMod, Segment
-from interlace.masks.rule import ATTENDS_MASK, CAUSAL, MAX_STREAM, NO_WINDOW, OWN_SHIFT, Tokens, visible, word
+from interlace.masks.rule import (
+    ATTENDS_MASK,
+    CAUSAL,
+    KEY_FIELDS,
+    MAX_STREAM,
+    NEUTRAL,
+    NO_WINDOW,
+    OWN_SHIFT,
+    QUERY_FIELDS,
+    Tokens,
+    filled,
+    visible,
+    word,
+)
 
 __all__ = [
     "ATTENDS_MASK",
     "CAUSAL",
+    "KEY_FIELDS",
     "MAX_STREAM",
+    "NEUTRAL",
     "NO_WINDOW",
     "OWN_SHIFT",
+    "QUERY_FIELDS",
     "BitfieldMask",
     "FlexMaskMod",
     "Segment",
     "Tokens",
+    "filled",
     "visible",
     "word",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interlace.masks.cornstarch import convert
-from interlace.masks.rule import MAX_STREAM, NO_WINDOW, OWN_SHIFT, Tokens, visible, word
+from interlace.masks.rule import MAX_STREAM, NEUTRAL, NO_WINDOW, OWN_SHIFT, Tokens, visible, word
 from interlace.masks.values import keepable, readable
 
 if TYPE_CHECKING:
@@ -130,17 +130,15 @@ class BitfieldMask:
         return made
 
     def tokens(self) -> Tokens:
-        """Every field of the rule as a [B, T] tensor. Defaults: doc 0, span -1, window NO_WINDOW."""
+        """Every field of the rule as a [B, T] tensor; NEUTRAL where the mask has none."""
 
-        def filled(value: int) -> Tensor:
-            return torch.full_like(self.bits, value, dtype=torch.int32)
+        def filled(name: str) -> Tensor:
+            given = getattr(self, name)
+            if isinstance(given, Tensor):
+                return given
+            return torch.full_like(self.bits, NEUTRAL[name] if given is None else given, dtype=torch.int32)
 
-        window = self.window
-        if not isinstance(window, Tensor):
-            window = filled(NO_WINDOW if window is None else window)
-        doc = self.doc if self.doc is not None else filled(0)
-        span = self.span if self.span is not None else filled(-1)
-        return Tokens(self.bits, doc, span, self.pos, window)
+        return Tokens(bits=self.bits, pos=self.pos, **{name: filled(name) for name in NEUTRAL})
 
     def __repr__(self) -> str:
         extras = [name for name in ("doc", "span") if getattr(self, name) is not None]
@@ -151,6 +149,11 @@ class BitfieldMask:
         )
 
     # ------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_tokens(cls, tokens: Tokens, sinks: int = 0) -> BitfieldMask:
+        """The mask of these tokens, [B, T] per field; the inverse of `tokens`."""
+        return cls(**tokens._asdict(), sinks=sinks)
 
     @classmethod
     def causal(
@@ -279,7 +282,7 @@ class BitfieldMask:
         """The same mask on another device (itself if already there)."""
         if torch.device(device) == self.device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def select(self, index: Tensor | slice | Sequence[int]) -> BitfieldMask:
         """Keep these tokens, in this order, with their positions in the whole mask.
@@ -297,9 +300,29 @@ class BitfieldMask:
         if self.device.type == "cpu" and bool(((index < 0) | (index >= self.length)).any()):
             raise IndexError(f"index reaches outside 0..{self.length - 1}")
         rows = index.long().expand(self.batch, -1)
-        return self._map(lambda tensor: tensor.gather(1, rows))
+        return self.mapped(lambda tensor: tensor.gather(1, rows))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> BitfieldMask:
+    def padded(self, length: int) -> BitfieldMask:
+        """The same mask with padding tokens at the end, up to `length` (itself if that is its length)."""
+        extra = length - self.length
+        if extra == 0:
+            return self
+
+        def extended(field: Tensor, value: int) -> Tensor:
+            return torch.nn.functional.pad(field, (0, extra), value=value)
+
+        doc = torch.zeros_like(self.pos) if self.doc is None else self.doc
+        return BitfieldMask(
+            extended(self.bits, 0),
+            doc=extended(doc, -1),
+            span=None if self.span is None else extended(self.span, -1),
+            pos=extended(self.pos, 0),
+            window=extended(self.window, NO_WINDOW) if isinstance(self.window, Tensor) else self.window,
+            sinks=self.sinks,
+        )
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> BitfieldMask:
+        """The mask with `change` (an index, a move) applied to every tensor; positions are kept."""
         return BitfieldMask(
             change(self.bits),
             doc=None if self.doc is None else change(self.doc),

@@ -65,7 +65,7 @@ def plot(mask: BitfieldMask, keys: BitfieldMask, path: Path, row: int, title: st
 def _sample(mask: BitfieldMask, row: int) -> BitfieldMask:
     count = min(mask.length, CELLS)
     index = torch.arange(count, device=mask.device) * mask.length // max(count, 1)
-    return mask.select(index)._map(lambda tensor: tensor[row : row + 1]).to("cpu")
+    return mask.select(index).mapped(lambda tensor: tensor[row : row + 1]).to("cpu")
 
 
 def _real(mask: BitfieldMask) -> torch.Tensor:

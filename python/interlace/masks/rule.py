@@ -14,9 +14,12 @@ other in both directions, -1 = none), `pos` (position within the document), `win
     and ( (ATTENDS_i has OWN_j  and (not CAUSAL_i or pos_j <= pos_i))
           or (span_i >= 0 and span_i == span_j) )
 
-`visible` below implements this rule. The dense oracle, the FlexAttention mask_mod and the block plan call it. A mask
-costs 8 bytes per token (plus 4 per companion). Only `to_dense` creates a T x T array. So masks are small enough to be
-sent between pipeline stages with the activations.
+`visible` below implements this rule. The dense oracle and the FlexAttention mask_mod call it. Compiled code repeats it:
+pair by pair in kernels/bitfield_common.py and csrc/attention_cpu/mask_tile.inc, as bounds of blocks in
+kernels/bitfield_plan.py and csrc/attention_cpu/block_lists.cpp. tests/masks tests all five with one table.
+
+A mask costs 8 bytes per token (plus 4 per companion). Only `to_dense` creates a T x T array. So masks are small enough
+to be sent between pipeline stages with the activations.
 
 The papers' bitfield masks (dissertation 3.4.2; Cornstarch 2025-03 section 4.3.1, 2025-11 appendix C) are a subset:
 `from_cornstarch` converts both of their dialects.
@@ -27,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 CAUSAL = -(1 << 63)  # bit 63 of an int64 is its sign: test it with `bits < 0` or `& CAUSAL != 0`, never with `> 0`
@@ -34,6 +38,14 @@ OWN_SHIFT = 56
 MAX_STREAM = 55
 ATTENDS_MASK = (1 << 56) - 1
 NO_WINDOW = 1 << 30  # a window that reaches everything; positions stay below it, so pos - window fits in int32
+
+
+QUERY_FIELDS = ("bits", "doc", "span", "pos", "window")
+KEY_FIELDS = ("bits", "doc", "span", "pos")
+"""Fields of Tokens that the rule reads of a query and of a key."""
+
+NEUTRAL = {"doc": 0, "span": -1, "window": NO_WINDOW}
+"""Values of the companions of a mask without them; `pos` counts instead."""
 
 
 class Tokens(NamedTuple):
@@ -49,6 +61,14 @@ class Tokens(NamedTuple):
         """Apply the same change (an index, a reshape, a move) to every field."""
         return Tokens(*(change(field) for field in self))
 
+    def of_queries(self) -> list[Tensor]:
+        """The fields that the rule reads of queries, in the order of QUERY_FIELDS."""
+        return [getattr(self, name) for name in QUERY_FIELDS]
+
+    def of_keys(self) -> list[Tensor]:
+        """The fields that the rule reads of keys, in the order of KEY_FIELDS."""
+        return [getattr(self, name) for name in KEY_FIELDS]
+
     def rows(self) -> Tokens:
         """[..., T] -> [..., T, 1]: shape for queries of `visible`."""
         return self(lambda field: field.unsqueeze(-1))
@@ -56,6 +76,12 @@ class Tokens(NamedTuple):
     def columns(self) -> Tokens:
         """[..., T] -> [..., 1, T]: shape for keys of `visible`."""
         return self(lambda field: field.unsqueeze(-2))
+
+
+def filled(bits: Tensor, pos: Tensor, **companions: Tensor) -> Tokens:
+    """Tokens of these fields; companions that are not given are NEUTRAL."""
+    missing = {name: torch.full_like(pos, value) for name, value in NEUTRAL.items() if name not in companions}
+    return Tokens(bits=bits, pos=pos, **companions, **missing)
 
 
 def visible(q: Tokens, k: Tokens, sinks: int) -> Tensor:

@@ -23,7 +23,7 @@ from interlace.attention.hf import use_plan
 from interlace.masks import BitfieldMask, Tokens, word
 from interlace.model.inputs.placeholders import every_id
 from interlace.model.language import LanguageSettings, as_model_wants, embed, plan_after, plan_of
-from interlace.model.rows import PACKED, mask_of
+from interlace.model.rows import PACKED
 from interlace.model.sample import Sample, check_samples
 from interlace.model.stages.deepstack import handing
 from interlace.model.stages.slice import takes
@@ -122,7 +122,7 @@ class Reading:
         ends = self.ends(lambda field: field[:, index])
         new = ends._replace(bits=torch.full_like(ends.bits, word(0, causal=True)), span=torch.full_like(ends.span, -1))
         self.keys = Tokens(*(torch.cat(pair, dim=1) for pair in zip(self.keys, new, strict=True)))
-        keys = mask_of(self.keys, self.sinks)
+        keys = BitfieldMask.from_tokens(self.keys, self.sinks)
         ids = torch.tensor([tokens], device=self.device)
         self.every = torch.cat([self.every, self.positions[:, index]], dim=1)
         if self.cache is None:
@@ -131,7 +131,7 @@ class Reading:
             made = self._embed()
             with handing(self.module, made["deepstack"]):
                 return self._run(AttentionPlan.build(keys), self.every, wanted, **_given(made))
-        plan = AttentionPlan.build(mask_of(new, self.sinks), keys)
+        plan = AttentionPlan.build(BitfieldMask.from_tokens(new, self.sinks), keys)
         return self._run(plan, self.positions[:, index], torch.arange(len(running), device=self.device), input_ids=ids)
 
     def _last_positions(self, doc: Tensor) -> Tensor:

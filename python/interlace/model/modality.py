@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
+from interlace.masks import BitfieldMask
 from interlace.model.counting.shapes import features_after_layers, measure, tokens_before_layers
 from interlace.model.inputs import callbacks
 from interlace.model.inputs.base import NOTHING, About, Inputs, Item, Shape
@@ -39,7 +40,7 @@ from interlace.model.inputs.patches import GRID, PatchInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.probe.encoder import encoder_packing
 from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
-from interlace.model.rows import PACKED, full_plan, mask_of, packed_plan
+from interlace.model.rows import PACKED, full_plan, packed_plan
 from interlace.model.sample import Media
 from interlace.model.stages.attention_switch import use_bitfield_attention
 from interlace.model.stages.slice import changing_output, find_layers, leave, run
@@ -371,7 +372,7 @@ class ModalityModule(nn.Module):
             with use_plan(sent_plan(plan, device), backend=self.backend):
                 yield lambda rows: rows
             return
-        share = context.share(mask_of(plan.queries(), plan.sinks), plan, self.backend)
+        share = context.share(BitfieldMask.from_tokens(plan.queries(), plan.sinks), plan, self.backend)
         joined = changing_output(self.layers[self.stop - 1], share.whole) if self.is_last else nullcontext()
         with use_plan(sent_plan(share.plan, device), backend=share.attend), joined:
             yield share.take

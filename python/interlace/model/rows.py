@@ -64,7 +64,7 @@ def documents(plan: AttentionPlan) -> list[Document]:
             for document, stop, count in zip(ids.tolist(), counts.cumsum(0).tolist(), counts.tolist()):
                 if document >= 0:
                     tokens = Tokens(*(field[row : row + 1, stop - count : stop] for field in queries))
-                    alone = AttentionPlan.build(mask_of(tokens, plan.sinks), block=plan.block)
+                    alone = AttentionPlan.build(BitfieldMask.from_tokens(tokens, plan.sinks), block=plan.block)
                     cached.append(Document(row, stop - count, stop, alone))
         plan.__dict__["_documents"] = cached
     return cached
@@ -105,10 +105,3 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
 def full_plan(batch: int, length: int, device: torch.device) -> AttentionPlan:
     """Plan of a batch of equal items; each attends to all of itself. Cached, to avoid another copy to the GPU."""
     return sent_plan(AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")), device)
-
-
-def mask_of(tokens: Tokens, sinks: int) -> BitfieldMask:
-    """The mask of some tokens of a plan."""
-    return BitfieldMask(
-        tokens.bits, doc=tokens.doc, span=tokens.span, pos=tokens.pos, window=tokens.window, sinks=sinks
-    )

@@ -9,7 +9,7 @@ layer gathers rows, the second reduce-scatters sums. Both transfers overlap with
 with the products (`interlace.parallel.products`).
 
 Parameters keep the names of nn.Linear. `load_state_dict` accepts an ordinary checkpoint of the whole layer, and each
-rank takes its shard. `full_state_dict` of `interlace.parallel` and `to_linear` return the whole layer again.
+rank takes its shard. `full_state_dict` of `interlace.parallel` returns the whole layer again.
 """
 
 from __future__ import annotations
@@ -100,13 +100,6 @@ class ParallelLinear(ParallelLayer):
         )
         local.take(whole)
         return local
-
-    def to_linear(self) -> nn.Linear:
-        """The whole layer, on every rank. Collective."""
-        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        for key, parameter in self.named_parameters():
-            whole.register_parameter(key, nn.Parameter(self.whole(key, parameter).clone(), parameter.requires_grad))
-        return whole.train(self.training)
 
     def _check(self, x: Tensor, width: int) -> None:
         if x.shape[-1] != width:

@@ -109,13 +109,6 @@ class Generation:
             first += self.nodes[each].ranks
         raise KeyError(f"generation {self.number} has no node {node!r}")
 
-    def node_of(self, rank: int) -> str:
-        """Node id of a rank, including leaving nodes. Raises IndexError."""
-        for node in (*self.order(), *self.leaving):
-            if rank in self.ranks_of(node):
-                return node
-        raise IndexError(f"generation {self.number} has ranks 0 to {self.sources - 1}, not {rank}")
-
     def to_json(self) -> str:
         table = asdict(self)
         table["nodes"] = [asdict(node) for node in self.nodes.values()]

@@ -1,7 +1,7 @@
 """Actions of a schedule: integer rows for compiled code, `Action` and a compact text form for people.
 
 One action is one row of one rank's list, int32 [7]: op, module, stage, chunk, other, peer, grad (see `Action`). Modules
-are numbered as in the graph; -1 means none. The text form fits in a CSV cell and parses back to the same action::
+are numbered as in the graph; -1 means none. The text form fits in a CSV cell and names every field::
 
     F:vision/0@3            forward of stage 0 of "vision" for chunk 3 of the step
     B:language_model/1@5    backward
@@ -63,10 +63,6 @@ COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEI
 OP, MODULE, STAGE, CHUNK, OTHER, PEER, GRAD = range(7)
 """The columns of a row."""
 
-_TEXT = re.compile(
-    r"(?P<op>[A-Z_]+):(?P<module>[^\s,;/@+<>=\"]+)/(?P<stage>\d+)"
-    r"(?:@(?P<chunk>\d+))?(?:\+(?P<other>\d+))?(?:(?P<arrow>[<>=])(?P<peer>\d+))?"
-)
 _MODULE = re.compile(r"[^\s,;/@+<>=\"]+")
 _ARROWS = {Op.SEND: ">", Op.RECV: "<"}
 
@@ -101,27 +97,6 @@ class Action:
         if self.peer >= 0:
             text += f"{_ARROWS.get(self.op, '=')}{self.peer}"
         return text
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parses the output of `str(action)`. Raises ValueError for anything else."""
-        match = _TEXT.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"not an action: {text!r}; expected for example 'F:vision/0@3' or 'SEND:vision/0@3>2'")
-        code, grad = match["op"], False
-        if code in ("SEND_GRAD", "RECV_GRAD"):
-            code, grad = code[: -len("_GRAD")], True
-        try:
-            op = Op(code)
-        except ValueError:
-            known = ", ".join(member.value for member in Op)
-            raise ValueError(f"unknown op {code!r} in {text!r}; known: {known}, SEND_GRAD, RECV_GRAD") from None
-        if match["arrow"] is not None and match["arrow"] != _ARROWS.get(op, "="):
-            raise ValueError(f"{text!r}: {op.name} writes its peer after {_ARROWS.get(op, '=')!r}")
-        chunk = int(match["chunk"]) if match["chunk"] is not None else -1
-        other = int(match["other"]) if match["other"] is not None else chunk if op in _ARROWS else -1
-        peer = int(match["peer"]) if match["peer"] is not None else -1
-        return cls(op, match["module"], int(match["stage"]), chunk, other, peer, grad)
 
 
 def action_of(row: Sequence[int], modules: Sequence[str]) -> Action:

@@ -55,21 +55,6 @@ class Schedule:
             [action_of(row, modules) for row in self.of_rank(rank).tolist()] for rank in range(self.graph.layout.world)
         ]
 
-    def to_text(self) -> str:
-        """One line per rank, actions separated by commas; valid CSV."""
-        return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
-
-    @staticmethod
-    def parse_actions(text: str) -> list[list[Action]]:
-        """Parses the output of `to_text`. Raises ValueError with the rank of a cell that is not an action."""
-        lists = []
-        for rank, line in enumerate(text.splitlines()):
-            try:
-                lists.append([Action.parse(cell) for cell in line.split(",") if cell.strip()])
-            except ValueError as error:
-                raise ValueError(f"rank {rank}: {error}") from None
-        return lists
-
     @classmethod
     def of_actions(
         cls,

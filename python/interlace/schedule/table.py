@@ -108,11 +108,6 @@ class StepTable:
         return np.stack([keys // count, keys % count], axis=1).astype(np.int32)
 
     @cached_property
-    def active(self) -> frozenset[str]:
-        """Modules that have a chunk on any replica."""
-        return frozenset(chunk.module for chunk in self.chunks)
-
-    @cached_property
     def digest(self) -> int:
         """Hash of 48 bits, which fits in a float64. Equal only for tables with equal contents."""
         parts = hashlib.blake2b(digest_size=6)

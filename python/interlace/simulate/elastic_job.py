@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from interlace.plan.oobleck import PipelineTemplate, instantiate, node_counts, pipeline_template, split_batch
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.schedule.actions import OP, OPS
 from interlace.simulate.arrays import simulate_arrays
 
-Floats = NDArray[np.float64]
 _PER_STAGE = 4  # microbatches per stage in the times of `pipeline_template`
 
 

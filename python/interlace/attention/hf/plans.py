@@ -12,7 +12,7 @@ from torch import Tensor
 
 from interlace.attention.hf.limits import Limits
 from interlace.attention.plan import AttentionPlan, traced_plan
-from interlace.masks import CAUSAL, NO_WINDOW, BitfieldMask, Tokens, word
+from interlace.masks import CAUSAL, NO_WINDOW, BitfieldMask, Tokens, filled, word
 from interlace.masks.values import keepable
 
 MOST_PLANS = 16  # plans cached on one tensor of boundaries
@@ -105,8 +105,8 @@ def changed(plan: AttentionPlan, change: Callable[[Tokens, Tokens], tuple[Tokens
 def _plan(q: Tokens, k: Tokens, sinks: int = 0, block: int = 128) -> AttentionPlan:
     if torch.compiler.is_compiling():
         return traced_plan(q, k, sinks, block)
-    queries = BitfieldMask(q.bits, doc=q.doc, span=q.span, pos=q.pos, window=q.window, sinks=sinks)
-    return AttentionPlan.build(queries, BitfieldMask(k.bits, doc=k.doc, span=k.span, pos=k.pos), block=block)
+    queries, keys = BitfieldMask.from_tokens(q, sinks), BitfieldMask.from_tokens(k)
+    return AttentionPlan.build(queries, keys, block=block)
 
 
 def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causal: bool) -> AttentionPlan:
@@ -140,7 +140,7 @@ def _build_packed(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, causal
         doc = _segments(ends, length).to(torch.int32)
         place = torch.arange(length, dtype=torch.int32, device=ends.device).unsqueeze(0)
         bits = torch.full_like(doc, word(0, causal=causal), dtype=torch.int64)
-        sides.append(Tokens(bits, doc, torch.full_like(doc, -1), place, torch.full_like(doc, NO_WINDOW)))
+        sides.append(filled(bits, place, doc=doc))
     return _plan(sides[0], sides[1])
 
 

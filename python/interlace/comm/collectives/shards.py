@@ -22,7 +22,7 @@ from interlace.comm.process.agreement import fingerprint_of_shards
 from interlace.comm.process.groups import Group
 from interlace.comm.transports.base import Transport
 from interlace.comm.transports.choose import resolve
-from interlace.masks import NO_WINDOW, BitfieldMask
+from interlace.masks import BitfieldMask
 
 
 def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int | None = None, pad: float = 0) -> Tensor:
@@ -112,7 +112,7 @@ def shard_mask(mask: BitfieldMask, shards: TokenShards, rank: int | None = None)
     if rank is not None:
         first = check_rank(shards, rank) * each
         index = index[:, first : first + each]
-    return _padded(mask, shards.padded_length).select(index)
+    return mask.padded(shards.padded_length).select(index)
 
 
 def check_ranks(shards: TokenShards, transport: Transport) -> None:
@@ -156,25 +156,6 @@ def _dimension(name: str, x: Tensor, dim: int | None, may_be_tokens: Callable[[i
             "[B, heads, T, D], or dim=1"
         )
     return 1 if dim is None else dim
-
-
-def _padded(mask: BitfieldMask, length: int) -> BitfieldMask:
-    extra = length - mask.length
-    if extra == 0:
-        return mask
-
-    def extended(field: Tensor, value: int) -> Tensor:
-        return torch.nn.functional.pad(field, (0, extra), value=value)
-
-    doc = torch.zeros_like(mask.pos) if mask.doc is None else mask.doc
-    return BitfieldMask(
-        extended(mask.bits, 0),
-        doc=extended(doc, -1),
-        span=None if mask.span is None else extended(mask.span, -1),
-        pos=extended(mask.pos, 0),
-        window=extended(mask.window, NO_WINDOW) if isinstance(mask.window, Tensor) else mask.window,
-        sinks=mask.sinks,
-    )
 
 
 def _on_device(shards: TokenShards, name: str, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 
 from interlace.attention.hf.limits import EVERYTHING
 from interlace.attention.plan import AttentionPlan
-from interlace.masks import NO_WINDOW, BitfieldMask
+from interlace.masks import NEUTRAL, BitfieldMask
 from interlace.model.counting.fake_run import Attends, Found, Products, Run, Uncountable, blank_inputs
 from interlace.model.counting.layers import counted
 from interlace.model.inputs.base import Item
@@ -231,8 +231,9 @@ def _documents(plan: AttentionPlan) -> tuple[int, ...]:
         if len(ids.unique()) < len(ids):
             raise Uncountable("documents of an encoder's mask are not contiguous")
         runs += [n for document, n in zip(ids.tolist(), counts.tolist(), strict=True) if document >= 0]
-    mask = BitfieldMask(queries.bits, doc=queries.doc, span=queries.span, pos=queries.pos, window=queries.window)
-    limited = bool((queries.window < NO_WINDOW).any() | (queries.bits < 0).any() | (queries.span >= 0).any())
+    mask = BitfieldMask.from_tokens(queries, plan.sinks)
+    companions = [(getattr(queries, name), value) for name, value in NEUTRAL.items() if name != "doc"]
+    limited = bool((queries.bits < 0).any()) or any(bool((field != value).any()) for field, value in companions)
     if limited and int(mask.to_dense().sum()) != sum(n * n for n in runs):
         raise Uncountable("an encoder's layers use attention windows")
     return tuple(runs)

@@ -337,7 +337,7 @@ def _batch(ids: list[Tensor], packing: str, shift: int = 0) -> dict[str, Any]:
         if packing == ROWS:
             last[:-1] = False
         batch["position_ids"] = batch["position_ids"] + shift * last
-        mask = batch["mask"]
-        batch["mask"] = BitfieldMask(mask.bits, doc=mask.doc, span=mask.span, pos=batch["position_ids"].to(torch.int32))
+        tokens = batch["mask"].tokens()._replace(pos=batch["position_ids"].to(torch.int32))
+        batch["mask"] = BitfieldMask.from_tokens(tokens, batch["mask"].sinks)
         batch["plan"] = AttentionPlan.build(batch["mask"])
     return batch

@@ -69,8 +69,7 @@ def moved(value: Any, device: torch.device) -> Any:
         plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
         return plan
     if isinstance(value, BitfieldMask):
-        doc, span, pos, window = (moved(each, device) for each in (value.doc, value.span, value.pos, value.window))
-        return BitfieldMask(moved(value.bits, device), doc=doc, span=span, pos=pos, window=window, sinks=value.sinks)
+        return value.mapped(lambda tensor: moved(tensor, device))
     if isinstance(value, Media):
         data = value.data
         return value if data is None else Media(value.shape, value.tokens, moved(data, device), about=value.about)
