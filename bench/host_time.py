@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "host_time.json")
     options = parser.parse_args()
     triton.runtime.driver.set_active(Driver())
-    triton_backend.why_not = lambda q, v: None  # type: ignore[assignment]
+    triton_backend.unsupported = lambda q, v: None  # type: ignore[assignment]
     bitfield_launch.architecture_of = lambda device: 90
     plan = AttentionPlan.build(BitfieldMask.causal(1, 1024))
     maps = {f"part_{side}_map": torch.zeros(getattr(plan, f"part_{side}_idx").numel(), 129, 4).int() for side in "qk"}

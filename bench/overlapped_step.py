@@ -54,7 +54,7 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.masks import BitfieldMask
 from interlace.model import MultimodalModel, Sample
 from interlace.parallel import Ranks
-from interlace.parallel.context import deal
+from interlace.parallel.context import assign_tokens
 from interlace.parallel.products import copied_products, sum_of_products
 from interlace.run import ParallelModel, parallelize
 
@@ -116,7 +116,7 @@ def operations(sizes: Sizes, spec: ParallelSpec, rows_cut: bool, rank: int) -> l
 
     if spec.cp > 1:
         mask = BitfieldMask.pack([BitfieldMask.causal(1, sizes.length)] * sizes.documents)
-        shards = deal(mask, WORLD, "lpt")
+        shards = assign_tokens(mask, WORLD, "lpt")
         built = ContextParallelPlan.build(mask, shards, rank)
         q, k, v = (
             draw(1, heads, shards.tokens_per_rank, sizes.width)

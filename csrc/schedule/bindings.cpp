@@ -81,9 +81,9 @@ StageArrays read_graph(const py::sequence &fields) {
     graph.ranks = largest(graph.lane_ranks.items) + 1;
     graph.modules = largest(graph.pipeline_module) + 1;
     if (graph.ranks > static_cast<int64_t>(graph.lane_ranks.items.size()))
-        throw py::value_error("lane_rank leaves out a rank");
+        throw py::value_error("lane_rank must contain every rank");
     if (graph.modules > static_cast<int64_t>(graph.pipeline_module.size()))
-        throw py::value_error("pipeline_module leaves out a module");
+        throw py::value_error("pipeline_module must contain every module");
     graph.module_links = read_pairs(array(), "module_links", graph.modules - 1);
     const py::array reduction_first = array();
     graph.reduction_ranks.items = read_numbers(array(), "reduction_rank", 0, graph.ranks - 1);
@@ -199,7 +199,7 @@ py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipe
                          bool dispatch) {
     StepArguments arguments(fields, chunk_pipeline, links);
     if (generator < 0 || generator >= static_cast<int32_t>(Generator::COUNT))
-        throw py::value_error("there is no generator " + std::to_string(generator));
+        throw py::value_error("unknown generator " + std::to_string(generator));
     if (in_flight < 0) throw py::value_error("in_flight must not be negative");
     const std::vector<double> costs = read_seconds(seconds);
     const Limits limits{read_bytes(activation_bytes), read_limit(memory_limit, arguments.graph.ranks), in_flight};

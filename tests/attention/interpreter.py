@@ -344,11 +344,11 @@ def no_keys() -> None:
 
 def refuses() -> None:
     """Inputs that the kernels do not support are refused with the reason."""
-    from interlace.attention.op import why_not
+    from interlace.attention.op import unsupported
 
-    assert why_not("triton", torch.zeros(1, 1, 16, 16)) is None
-    assert "head dimensions up to 256, not 272" in str(why_not("triton", torch.zeros(1, 1, 16, 272)))
-    assert "float64" in str(why_not("triton", torch.zeros(1, 1, 16, 16, dtype=torch.float64)))
+    assert unsupported("triton", torch.zeros(1, 1, 16, 16)) is None
+    assert "head dimensions up to 256, not 272" in str(unsupported("triton", torch.zeros(1, 1, 16, 272)))
+    assert "float64" in str(unsupported("triton", torch.zeros(1, 1, 16, 16, dtype=torch.float64)))
     mask = BitfieldMask.causal(1, 48)
     q, k, v = cases.tensors(mask, None, 1, 1, 16, torch.float32)
     for block in (8, 48):

@@ -21,18 +21,18 @@ def checking(folder: Path) -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log, settled, cache = _self_check.log, _self_check._settled, os.environ.get("INTERLACE_CACHE")
+    log, settled, cache = _self_check.log, _self_check._backends, os.environ.get("INTERLACE_CACHE")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     os.environ["INTERLACE_CACHE"] = str(folder)
-    _self_check._settled = {}
+    _self_check._backends = {}
     _self_check.DEVICES.add("cpu")
     try:
         yield lines
     finally:
         _self_check.DEVICES.discard("cpu")
-        _self_check._settled = settled
+        _self_check._backends = settled
         os.environ.pop("INTERLACE_CACHE") if cache is None else os.environ.update(INTERLACE_CACHE=cache)
         log.setLevel(level)
         log.removeHandler(handler)

@@ -36,7 +36,7 @@ def main(backend: str) -> None:
     compiled.clear()
 
     for module in (triton_backend, gluon):
-        module.why_not = lambda q, v: None  # CPU tensors replace those of a GPU: launches are no-ops
+        module.unsupported = lambda q, v: None  # CPU tensors replace those of a GPU: launches are no-ops
     _blocks.reads_maps = lambda device, block: True  # bitmaps, as on a GPU
     plan = AttentionPlan.build(BitfieldMask.causal(2, LENGTH), cap=1)  # split rows: a GPU always has memory for them
     q, k, v = (

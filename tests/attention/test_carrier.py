@@ -82,7 +82,7 @@ def test_data_parallel_replicas_with_a_plan_are_refused():
 
     with (
         use_plan(PLAN),
-        pytest.raises(ValueError, match=r"DataParallel runs its replicas .* use\s+DistributedDataParallel"),
+        pytest.raises(ValueError, match=r"use_plan does not apply to .*DataParallel: use DistributedDataParallel"),
     ):
         run()
     torch.testing.assert_close(run(), replica(ids, use_cache=False).logits)
@@ -173,7 +173,7 @@ ALIBI = {
 def test_models_with_unsupported_attention_reject_carriers(family):
     biased = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**ALIBI[family]))
     with pytest.raises(
-        ValueError, match=rf"{family}\w* was given a plan for a mask, but its attention is '(eager|sdpa)'"
+        ValueError, match=rf"{family}\w* got a plan as its mask, but its attn_implementation is '(eager|sdpa)'"
     ):
         biased(text_ids(1, 6), attention_mask=carrier(PLAN), use_cache=False)
 

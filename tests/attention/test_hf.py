@@ -117,7 +117,7 @@ def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
     module = torch.nn.Module()
     with pytest.raises(ValueError, match=r"lost its plan"):
         attention(module, q, q, q, torch.zeros(2, 1, 300, 300, dtype=torch.uint8).view(mask.dtype))
-    with pytest.raises(ValueError, match=r"Module drops .*\(dropout = 0\.1\)"):
+    with pytest.raises(ValueError, match=r"Module has attention dropout in training \(dropout = 0\.1\)"):
         attention(module, q, q, q, mask, dropout=0.1)
     with pytest.raises(ValueError, match=r"passes 's_aux'"):
         attention(module, q, q, q, mask, s_aux=torch.zeros(1))

@@ -11,7 +11,7 @@ import transformers
 from bench.architectures import ENCODER, LANGUAGE, STRATEGIES, model_class, population, tiny_config
 from bench.architectures import _part_for as part_for
 from interlace.attention.hf import NAME
-from interlace.attention.hf.dropout import dropout_key, dropout_rate, place_of
+from interlace.attention.hf.dropout import dropout_key, dropout_rate, path_of
 from tests.attention.hf_models import TEXT, text_ids
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
@@ -79,9 +79,11 @@ def test_the_error_names_module_and_key_and_the_hint_works(family):
     sizes, key = FAMILIES[family]
     config = drop_everywhere(kind.config_class(**sizes, attn_implementation=NAME))
     padding = torch.tensor([[1, 1, 1, 1, 1, 0]])
-    with pytest.raises(ValueError, match=rf"\w*Attention drops .*\({re.escape(key)} = 0\.1 in \w+\)") as error:
+    with pytest.raises(
+        ValueError, match=rf"\w*Attention has attention dropout in training \({re.escape(key)} = 0\.1 in \w+\)"
+    ) as error:
         kind(config).train()(text_ids(1, 6), attention_mask=padding)
-    hint = re.search(r"make the model from a config with (\S+) = 0, or use", str(error.value))
+    hint = re.search(r"build the model from a config with (\S+) = 0, or use", str(error.value))
     put(config, hint[1], 0.0)
     kind(config).train()(text_ids(1, 6), attention_mask=padding)
     kind(drop_everywhere(config)).eval()(text_ids(1, 6), attention_mask=padding)
@@ -90,7 +92,7 @@ def test_the_error_names_module_and_key_and_the_hint_works(family):
 def test_modules_without_a_config_are_named_too():
     from interlace.attention.hf.dropout import no_dropout
 
-    assert "Module drops attention weights in training (dropout = 0.2)" in str(no_dropout(torch.nn.Module(), 0.2))
+    assert "Module has attention dropout in training (dropout = 0.2)" in str(no_dropout(torch.nn.Module(), 0.2))
 
 
 # ---------------------------------------------------------------------- all families
@@ -125,7 +127,7 @@ def test_keys_of_all_families(kind):
         found = {}
         for path, part in model.named_modules():
             if rate := dropout_rate(part):
-                found.setdefault(place_of(config, part.config) + dropout_key(part, rate), path)
+                found.setdefault(path_of(config, part.config) + dropout_key(part, rate), path)
         for key, path in found.items():
             again, _ = on_meta(kind, name, lambda config, key=key: put(config, key, 0.0))
             assert dropout_rate(again.get_submodule(path)) == 0, f"{name}: {key} of {path}"

@@ -70,7 +70,7 @@ def test_blocks_of_packed_documents_do_as_eager_does(watch):
         assert_same(model, other, inputs)
         assert watch.sparse > 0
         return
-    with pytest.warns(UserWarning, match=r"or\(and\(.*stays a dense mask.*join several packed documents") as caught:
+    with pytest.warns(UserWarning, match=r"or\(and\(.*is run as a dense mask.*span several packed documents") as caught:
         assert_same(model, other, inputs)
         model(**inputs)
     assert len([w for w in caught if "interlace:" in str(w.message)]) == 1

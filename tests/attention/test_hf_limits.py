@@ -147,15 +147,18 @@ def test_limits_are_read_whatever_else_the_function_says():
     ("function", "why"),
     [
         (lambda b, h, q, k: (q - k) % 3 == 0, "is unknown"),
-        (or_masks(sliding_window_overlay(4), blocks(torch.tensor([[0, 0, 1]]))), "past a window"),
-        (blocks(torch.tensor([[0, 0, 1]])), "blocks alone"),
-        (and_masks(causal_mask_function, padding_mask_function(torch.tensor([[True, False]]))), "padding of its own"),
+        (or_masks(sliding_window_overlay(4), blocks(torch.tensor([[0, 0, 1]]))), "extend beyond a window"),
+        (blocks(torch.tensor([[0, 0, 1]])), "only blocks, which the plan defines"),
+        (
+            and_masks(causal_mask_function, padding_mask_function(torch.tensor([[True, False]]))),
+            "padding that is not in the plan",
+        ),
     ],
 )
 def test_what_would_be_lost_is_refused_and_named(function, why):
     with pytest.raises(Unknown, match=why):
         limits_of(function)
-    with pytest.raises(ValueError, match=f"which would be lost.*{why}"):
+    with pytest.raises(ValueError, match=f"a plan cannot replace the mask .*{why}"):
         under(AttentionPlan.build(BitfieldMask.causal(1, 6)), function)
 
 
@@ -167,7 +170,7 @@ def test_a_known_name_with_another_meaning_is_found_out():
 
     disguised = other(4)
     disguised.__qualname__ = function.__qualname__
-    with pytest.raises(Unknown, match="is not what"):
+    with pytest.raises(Unknown, match="differs from"):
         limits_of(disguised)
 
 
@@ -176,7 +179,7 @@ def test_padding_that_the_plan_does_not_know_is_refused():
     seen = torch.ones(1, 6, dtype=torch.bool)
     assert torch.equal(under(plan, causal_mask_function, attention_mask=seen), BitfieldMask.causal(1, 6).to_dense())
     seen[0, 0] = False
-    with pytest.raises(ValueError, match=r"hides tokens that the active plan shows: say padding in the plan"):
+    with pytest.raises(ValueError, match=r"hides tokens that the active plan shows: put the padding in the plan"):
         under(plan, causal_mask_function, attention_mask=seen)
 
 
@@ -221,7 +224,7 @@ def test_windows_that_a_model_keeps_in_its_masks(make, setting):
         given["position_ids"] = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
         with hf.use_plan(plan):
             torch.testing.assert_close(model(**given).logits[0], expected, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match=rf"{setting} = 4 in the masks.*use_plan\(plan\)"):
+        with pytest.raises(ValueError, match=rf"{setting} = 4, which a carrier does not apply: .*use_plan\(plan\)"):
             model(**given, attention_mask=hf.carrier(plan))
         short = AttentionPlan.build(BitfieldMask.causal(1, 4))
         found = model(input_ids=samples[0][None, :4], attention_mask=hf.carrier(short), use_cache=False).logits

@@ -152,7 +152,7 @@ def test_unknown_mask_functions_stay_dense_with_one_warning(length):
 
     function = or_masks(sliding_window_overlay(2), every_third)
     with pytest.warns(
-        UserWarning, match=r"or\(sliding_window_overlay, .*every_third\) stays a dense mask.*every_third is unknown"
+        UserWarning, match=r"or\(sliding_window_overlay, .*every_third\) is run as a dense mask.*every_third is unknown"
     ) as caught:
         found = [ask(function, length, length) for _ in range(2)]
     assert len(caught) == 1
@@ -170,7 +170,7 @@ def test_a_known_name_with_another_meaning_is_found_out(length):
         return inner_mask
 
     function = and_masks(sliding_window_overlay(2), causal_mask_function)
-    with pytest.warns(UserWarning, match=r"and\(.*\) stays a dense mask.*refuted, at \(batch"):
+    with pytest.warns(UserWarning, match=r"and\(.*\) is run as a dense mask.*differs from the function, at \(batch"):
         found = ask(function, length, length)
     assert torch.equal(found, ask(function, length, length, ask=sdpa_mask))
 
@@ -184,7 +184,7 @@ def test_a_cell_of_another_kind_is_refused_not_guessed():
         return inner_mask
 
     function = or_masks(causal_mask_function, blockwise_overlay(torch.arange(LENGTH)))
-    with pytest.warns(UserWarning, match=r"stays a dense mask.*1 dimensions"):
+    with pytest.warns(UserWarning, match=r"is run as a dense mask.*1 dimensions"):
         ask(function, LENGTH, LENGTH)
 
 
@@ -263,11 +263,11 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
     for _ in range(2):
         found, _ = hf.attention(module, q, k, v, own, cu_seq_lens_q=ends, sliding_window=1)
         torch.testing.assert_close(found, wanted)
-    with pytest.raises(ValueError, match="past the 10 tokens"):
+    with pytest.raises(ValueError, match="ends after the last of 10 tokens"):
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends + 4, is_causal=False)
     with pytest.raises(ValueError, match="different lengths"):
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends.clamp(max=6))
-    with pytest.raises(ValueError, match="both sides"):
+    with pytest.raises(ValueError, match="two-sided window"):
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, is_causal=False, sliding_window=2)
     with pytest.raises(ValueError, match="dense attention mask"):
         hf.attention(module, q, k, v, torch.ones(1, 1, 10, 10).bool(), cu_seq_lens_q=ends)
@@ -283,10 +283,10 @@ def test_unsupported_attention_arguments_are_refused(name):
 
 def test_masks_of_other_shapes_and_unmarked_images_are_refused():
     q, k, v = qkv(4)
-    with pytest.raises(ValueError, match=r"shape \[1, 4\] reached"):
+    with pytest.raises(ValueError, match=r"the attention mask of a layer has shape \[1, 4\]"):
         hf.attention(torch.nn.Module(), q, k, v, torch.ones(1, 4).bool())
     positions = {"position_ids": torch.tensor([[0, 1, 0, 1]])}
-    with pytest.raises(ValueError, match="by position_ids alone"):
+    with pytest.raises(ValueError, match="by position_ids only"):
         hf._flash_attention(torch.nn.Module(), q, k, v, None, **positions)
     hf._flash_attention(torch.nn.Module(), q[:, :, :1], k, v, None, **positions)
 

@@ -109,7 +109,7 @@ def test_gradients_of_each_sample(name, side):
 def test_padding_in_the_middle_of_a_mapped_row_is_refused():
     model, _ = pair("llama")
     ids, seen = text_ids(2, 6), torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"torch\.func\.vmap, cannot say.*instead of vmap, run a batch"):
+    with pytest.raises(ValueError, match=r"torch\.func\.vmap cannot express.*instead of vmap, run a batch"):
         vmap(lambda i, s: model(i[None], attention_mask=s[None], use_cache=False).logits)(ids, seen)
 
 

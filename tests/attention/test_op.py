@@ -246,7 +246,7 @@ def test_masks_of_other_sizes():
     refused(ValueError, "30 queries and 30 keys, but q and k hold batch 2, 29", change={"q": lambda x: x[:, :, :29]})
     refused(ValueError, "batch 1, 30 queries", mask=BitfieldMask.causal(1, 30))
     refused(ValueError, "plan is on meta but q is on cpu", mask=PLAN.to("meta"))
-    refused(ValueError, "already holds one", kv_mask=MASK)
+    refused(ValueError, "already contains one: pass kv_mask to", kv_mask=MASK)
     refused(TypeError, "BitfieldMask or an AttentionPlan, got Tensor", mask=MASK.to_dense())
 
 
@@ -260,16 +260,16 @@ def test_bad_options():
 def test_gluon_says_what_it_needs():
     refused(ValueError, 'backend "gluon" cannot run this: the Gluon kernel takes fp16 and bf16', backend="gluon")
 
-    def why_not(**options):
-        return op.why_not(
+    def unsupported(**options):
+        return op.unsupported(
             "gluon", torch.empty(1, 1, 16, options.pop("dim", 64), **{"dtype": torch.bfloat16, **options})
         )
 
-    assert "runs on Hopper GPUs, not on cpu" in why_not()
-    assert "multiples of 8 up to 128, not 60" in why_not(dim=60)
-    assert "multiples of 8 up to 128, not 256" in why_not(dim=256)
+    assert "runs on Hopper GPUs, not on cpu" in unsupported()
+    assert "multiples of 8 up to 128, not 60" in unsupported(dim=60)
+    assert "multiples of 8 up to 128, not 256" in unsupported(dim=256)
     q, v = (torch.empty(1, 1, 16, dim, dtype=torch.bfloat16) for dim in (96, 64))
-    assert 'one head dimension, not 96 for q and k and 64 for v: use "triton"' in op.why_not("gluon", q, v)
+    assert 'needs equal head dimensions, but q has 96 and v 64: use "triton"' in op.unsupported("gluon", q, v)
 
 
 def test_a_named_backend_that_cannot_run_says_why(monkeypatch):
@@ -285,23 +285,23 @@ def test_head_dims_too_large_for_triton_use_another_backend():
     """Each backend's error message, and the automatic choice respects the limits."""
     pytest.importorskip("triton")
     q, v = torch.empty(1, 1, 16, 64), torch.empty(1, 1, 16, 512)
-    assert "head dimensions up to 256, not 512" in op.why_not("triton", q, v)
-    assert "head dimensions up to 256, not 512" in op.why_not("triton", v, q)
+    assert "head dimensions up to 256, not 512" in op.unsupported("triton", q, v)
+    assert "head dimensions up to 256, not 512" in op.unsupported("triton", v, q)
     for device, wanted in (("cpu", "cpu"), ("meta", "reference")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert op.chosen(q.to(device), v.to(device)) == wanted
+            assert op.choose_backend(q.to(device), v.to(device)) == wanted
 
 
 def test_hopper_takes_gluon_by_direction(monkeypatch):
     for backend in ("triton", "gluon"):
-        monkeypatch.setattr(f"interlace.attention.{backend}.why_not", lambda q, v: None)
+        monkeypatch.setattr(f"interlace.attention.{backend}.unsupported", lambda q, v: None)
     q = torch.empty(1, 1, 16, 64, device="meta")
-    assert [op.chosen(q, forward=forward) for forward in (True, False)] == ["gluon", "triton"]
+    assert [op.choose_backend(q, forward=forward) for forward in (True, False)] == ["gluon", "triton"]
     monkeypatch.setattr("interlace.attention.gluon.BACKWARD_IS_CHOSEN", True)
-    assert op.chosen(q, forward=False) == "gluon"
+    assert op.choose_backend(q, forward=False) == "gluon"
 
 
 def test_the_cpu_backend_says_that_it_is_for_cpu_tensors():
-    assert op.why_not("cpu", torch.empty(1, device="meta")) == "it runs on CPU tensors and q is on meta"
-    assert op.why_not("reference", torch.empty(1, device="meta")) is None
+    assert op.unsupported("cpu", torch.empty(1, device="meta")) == "it runs on CPU tensors and q is on meta"
+    assert op.unsupported("reference", torch.empty(1, device="meta")) is None

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 def kernels(monkeypatch):
     """Triton and Gluon compute on the CPU."""
     for module in (triton, gluon):
-        monkeypatch.setattr(module, "why_not", lambda q, v: None)
+        monkeypatch.setattr(module, "unsupported", lambda q, v: None)
         monkeypatch.setattr(module, "forward", cpu.forward)
         monkeypatch.setattr(module, "backward", cpu.backward)
     monkeypatch.setattr(triton, "atomic_backward", cpu.backward)
@@ -65,7 +65,7 @@ def test_a_damaged_verdict_is_ignored(tmp_path, text):
         attend()
         for file in tmp_path.rglob("*.json"):
             file.write_text(text)
-        _self_check._settled.clear()
+        _self_check._backends.clear()
         attend()
         assert len(lines) == 4
         assert all(json.loads(file.read_text())["passed"] is True for file in tmp_path.rglob("*.json"))
@@ -110,7 +110,7 @@ def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("direction", "other"), [("forward", "backward"), ("backward", "forward")])
 def test_triton_takes_the_place_of_a_wrong_gluon(tmp_path, monkeypatch, direction, other):
-    monkeypatch.setattr(gluon, "why_not_backward", lambda job: None)  # of a plan without bitmaps: the CPU's
+    monkeypatch.setattr(gluon, "unsupported_backward", lambda job: None)  # of a plan without bitmaps: the CPU's
     monkeypatch.setattr(gluon, direction, {"forward": wrong, "backward": wrong_backward}[direction])
     with checking(tmp_path):
         with pytest.warns(

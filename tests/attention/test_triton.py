@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from interlace.attention import AttentionPlan, bitfield_attention
-from interlace.attention.op import why_not
+from interlace.attention.op import unsupported
 from interlace.masks import BitfieldMask
 from tests.attention import interpreter
 
@@ -39,6 +39,6 @@ def test_long_cases(worker, name):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
 def test_cpu_tensor_without_triton_interpreter_is_refused():
     q = torch.zeros(1, 1, 16, 16)
-    assert "TRITON_INTERPRET=1" in str(why_not("triton", q))
+    assert "TRITON_INTERPRET=1" in str(unsupported("triton", q))
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         bitfield_attention(q, q, q, AttentionPlan.build(BitfieldMask.full(1, 16)), backend="triton")

@@ -88,7 +88,7 @@ def test_random_is_seeded_and_the_same_everywhere():
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match="seed must lie between"):
             balance.assign([1.0], 1, method="random", seed=seed)
-    with pytest.raises(ValueError, match="seed is for method 'random'"):
+    with pytest.raises(ValueError, match="takes no seed: leave it out, or use method 'random'"):
         balance.assign([1.0], 1, seed=3)
 
 

@@ -133,8 +133,8 @@ def test_a_balancer_of_ones_own():
         ([1], 1, {"method": "greedy"}, "unknown method"),
         ([1], 1, {"lengths": 129}, r"lengths\[0\] is 129"),
         ([[1], [1]], 1, {"lengths": [1, -1]}, r"lengths\[1\] is -1"),
-        ([[1], [1]], 1, {"lengths": [1]}, "a whole number or 2"),
-        ([1], 1, {"lengths": 1.5}, "a whole number or 1"),
+        ([[1], [1]], 1, {"lengths": [1]}, "one whole number or 2"),
+        ([1], 1, {"lengths": 1.5}, "one whole number or 1"),
     ],
 )
 def test_bad_input_is_named(rows, ranks, options, message):

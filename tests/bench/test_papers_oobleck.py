@@ -37,7 +37,7 @@ def test_a_pipeline_takes_as_long_as_counted_by_hand():
 
 def test_all_nodes_are_used_and_a_grid_leaves_some_idle():
     for nodes in range(15, 31):
-        assert sum(cluster.job(TOY).chosen(nodes)) == nodes
+        assert sum(cluster.job(TOY).best_pipelines(nodes)) == nodes
     model = replace(failures.MODELS["GPT-3 6.7b"], batch=96)
     assert model.least_nodes == 3
     job = cluster.job(model)
@@ -61,7 +61,9 @@ def test_what_is_lost_at_an_event_is_what_the_system_loses():
     assert warned.samples == (20 + int((5 * iteration - save) // iteration)) * TOY.batch
     assert cluster.varuna(TOY, OWN, [Event(25 * iteration + 2 * save, 29, grace=save - 1)]).samples == 20 * TOY.batch
 
-    oobleck = cluster.oobleck(TOY, OWN, [Event(2.5 * cluster.job(TOY).iteration(cluster.job(TOY).chosen(30)), 29)], 0)
+    oobleck = cluster.oobleck(
+        TOY, OWN, [Event(2.5 * cluster.job(TOY).iteration(cluster.job(TOY).best_pipelines(30)), 29)], 0
+    )
     assert oobleck.samples == 2 * TOY.batch and oobleck.effective / oobleck.total == pytest.approx(0.8)
     bamboo = cluster.bamboo(TOY, OWN, [Event(100.0, 29), Event(100.0, 28)])
     assert bamboo.restarting == 10.0

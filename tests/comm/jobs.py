@@ -18,7 +18,7 @@ from interlace._core import Exchange
 from interlace.comm import Transport, connect, run_local
 from interlace.comm.transports import Copy
 from interlace.comm.transports.base import peers_of
-from interlace.comm.transports.shm import SLOT_BYTES, Segment, ShmTransport, born
+from interlace.comm.transports.shm import SLOT_BYTES, Segment, ShmTransport, start_time_of
 from tests.comm.pool import Pool
 
 TIMEOUT = 30.0
@@ -39,7 +39,7 @@ def _connected(rank: int, kind: str, function: Callable[..., Any], args: Sequenc
 def on_shm_threads(world: int, function: Callable[..., Any], *, slot_bytes: int = 4096) -> list[Any]:
     """[function(group) of each rank], over shared memory with small slots; each rank is a thread of this process."""
     descriptor = Segment.create(world, slot_bytes)
-    me = (os.getpid(), born(os.getpid()))
+    me = (os.getpid(), start_time_of(os.getpid()))
     segments = [Segment(world, slot_bytes, descriptor) for _ in range(world)]
     os.close(descriptor)
 

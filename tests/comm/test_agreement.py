@@ -188,7 +188,7 @@ def test_a_header_shows_every_argument_that_differs() -> None:
 def test_arguments_too_long_to_show_are_compared_whole() -> None:
     long = {f"name{n}": n for n in range(200)}
     for changed, says in [
-        ({**long, "name199": 0}, "an operation: what rank 1 passes differs, beyond what a header can show"),
+        ({**long, "name199": 0}, "an operation: arguments of rank 1 differ after the part that fits in a header"),
         ({**long, "name3": 0}, "an operation: name3 is 3 here but 0 on rank 1: every"),
     ]:
         expected, found = (header_of(3, "an operation", Arguments(**each), []) for each in (long, changed))

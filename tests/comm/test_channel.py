@@ -33,14 +33,14 @@ DUE = Tag("a", 0, 0, 0, False)
 GRADIENT = Tag("a", 0, 0, 0, True)
 KINDS = "all_gather all_reduce reduce_scatter gather exchange send receive wait finish"
 DIGEST = 0xABCDEF012345
-DAMAGED = "rank 0: the header from rank 1 where a[0] chunk 0 was due is damaged"
-NO_MESSAGE = "rank 0, loss: what rank 1 sent is no message: its program differs"
+DAMAGED = "rank 0: the header of a[0] chunk 0 from rank 1 is damaged"
+NO_MESSAGE = "rank 0, loss: rank 1 sent something else than a message: its program differs"
 
 # Header that rank 1 sends instead, and error of rank 0. Fields after the magic number: digest of the step, module,
 # stage, chunk, other chunk, gradient, dtype, dimensions, shape, and last the rows of the whole.
 HEADERS: list[tuple[list[int], str]] = [
-    ([7], "rank 0: no header from rank 1 where a[0] chunk 0 was due"),
-    ([MESSAGE, 10], "rank 0: no header from rank 1 where a[0] chunk 0 was due"),
+    ([7], "rank 0: expected the header of a[0] chunk 0 from rank 1, got something else"),
+    ([MESSAGE, 10], "rank 0: expected the header of a[0] chunk 0 from rank 1, got something else"),
     ([MAGIC, DIGEST, 2, 0, 0, 0, 0, 0, 1, 4], DAMAGED),
     ([MAGIC, DIGEST, -1, 0, 0, 0, 0, 0, 1, 4], DAMAGED),
     ([MAGIC, DIGEST, 0, 0, 0, 0, 0, 77, 1, 4], DAMAGED),
@@ -53,8 +53,8 @@ HEADERS: list[tuple[list[int], str]] = [
     ([MAGIC, -1, 0, 0, 0, 0, 0, 0, 1, 4], DAMAGED),
     (
         [MAGIC, 1, 0, 0, 0, 0, 0, 0, 1, 4],
-        "rank 0, RECV a[0] chunk 0: rank 1 works on another step table (000000000001, here abcdef012345): its samples "
-        "differ; every rank must be given the same seed, config, data and place in it",
+        "rank 0, RECV a[0] chunk 0: rank 1 has another step table (000000000001, here abcdef012345): use the same "
+        "seed, config, data and data position on every rank",
     ),
     ([MAGIC, DIGEST, 1, 0, 0, 0, 0, 0, 1, 4], "rank 0 expected a[0] chunk 0 from rank 1 but received b[0] chunk 0"),
     (
@@ -63,11 +63,11 @@ HEADERS: list[tuple[list[int], str]] = [
     ),
     (
         [MAGIC, DIGEST, 0, 0, 0, 0, 0, 0, 1, 10**15],
-        "rank 0: a[0] chunk 0 from rank 1 would have shape [1000000000000000], more than fits on cpu",
+        "rank 0: a[0] chunk 0 from rank 1 has shape [1000000000000000], too large for cpu",
     ),
     (
         [MAGIC, DIGEST, 0, 0, 0, 0, 0, 3, 3, 2**62, 2**62, 2**62],  # its product would overflow 64 bits
-        f"rank 0: a[0] chunk 0 from rank 1 would have shape {[2**62] * 3}, more than fits on cpu",
+        f"rank 0: a[0] chunk 0 from rank 1 has shape {[2**62] * 3}, too large for cpu",
     ),
 ]
 
@@ -143,7 +143,7 @@ def connected_twice(rank: int) -> str:
 def test_lanes_are_connected_once(pool: Any) -> None:
     """A second set of lanes would hang: the ranks outside would wait for groups that the ranks inside do not make."""
     said = pool.returned(3, connected_twice)
-    wanted = "other lanes are connected already: name all of them in one call"
+    wanted = "other lanes are connected already: pass all lanes in one call"
     assert said == [f"rank {rank}: {wanted}" for rank in range(3)]
 
 
@@ -186,7 +186,7 @@ def hostile_messages(rank: int, path: str) -> list[str]:
         dist.send(padded(header), 0)
         if raw:
             dist.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 0)
-        heard.append(here._star._hear("loss", ["", [[1.0, ""]] * 2], 0, 20.0, 20.0)[0])
+        heard.append(here._star._receive_value("loss", ["", [[1.0, ""]] * 2], 0, 20.0, 20.0)[0])
     return heard
 
 
@@ -196,13 +196,13 @@ def test_a_message_is_read_or_refused_and_never_executed(pool: Any) -> None:
         here, there = pool.returned(2, hostile_messages, str(path))
         assert not path.exists()
     assert [text.partition(" (")[0] for text in here] == [
-        "rank 0, loss: rank 1 says what cannot be read",
-        "rank 0, loss: rank 1 says what cannot be read",
-        "rank 0, loss: rank 1 says something of another form: do the ranks run one version of the program?",
+        "rank 0, loss: rank 1 sent an unreadable message",
+        "rank 0, loss: rank 1 sent an unreadable message",
+        "rank 0, loss: rank 1 sent a message of another form: run the same version of the program on all ranks",
         "rank 0, loss: rank 1 is in gradient norm",
-        "rank 0, loss: ranks 0,1 have not summed the same: rank 0 made no sums, the last of none; rank 1 made 1, the "
+        "rank 0, loss: ranks 0,1 have different sums: rank 0 made no, the last of none; rank 1 made 1, the "
         "last of a sum of 3",
-        *["rank 0, loss: what rank 1 says of its sums cannot be read"] * 2,
+        *["rank 0, loss: rank 1 sent an unreadable list of its sums"] * 2,
         *[NO_MESSAGE] * 4,
     ]
     # Rank 0 reports to the others. It forwards the sums of the ranks, and every rank compares only those.
@@ -374,13 +374,13 @@ def sums(rank: int, keys: list[str], how: str) -> str:
     ("keys", "says"),
     [
         (["a b c", "a b c", "a b c"], "nothing: "),
-        (["a b c", "a c b", "a b c"], "rank 0 made 3 sums, the last of c, 3 float32; rank 1 made 3, the last of b, 3 "),
-        (["a b", "a b", "c b"], "rank 0 made 2 sums, the last of b, 3 float32; rank 2 made 2, the last of b, 3 f"),
+        (["a b c", "a c b", "a b c"], "rank 0 made 3, the last of c, 3 float32; rank 1 made 3, the last of b, 3 "),
+        (["a b", "a b", "c b"], "rank 0 made 2, the last of b, 3 float32; rank 2 made 2, the last of b, 3 f"),
     ],
 )
 def test_mismatched_sums_are_reported_at_the_next_exchange(pool: Any, keys: list[str], says: str, how: str) -> None:
     for rank, text in enumerate(pool.returned(3, sums, keys, how)):
-        assert says in text and ("nothing" in says) != ("ranks 0,1,2 have not summed the same" in text), (rank, text)
+        assert says in text and ("nothing" in says) != ("ranks 0,1,2 have different sums" in text), (rank, text)
 
 
 def different(rank: int) -> list[str]:
@@ -397,9 +397,9 @@ def different(rank: int) -> list[str]:
 
 def test_a_gather_compares_what_it_is_about(pool: Any) -> None:
     digest, what, count = pool.returned(2, different)[0]
-    assert digest.startswith("rank 0, the loss: rank 1 works on another step table (abcdef012346, here abcdef012345)")
-    assert what == "rank 0 gathers 2 numbers in the loss, but rank 1 is elsewhere in its program, or gathers 2"
-    assert count == "rank 0 gathers 2 numbers in the loss, but rank 1 is elsewhere in its program, or gathers 3"
+    assert digest.startswith("rank 0, the loss: rank 1 has another step table (abcdef012346, here abcdef012345)")
+    assert what == "rank 0 gathers 2 numbers in the loss, but rank 1 gathers 2 or is in another part of its program"
+    assert count == "rank 0 gathers 2 numbers in the loss, but rank 1 gathers 3 or is in another part of its program"
 
 
 def misuse(rank: int) -> list[str]:
@@ -417,8 +417,8 @@ def misuse(rank: int) -> list[str]:
 def test_what_cannot_be_sent_is_refused(pool: Any) -> None:
     assert pool.returned(1, misuse)[0] == [
         "rank 0, REDUCE x: no group of ranks [0, 1]: pass it to add_groups first",
-        "rank 0: a[0] chunk 0 has 9 dimensions, at most 8 travel",
-        "rank 0: a[0] chunk 0 is torch.complex64, which does not travel",
+        "rank 0: a[0] chunk 0 has 9 dimensions, at most 8 are supported",
+        "rank 0: a[0] chunk 0 is torch.complex64, which is not supported",
     ]
 
 
@@ -472,4 +472,4 @@ def test_a_lost_rank_is_named_within_the_timeout(pool: Any, call: str, how: str,
             continue
         assert f"lost rank {victim} (" in said, (rank, said)
         assert ("RECV" if call == "receive" else "the loss") in said
-        assert {"hangs": "no answer within 2 s", "leaves": "it gave up: it has no more data"}.get(how, "") in said, said
+        assert {"hangs": "no answer within 2 s", "leaves": "it aborted: it has no more data"}.get(how, "") in said, said

@@ -164,9 +164,9 @@ def other_form(here: LocalChannel) -> Any:
     [
         (
             other_table,
-            "rank 1, RECV a[0] chunk 3: rank 0 works on another step table (000000000000, here 000000000001)",
+            "rank 1, RECV a[0] chunk 3: rank 0 has another step table (000000000000, here 000000000001)",
         ),
-        (other_table_in_a_gather, "rank 1, the loss: rank 0 works on another step table"),
+        (other_table_in_a_gather, "rank 1, the loss: rank 0 has another step table"),
         (other_tag, "rank 1 expected a[0] chunk 3 from rank 0 but received gradient of a[0] chunk 3 for chunk 4"),
         (
             other_gradient,
@@ -175,7 +175,7 @@ def other_form(here: LocalChannel) -> Any:
         (other_sum, "rank 1 is in b, [2] float32, but rank 0 is in a, [2] float32: their lists differ"),
         (other_size, "rank 1 is in a, [3] float32, but rank 0 is in a, [2] float32"),
         (other_occasion, "rank 1 is in occasion 1, but rank 0 is in occasion 0"),
-        (other_form, "rank 1, the loss: rank 0 says something of another form"),
+        (other_form, "rank 1, the loss: rank 0 sent a message of another form"),
     ],
 )
 def test_ranks_that_differ_are_told_what_differs(step: Callable[[LocalChannel], Any], says: str) -> None:
@@ -217,7 +217,7 @@ def test_every_wait_ends(name: str, leaves: bool) -> None:
 
     error = play(2, step, timeout=60.0 if leaves else 0.2)[0]  # the message shows which of the two ended the wait
     reason = (
-        "it gave up: it had enough)" if leaves else "no answer within 0.2 s: it hangs, or is slower than the timeout)"
+        "it aborted: it had enough)" if leaves else "no answer within 0.2 s: it hangs, or is slower than the timeout)"
     )
     assert str(error) == says + reason
 
@@ -239,7 +239,7 @@ def test_a_network_that_was_cleared_works_again() -> None:
     here.send(torch.ones(1), 1, DUE)
     here.start_all_reduce(torch.ones(1), [0, 1], "x")
     there.leave("an error")
-    with pytest.raises(CommError, match="it gave up: an error"):
+    with pytest.raises(CommError, match="it aborted: an error"):
         here.finish()
     network.clear()
     here.send(torch.ones(3), 1, DUE)
@@ -255,5 +255,5 @@ def test_misuse_is_refused() -> None:
         LocalNetwork(0, 1.0)
     with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
         LocalChannel(2, LocalNetwork(2, 1.0))
-    with pytest.raises(ValueError, match=r"none of the ranks \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"this rank is not one of \[1, 2\]"):
         LocalChannel(0, LocalNetwork(3, 1.0)).start_all_reduce(torch.ones(1), [1, 2], "x")

@@ -76,7 +76,7 @@ def choices(
 
 def test_ranks_of_one_host_use_shm_and_rank_0_logs_it_once(pool: Any) -> None:
     first, *others = choices(pool, 3)
-    assert first == ("shm", ["3 ranks on cpu: transport shm (no other is better)"])
+    assert first == ("shm", ["3 ranks on cpu: transport shm (the first of the preferred)"])
     assert others == [("shm", [])] * 2
 
 
@@ -89,7 +89,7 @@ def test_what_one_rank_cannot_run_nobody_takes(pool: Any) -> None:
 def test_ranks_of_several_hosts_do_not_share_memory(pool: Any) -> None:
     (name, said), *_ = choices(pool, 2, {"host": {1: "elsewhere"}})
     assert name == "gloo"
-    assert said == ["2 ranks on cpu: transport gloo (not shm: the ranks are on 2 hosts or in as many containers)"]
+    assert said == ["2 ranks on cpu: transport gloo (not shm: the ranks are on 2 hosts or in several containers)"]
 
 
 def test_transport_argument_overrides_the_environment(pool: Any) -> None:
@@ -99,12 +99,15 @@ def test_transport_argument_overrides_the_environment(pool: Any) -> None:
 
 
 def test_ranks_that_differ_are_told_who_says_what(pool: Any) -> None:
+    def expected(subject: str, requests: str) -> str:
+        return f"ValueError: the ranks request different {subject}: {requests}: use the same on all"
+
     for name, _ in choices(pool, 3, {"environment": {1: "gloo"}}):
-        assert name == "ValueError: the ranks ask for different transports: auto on ranks 0, 2, gloo on rank 1"
+        assert name == expected("transports", "auto on ranks 0, 2, gloo on rank 1")
     for name, _ in choices(pool, 2, transport=["shm", "gloo"]):
-        assert name == "ValueError: the ranks ask for different transports: shm on rank 0, gloo on rank 1"
+        assert name == expected("transports", "shm on rank 0, gloo on rank 1")
     for name, _ in choices(pool, 2, device=["cpu", "meta"]):
-        assert name == "ValueError: the ranks ask for different devices: cpu on rank 0, meta on rank 1"
+        assert name == expected("devices", "cpu on rank 0, meta on rank 1")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,11 @@ def test_ranks_that_differ_are_told_who_says_what(pool: Any) -> None:
     [
         ({"shm": {1: "broken here"}}, {"transport": "shm"}, "transport 'shm' cannot run: broken here on rank 1"),
         ({}, {"transport": "nccl"}, "transport 'nccl' cannot run: for cuda tensors"),
-        ({}, {"transport": "smoke"}, "transport 'smoke' .argument or INTERLACE_TRANSPORT. is none of auto, cuda_ipc,"),
+        (
+            {},
+            {"transport": "smoke"},
+            "unknown transport 'smoke' .argument or INTERLACE_TRANSPORT.: use one of auto, cuda_ipc,",
+        ),
         ({}, {"device": "meta"}, "no transport for 2 ranks on meta: .*shm: for cpu tensors"),
         ({}, {"timeout": 0.0}, "timeout must be a positive number"),
     ],
@@ -146,7 +153,7 @@ def absent(rank: int) -> str:
 
 def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
     said, _ = pool.returned(2, absent)
-    assert said.startswith("rank 0, choosing a transport: no word from rank 1 within 0.5 s"), said
+    assert said.startswith("rank 0, choosing a transport: no message from rank 1 within 0.5 s"), said
 
 
 def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, int, dict[str, tuple[int, int]]]:
@@ -186,7 +193,7 @@ def test_a_rank_that_dies_while_all_connect_is_missed_once(pool: Any, transport:
     for rank in (0, 2):
         assert outcomes[rank].kind == "returned", outcomes[rank]
         text, said, left = outcomes[rank].value
-        assert re.match(f"rank {rank}, {step}: no word from rank 1 within 4 s", text), text
+        assert re.match(f"rank {rank}, {step}: no message from rank 1 within 4 s", text), text
         assert said == words and not left, (said, left)  # each word is a wait: no further wait after the failed one
 
 
@@ -293,7 +300,7 @@ def test_one_process_alone_needs_nobody(alone: None) -> None:
     with connect(transport="gloo") as group:
         assert (group.name, group.world) == ("local", 1)
         group.barrier()
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="use one of"):
         connect(transport="smoke")
     first = resolve(None)
     disconnect()

@@ -349,16 +349,16 @@ def test_wrong_arguments_are_named_before_anything_moves() -> None:
         ("must have 2 times the elements", lambda g: reduce_scatter_tensor(torch.zeros(3), x, group=g)),
         ("one tensor is torch.float64", lambda g: all_gather_into_tensor(torch.zeros(8).double(), x, g)),
         ("op .* is not supported", lambda g: all_reduce(x, dist.ReduceOp.PRODUCT, g)),
-        ("complex64 is not reduced", lambda g: all_reduce(torch.zeros(2, dtype=torch.complex64), group=g)),
+        ("complex64 is not supported", lambda g: all_reduce(torch.zeros(2, dtype=torch.complex64), group=g)),
         ("AVG of torch.bool would be rounded", lambda g: all_reduce(torch.zeros(2).bool(), dist.ReduceOp.AVG, g)),
         ("AVG of torch.int64 .* use SUM and", lambda g: all_reduce(torch.ones(2).long(), dist.ReduceOp.AVG, g)),
         ("AVG of torch.int8", lambda g: reduce_scatter_tensor(x[:2].char(), x.char(), dist.ReduceOp.AVG, g)),
         ("no dimension to split", lambda g: all_to_all_single(torch.zeros(()), torch.zeros(()), group=g)),
-        ("rows of output", lambda g: all_to_all_single(torch.zeros(4, 2), torch.zeros(4, 3), group=g)),
-        ("do not divide", lambda g: all_to_all_single(torch.zeros(4), torch.zeros(3), group=g)),
+        ("need rows of the same shape", lambda g: all_to_all_single(torch.zeros(4, 2), torch.zeros(4, 3), group=g)),
+        ("are not divisible by", lambda g: all_to_all_single(torch.zeros(4), torch.zeros(3), group=g)),
         ("must be 2 numbers", lambda g: all_to_all_single(x, x, [1, 1, 2], [2, 2], g)),
         ("must be 2 numbers", lambda g: all_to_all_single(x, x, [5, -1], [2, 2], g)),
-        ("gives itself", lambda g: all_to_all_single(x, x, [1, 3], [3, 1], g)),
+        ("sends itself", lambda g: all_to_all_single(x, x, [1, 3], [3, 1], g)),
     ]
 
     def rank(group: Transport) -> None:

@@ -28,7 +28,7 @@ from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
 from interlace.comm.transports.cuda_ipc import EVENTS, SLOTS, CudaIpcTransport
-from interlace.comm.transports.shm import Segment, born
+from interlace.comm.transports.shm import Segment, start_time_of
 
 SLOT_BYTES = 256
 ERROR = 999
@@ -179,7 +179,7 @@ def ranks(monkeypatch):
         descriptor = Segment.create(world, 4096)
         memories = [torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8) for _ in range(world)]
         device.memories = memories  # kept while its streams may run
-        process = (os.getpid(), born(os.getpid()))
+        process = (os.getpid(), start_time_of(os.getpid()))
         transports = [
             CudaIpcTransport(
                 rank, Segment(world, 4096, descriptor), [process] * world, device="cpu", timeout=timeout,
@@ -304,7 +304,7 @@ def test_shapes_that_differ_are_named_and_nothing_hangs(ranks):
         t.copy_batch([Copy(1 - r, sources[r])], [Copy(1 - r, arrived[r])], "gather") for r, t in enumerate(transports)
     ]
     for ticket in tickets:
-        with pytest.raises(CommError, match=r"gather.*(5 float32, 4 float32 expected|gave up)"):
+        with pytest.raises(CommError, match=r"gather.*(5 float32, 4 float32 expected|aborted)"):
             ticket.wait()
     device.drain()  # before the tensors are freed: enqueued copies still read them
 
@@ -388,7 +388,7 @@ class Table(Rendezvous):
 
     def __init__(self, rank: int, world: int, board: dict[Any, Any], together: threading.Barrier) -> None:
         self.rank, self.world, self.board, self.barrier = rank, world, board, together
-        self.called, self.me = range(world), rank
+        self.global_ranks, self.global_rank = range(world), rank
         self.device, self.timeout, self.round = torch.device("cpu", 0), 20.0, 0
 
     def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:

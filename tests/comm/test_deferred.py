@@ -140,7 +140,7 @@ def test_what_needs_no_gradient_is_not_put_off() -> None:
 
 def test_backward_outside_of_deferral_begin_is_an_error() -> None:
     y = deferred_linear(torch.ones(2, 3), nn.Parameter(torch.ones(4, 3)), None, Deferral())
-    with pytest.raises(RuntimeError, match=r"must run inside Deferral\.begin"):
+    with pytest.raises(RuntimeError, match=r"run its backward inside Deferral\.begin"):
         y.sum().backward()
 
 

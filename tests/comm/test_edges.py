@@ -132,7 +132,7 @@ def lose(rank: int, victim: str, how: str) -> str:
 WHY = {
     "dies": r"(its process, \d+, ended|it died or closed the connection: .*)",
     "hangs": "no answer within 2 s: it hangs, or is slower than the timeout",
-    "leaves": "it gave up: it has no more data",
+    "leaves": "it aborted: it has no more data",
 }
 
 
@@ -205,7 +205,10 @@ def test_only_ranks_on_one_gpu_leave_nccl_by_themselves() -> None:
             introductions("yxx", "auto", "cuda_ipc symm_mem"),
             "no transport can carry the .*2: cuda_ipc: no cuda_ipc here",
         ),
-        (introductions("yxx", "smoke"), "transport 'smoke' .argument or INTERLACE_TRANSPORT. is none of auto, "),
+        (
+            introductions("yxx", "smoke"),
+            "unknown transport 'smoke' .argument or INTERLACE_TRANSPORT.: use one of auto, ",
+        ),
     ],
 )
 def test_an_edge_that_cannot_be_carried_is_refused_by_name(said: list[dict[str, Any]], message: str) -> None:
@@ -235,8 +238,8 @@ def on_one_card(rank: int) -> list[str]:
 
 def test_ranks_on_one_gpu_send_but_do_not_sum(pool: Any) -> None:
     refused = (
-        "ranks 0, 1 share a GPU, between which NCCL sums nothing: give each rank a GPU of its own, or take a layout "
-        "without replicas, shards or weights that several stages share"
+        "ranks 0, 1 share a GPU, which NCCL does not support: use one GPU per rank, or a layout without "
+        "replicas, shards or weights that several stages share"
     )
     assert pool.returned(2, on_one_card) == [["shm", refused, "nothing", "[[1.0], [2.0]]"]] * 2
 
@@ -249,4 +252,4 @@ def differ(rank: int) -> str:
 
 def test_ranks_that_name_different_transports_are_told(pool: Any) -> None:
     said = pool.returned(2, differ)
-    assert said == ["the ranks ask for different transports: shm on rank 0, auto on rank 1"] * 2
+    assert said == ["the ranks request different transports: shm on rank 0, auto on rank 1: use the same on all"] * 2

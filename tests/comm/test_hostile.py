@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from interlace.comm import CommError, connect
 from interlace.comm.process.agreement import NO_ARGUMENTS
-from interlace.comm.process.messages import Elsewhere, decode, encode
+from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.store import is_loopback, tcp_store
 from interlace.comm.transports import shm
 from interlace.comm.transports.header import header_of, pack
-from interlace.comm.transports.shm import Segment, ShmTransport, born
+from interlace.comm.transports.shm import Segment, ShmTransport, start_time_of
 from tests.comm.jobs import TIMEOUT
 from tests.sockets import LOOPBACK, listens_on
 
@@ -52,7 +52,7 @@ def test_a_message_of_another_form_is_refused(value: Any, other: Any) -> None:
     if form(value) == form(other):
         decode(encode("a test", other), "a test", value)
     else:
-        with pytest.raises(ValueError, match="says something of another form"):
+        with pytest.raises(ValueError, match="sent a message of another form"):
             decode(encode("a test", other), "a test", value)
 
 
@@ -64,9 +64,9 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
 
 def test_what_is_deep_long_or_of_another_occasion() -> None:
     for raw in (b"[" * 100_000, b'["a test",' + b"[" * 100_000, b'["a test", ' + b"9" * 10_000 + b"]", b"\xff", b""):
-        with pytest.raises(ValueError, match="says what cannot be read"):
+        with pytest.raises(ValueError, match="sent an unreadable message"):
             decode(raw, "a test", [])
-    with pytest.raises(Elsewhere, match=r"is in another test$"):
+    with pytest.raises(OtherOperation, match=r"is in another test$"):
         decode(encode("another test", 1), "a test", 1)
     assert decode(encode("a test", float("nan")), "a test", 0.0) != 0  # a loss may be NaN
 
@@ -118,10 +118,10 @@ def test_what_a_hostile_peer_says_is_not_executed(pool: Any) -> None:
         (told, _) = pool.returned(2, hostile, str(path))
         assert not path.exists()
     assert [text.partition("rank 1 ")[2].partition(" (")[0] for text in told] == [
-        "says what cannot be read",
-        *["says something of another form: do the ranks run one version of the program?"] * 3,
-        "is in something else: the programs differ",
-        "says what cannot be read",
+        "sent an unreadable message",
+        *["sent a message of another form: run the same version of the program on all ranks"] * 3,
+        "is in something else: the programs of the ranks differ",
+        "sent an unreadable message",
         f"says {(2 << 20) + 28} bytes, more than {1 << 20}",
     ]
 
@@ -153,7 +153,7 @@ def test_a_place_that_is_none_is_refused(place: int) -> None:
     """Rank 0 is emulated by the contents of `RankPage` and `PairPage` of csrc/comm/exchange.h."""
     rank_page, pair_page, pieces, places, header = 5760, 1280, 8, 128, 256
     descriptor = Segment.create(2, 4096)
-    me, segment = (os.getpid(), born(os.getpid())), Segment(2, 4096, descriptor)
+    me, segment = (os.getpid(), start_time_of(os.getpid())), Segment(2, 4096, descriptor)
     os.close(descriptor)
     start = 2 * rank_page + pair_page  # from rank 0 to rank 1
 
@@ -166,7 +166,7 @@ def test_a_place_that_is_none_is_refused(place: int) -> None:
     write(pieces, 1)
     write(0, 1)  # headers
     with ShmTransport(1, segment, [me, me], timeout=TIMEOUT) as there:
-        with pytest.raises(CommError, match=f"rank 1: rank 0 names place {place}: its memory is damaged"):
+        with pytest.raises(CommError, match=f"rank 1: rank 0 refers to region {place}: its memory is damaged"):
             there.copy_batch([], [shm.Copy(0, torch.empty(8))], "a test").wait()
 
 

@@ -302,7 +302,7 @@ def test_auto_cuts_nothing_small():
         (lambda: all_gather_matmul(torch.ones(3, 3), [], layout="best"), "layout"),
         (lambda: matmul_reduce_scatter(torch.ones(3), torch.ones(2, 3)), "must be"),
         (lambda: matmul_reduce_scatter(torch.ones(4, 3), torch.ones(3)), r"must be \[N, 3\]"),
-        (lambda: matmul_reduce_scatter(torch.ones(5, 3), torch.ones(2, 3)), "5 rows do not divide among 2 ranks"),
+        (lambda: matmul_reduce_scatter(torch.ones(5, 3), torch.ones(2, 3)), "5 rows are not divisible by 2 ranks"),
         (lambda: matmul_reduce_scatter(torch.ones(4, 3), torch.ones(2, 3), num_chunks="8"), "at least 1"),
     ],
 )

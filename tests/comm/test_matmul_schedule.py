@@ -282,8 +282,8 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
         """Waits for the readers of a buffer only at the end."""
 
         def take(self, i):
-            self.late = [*getattr(self, "late", []), *self._held.values()]
-            self._held.clear()
+            self.late = [*getattr(self, "late", []), *self._in_use.values()]
+            self._in_use.clear()
             return super().take(i)
 
         def finish(self):

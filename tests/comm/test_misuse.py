@@ -193,7 +193,7 @@ def overlaps(group: Transport, emulated: bool = False) -> int:
         group = EmulatedTransport(group, bandwidth=1e9)
     rank, world, n = group.rank, group.world, 6
     everyone = [torch.arange(float(n * world)) + 100 * r for r in range(world)]
-    refused = "output and input share memory, which would be read after it was written"
+    refused = "output and input share memory, so input would be overwritten before it is read"
     tried = 0
 
     def check(call: Callable[[], object], found: Tensor, wanted: Tensor | None) -> None:

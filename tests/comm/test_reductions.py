@@ -39,4 +39,4 @@ def test_any_two_lists_of_sums_are_the_same_or_told_apart(first: Any, second: An
 def test_what_is_no_list_of_sums_is_refused(texts: list[str]) -> None:
     said = Reductions.disagreement(texts)
     if any(text.splitlines() for text in texts):
-        assert re.match(r"what rank \d says of its sums cannot be read$|ranks .* have not summed the same", said)
+        assert re.match(r"rank \d sent an unreadable list of its sums$|ranks .* have different sums", said)

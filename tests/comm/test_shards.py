@@ -103,9 +103,9 @@ def test_what_does_not_fit_is_named():
         (lambda: shard(torch.zeros(2, 25), shards, 0), "x has 25 tokens"),
         (lambda: shard(torch.zeros(3, 21), shards, 0), "a batch of 3, but shards has 2 sequences"),
         (lambda: shard(x, shards, 2), "rank must lie between 0 and 1, got 2"),
-        (lambda: shard(x, shards, 0, dim=0), "dimension 0 is the batch"),
-        (lambda: shard(x, shards, 0, dim=3), "dimension 0 is the batch"),
-        (lambda: shard(x[0, :, 0], shards, 0), r"dim is None: .* the tokens: pass x\[None\], a batch of one$"),
+        (lambda: shard(x, shards, 0, dim=0), "dimension 0 must be the batch"),
+        (lambda: shard(x, shards, 0, dim=3), "dimension 0 must be the batch"),
+        (lambda: shard(x[0, :, 0], shards, 0), r"dim is None: .* the tokens: pass x\[None\] for a batch of one$"),
         (lambda: shard(x[0, :, 0], shards, 0, dim=0), r"pass x\[None\]"),
         (lambda: shard_mask(BitfieldMask.causal(1, 21), shards, 0), "the mask has 1 rows, but shards has 2 sequences"),
         (lambda: shard_mask(BitfieldMask.causal(2, 9), shards, 0), "the mask has 9 tokens"),
@@ -123,7 +123,7 @@ def test_heads_are_not_taken_for_tokens():
     mask = BitfieldMask.causal(2, 21)
     shards = dealt(mask, 2, block=4)
     q = torch.arange(2.0 * 20 * 21 * 3).view(2, 20, 21, 3)
-    with pytest.raises(ValueError, match=r"x has shape \[2, 20, 21, 3\], of which dimension 2 could be the tokens"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 20, 21, 3\], in which dimension 2 could be the tokens"):
         shard(q, shards, 0)
     with pytest.raises(ValueError, match=r"local has shape .* dimension 2 could be the tokens: pass dim=2"):
         unshard(torch.zeros(2, 12, 12, 3), shards)
@@ -142,5 +142,5 @@ def test_one_sequence_without_a_batch():
     parts = [shard(positions[None], shards, rank, pad=-1) for rank in range(2)]
     assert sorted(torch.cat(parts, 1)[0].tolist()) == [-1] * 3 + list(range(21))
     for rank in range(2):
-        with pytest.raises(ValueError, match=r"pass x\[None\], a batch of one"):
+        with pytest.raises(ValueError, match=r"pass x\[None\] for a batch of one"):
             shard(positions, shards, rank)

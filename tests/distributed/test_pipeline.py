@@ -281,7 +281,7 @@ def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
     [
         pytest.param(
             "groups",
-            r"not every rank came to make the group of ranks \[0, 1, 2\] within 4 s|lost rank 1 \(no answer",
+            r"not all ranks joined the creation of the group \[0, 1, 2\] within 4 s|lost rank 1 \(no answer",
             marks=pytest.mark.slow,
         ),
         ("timeline", r"timeline: lost rank 1 \(no answer within"),

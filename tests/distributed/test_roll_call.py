@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from interlace.comm.process.lost import RollCall
+from interlace.comm.process.abort_reports import AbortReports
 from tests.distributed.workers import run_ranks
 
 TIMEOUT = 3.0
@@ -17,7 +17,7 @@ TIMEOUT = 3.0
 def _notice(rank: int) -> str:
     """Rank 1 dies while the others wait for it. Rank 0 notices at once, the last rank after its own timeout."""
     assert dist.group.WORLD is not None
-    roll = RollCall(dist.group.WORLD, "test")
+    roll = AbortReports(dist.group.WORLD, "test")
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ KERNELS = ["delta_kernel", "gluon_query_gradient_kernel", "gluon_key_gradient_ke
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
     """Gluon runs on the CPU; the forward is the CPU's."""
-    monkeypatch.setattr(gluon, "why_not", lambda q, v: None)
+    monkeypatch.setattr(gluon, "unsupported", lambda q, v: None)
     monkeypatch.setattr(gluon, "forward", cpu.forward)
 
 
@@ -105,7 +105,7 @@ def test_the_rest_is_tritons(reason, monkeypatch):
     if reason == "bitmaps":
         plan = AttentionPlan.build(mask)  # on the CPU
     job = gluon.Attention(q, k, v, plan, 0.1, 2.0 if reason == "softcap" else None)
-    assert reason in gluon.why_not_backward(job)
+    assert reason in gluon.unsupported_backward(job)
     monkeypatch.setattr(triton, "backward", cpu.backward)
     given = (*cpu.forward(job), torch.ones_like(q), None, False)
     for got, wanted in zip(gluon.backward(job, *given), cpu.backward(job, *given)):

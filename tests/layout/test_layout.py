@@ -127,7 +127,7 @@ def test_groups_of_a_rank(layout):
     for rank, name in itertools.product(range(layout.world), layout.modules):
         mine = [stage for stage in layout.of_rank(rank) if stage.module == name]
         if not mine:
-            with pytest.raises(ValueError, match=f"rank {rank} holds nothing of {name}"):
+            with pytest.raises(ValueError, match=f"rank {rank} has no stage of {name}"):
                 layout.group(rank, name, "tp")
             other = layout.pipelines(name)[0].stages[0]
             with pytest.raises(ValueError, match=rf"{other} is on ranks [0-9, ]+, not on rank {rank}$"):
@@ -145,7 +145,7 @@ def test_groups_of_a_rank(layout):
         assert sorted(itertools.chain(*columns)) == sorted(lane.ranks)
         # Tensor-parallel ranks are neighbours in the lane, context-parallel ones tp apart.
         at = lane.ranks.index(rank)
-        assert lane.places(rank, spec.tp) == (at % spec.tp, at // spec.tp)
+        assert lane.indices(rank, spec.tp) == (at % spec.tp, at // spec.tp)
         assert tp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i // spec.tp == at // spec.tp)
         assert cp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i % spec.tp == at % spec.tp)
         same_place = {r for m, layer, _, p, r in held(layout) if (m, layer, p) == (name, mine[0].start, at)}
@@ -174,7 +174,7 @@ def test_tp_ranks_reduce_apart_and_cp_ranks_together():
     assert layout.reduce_groups() == (Reduction("m", 0, 2, (0, 2, 4, 6)), Reduction("m", 0, 2, (1, 3, 5, 7)))
     assert [layout.group(5, "m", kind) for kind in ("tp", "cp", "dp")] == [(4, 5), (5, 7), (1, 5)]
     assert layout.reduce_groups({"m"})[2:] == (Reduction("m", 0, 2, tuple(range(8)), in_part=True),)
-    with pytest.raises(ValueError, match=r"kind is 'pp': one of \"tp\", \"cp\", \"dp\", \"shard\""):
+    with pytest.raises(ValueError, match=r"kind is 'pp': use \"tp\", \"cp\", \"dp\" or \"shard\""):
         layout.group(0, "m", "pp")
 
 
@@ -234,26 +234,29 @@ def test_copies_of_an_encoder_sum_with_it():
 
 
 BAD = [
-    (lambda: Lane(()), "a lane names each of its ranks once, from 0 upwards; got ()"),
-    (lambda: Lane((1, 1)), "a lane names each of its ranks once, from 0 upwards; got (1, 1)"),
-    (lambda: Lane((0, -1)), "a lane names each of its ranks once, from 0 upwards; got (0, -1)"),
+    (lambda: Lane(()), "a lane needs distinct ranks >= 0, got ()"),
+    (lambda: Lane((1, 1)), "a lane needs distinct ranks >= 0, got (1, 1)"),
+    (lambda: Lane((0, -1)), "a lane needs distinct ranks >= 0, got (0, -1)"),
     (lambda: Pipeline("m", 1, ()), "m, replica 1 has no stages"),
     (
         lambda: Pipeline("m", 0, (Stage("m", 1, 0, 1, Lane((0,))),)),
-        "m, replica 0 has the stages m/1; number its own from 0 in the order of layers",
+        "m, replica 0 has the stages m/1: they must be stages of m, numbered from 0",
     ),
-    (lambda: Pipeline("m", 0, (Stage("n", 0, 0, 1, Lane((0,))),)), "m, replica 0 has the stages n/0; number its own"),
+    (
+        lambda: Pipeline("m", 0, (Stage("n", 0, 0, 1, Lane((0,))),)),
+        "m, replica 0 has the stages n/0: they must be stages of m",
+    ),
     (lambda: pipeline("m", 0, (0, 0, (0,))), "m, replica 0: a stage needs at least one layer"),
     (
         lambda: pipeline("m", 0, (1, 2, (0,))),
-        "m, replica 0: stages must follow each other from layer 0 on, got [1, 2)",
+        "m, replica 0: stages must cover consecutive layers from 0, got [1, 2)",
     ),
-    (lambda: pipeline("m", 0, (0, 1, (0,)), (2, 3, (1,))), "from layer 0 on, got [0, 1), [2, 3)"),
+    (lambda: pipeline("m", 0, (0, 1, (0,)), (2, 3, (1,))), "consecutive layers from 0, got [0, 1), [2, 3)"),
     (lambda: Layout({}, 1), "a layout needs at least one module and one rank"),
     (lambda: one_module(pipeline("m", 0, (0, 1, (0,))), world=0), "a layout needs at least one module and one rank"),
     (
         lambda: Layout({"m": (ParallelSpec(dp=2), (pipeline("m", 0, (0, 1, (0,))),))}, 1),
-        "m has dp = 2 but 1 pipelines: give one per replica",
+        "m has dp = 2, but 1 pipelines: give one per replica",
     ),
     (
         lambda: one_module(pipeline("m", 0, (0, 1, (0,))), pipeline("m", 1, (0, 2, (1,))), world=2),
@@ -261,15 +264,15 @@ BAD = [
     ),
     (
         lambda: one_module(pipeline("m", 1, (0, 1, (0,))), pipeline("m", 0, (0, 1, (1,))), world=2),
-        "pipeline 0 of m says m, 1",
+        "pipeline 0 of m is labelled m, replica 1",
     ),
     (
         lambda: one_module(pipeline("m", 0, (0, 1, (0,), (1,)), (1, 2, (2,))), world=3),
-        "m/0 has copies: a module with copies is one stage",
+        "m/0 has copies: use one stage for a module with copies",
     ),
     (
         lambda: one_module(pipeline("m", 0, (0, 1, (0,), (0,))), world=1),
-        "m/0 has copies on ranks that it shares: give every copy ranks of its own",
+        "m/0 has several copies on one rank: use separate ranks for all copies",
     ),
     (
         lambda: one_module(pipeline("m", 0, (0, 1, (0, 1))), world=2, tp=2, cp=2),
@@ -278,22 +281,25 @@ BAD = [
     (lambda: one_module(pipeline("m", 0, (0, 1, (2,))), world=2), "m/0 is on rank 2, but ranks go from 0 to 1"),
     (
         lambda: one_module(pipeline("m", 0, (0, 1, (0,))), pipeline("m", 1, (0, 1, (0,))), world=1),
-        "rank 0 has parts of replicas 0 and 1 of m: a rank works for one replica of a module",
+        "rank 0 has stages of replicas 0 and 1 of m: use one replica of a module per rank",
     ),
     (lambda: one_module(pipeline("m", 0, (0, 1, (1,))), world=2), "rank 0 of 2 has no stage: every rank needs one"),
     (lambda: ParallelSpec(cp=0), "cp must be at least 1, got 0"),
     (lambda: ParallelSpec(virtual=0), "virtual must be at least 1, got 0"),
     (lambda: ParallelSpec(order="wave"), "unknown order 'wave': use one of 'loop', 'v'"),
-    (lambda: ParallelSpec(order="v"), "order = 'v' goes down the ranks and up again: set virtual = 2, not 1"),
+    (lambda: ParallelSpec(order="v"), "order = 'v' needs virtual = 2, got 1"),
     (lambda: ParallelSpec(shard="weights"), "unknown shard 'weights': use one of 'none', 'optimizer', 'full'"),
     (
         lambda: ParallelSpec(shard_ranks=2),
-        "shard_ranks = 2 with shard = 'none': give 2 ranks or more and shard = 'opti",
+        "shard_ranks = 2 with shard = 'none': use shard_ranks >= 2 with shard = 'opti",
     ),
-    (lambda: ParallelSpec(dp=2, shard="full", shard_ranks=1), "shard_ranks = 1 with shard = 'full': give 2 ranks or"),
+    (
+        lambda: ParallelSpec(dp=2, shard="full", shard_ranks=1),
+        "shard_ranks = 1 with shard = 'full': use shard_ranks >= 2",
+    ),
     (
         lambda: one_module(*(pipeline("m", r, (0, 1, (r,))) for r in range(3)), world=3, shard="full", shard_ranks=2),
-        "m has shard_ranks = 2, but 3 ranks hold the same weights of it: give a number that divides theirs",
+        "m has shard_ranks = 2, but 3 ranks hold the same weights of it: use a divisor of that number",
     ),
 ]
 

@@ -68,7 +68,7 @@ def whole_gradients(module):
         path, _, key = name.rpartition(".")
         owner, gradient = owners[path], parameter.grad
         cut = gradient is not None and isinstance(owner, ParallelLinear)
-        found[name] = owner.whole(key, gradient) if cut else gradient
+        found[name] = owner.gather(key, gradient) if cut else gradient
     return found
 
 

@@ -112,11 +112,13 @@ def test_a_head_that_is_cut_by_its_words(sequence_parallel):
 def test_what_cannot_be_cut_is_refused():
     model, _ = family("llama")
     adapted(model, ["q_proj"], use_dora=True)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj has an adapter that is not the plain one"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn.q_proj has an adapter other than plain LoRA of a linear layer"
+    ):
         run_local(2, lambda group: tensor_parallel(model, plan_for(model), group))
     model, _ = family("llama")
     adapted(model, ["q_proj"])
     plan = plan_for(model) | {"model.layers.*.self_attn": "gather_narrow"}
-    with pytest.raises(ValueError, match=r"q_proj has an adapter and is given a part of the features only"):
+    with pytest.raises(ValueError, match=r"q_proj has an adapter, but gets only a part of the features: leave"):
         run_local(2, lambda group: tensor_parallel(model, plan, group))
     assert HIDDEN % 2 == 0 and not any("lora_A" in name for name in plan)  # plans use the layer names without adapters

@@ -12,7 +12,7 @@ from interlace.balance import rows_per_rank
 from interlace.balance.tokens import BLOCK, PER_RANK
 from interlace.comm import Transport, run_local
 from interlace.masks import BitfieldMask, Segment
-from interlace.parallel.context import ORDERS, Context, deal
+from interlace.parallel.context import ORDERS, Context, assign_tokens
 from interlace.parallel.mappings import Ranks
 
 
@@ -25,10 +25,12 @@ def documents(lengths: list[int]) -> BitfieldMask:
 @given(st.lists(st.integers(3, 90), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(ORDERS))
 def test_every_token_is_one_rank_s_whatever_the_length(lengths: list[int], ranks: int, order: str) -> None:
     mask = documents(lengths)
-    shards = deal(mask, ranks, order)
+    shards = assign_tokens(mask, ranks, order)
     found = sorted(token for rank in range(ranks) for token in shards.tokens(rank)[0].tolist())
     assert found == list(range(shards.padded_length)) and shards.padded_length >= mask.length
-    again = deal(mask, ranks, order, AttentionPlan.build(mask))  # a plan with other block sizes changes nothing
+    again = assign_tokens(
+        mask, ranks, order, AttentionPlan.build(mask)
+    )  # a plan with other block sizes changes nothing
     assert (shards.order == again.order).all()
     assert shards.tokens_per_rank == rows_per_rank(mask.length, ranks)
     assert shards.block <= BLOCK and (shards.block == 1 or shards.block * ranks * PER_RANK <= mask.length)
@@ -40,7 +42,7 @@ def test_lpt_balances_what_the_mask_asks_for() -> None:
     mask = documents([700, 30, 30, 264])
     loads = {}
     for order in ORDERS:
-        shards = deal(mask, 4, order)
+        shards = assign_tokens(mask, 4, order)
         work = AttentionPlan.build(mask, block=shards.block).row_blocks()[0].numpy()
         loads[order] = max(work[shards.rank_of_block[0, : len(work)] == rank].sum() for rank in range(4))
     assert loads["lpt"] < min(loads["zigzag"], loads["ring"])
@@ -55,11 +57,13 @@ def test_attention_of_shares_is_attention(order: str) -> None:
 
     def rank(group: Transport) -> torch.Tensor:
         share = Context(Ranks(group), order).share(mask)
-        mine = [share.take(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
+        mine = [share.shard(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
         out = share.attend(*mine, share.plan, scale=None, softcap=None)
-        with pytest.raises(ValueError, match=r"asks for \d+ queries and \d+ keys .* leave it at cp = 1"):
+        with pytest.raises(
+            ValueError, match=r"attention got \d+ queries and \d+ keys, but .* slices its attention mask, use cp = 1"
+        ):
             share.attend(*mine, AttentionPlan.build(mask), scale=None, softcap=None)
-        return share.whole(out.transpose(1, 2)).transpose(1, 2)
+        return share.unshard(out.transpose(1, 2)).transpose(1, 2)
 
     for found in run_local(3, rank):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

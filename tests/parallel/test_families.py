@@ -27,10 +27,10 @@ from tests.parallel.families_cases import (
 from tests.parallel.tensor import SEQUENCE, assert_close, whole_linear
 
 REFUSED = {
-    "phi3": "self_attn .Phi3Attention. has o_proj, qkv_proj, where q_proj, k_proj and v_proj are known",
-    "olmo2": "q_norm .Olmo2RMSNorm. is not applied to each head alone",
-    "gpt2": "attn .GPT2Attention. has c_attn, c_proj",
-    "deepseek_v3": "DeepseekV3Attention. has q_a_proj, .*where q_proj, k_proj and v_proj are known",
+    "phi3": "self_attn .Phi3Attention. has the layers o_proj, qkv_proj; supported are q_proj, k_proj and v_proj",
+    "olmo2": "q_norm .Olmo2RMSNorm. is not applied per head",
+    "gpt2": "attn .GPT2Attention. has the layers c_attn, c_proj",
+    "deepseek_v3": "DeepseekV3Attention. has the layers q_a_proj, .*; supported are q_proj, k_proj and v_proj",
     "mamba": "it has no attention",
 }
 
@@ -48,7 +48,7 @@ def test_language_models(name, sequence_parallel):
     """Norms after, windows, gates and up-projections in one layer, parallel attention and MLP, unsharded experts."""
     given = ids()
     if "experts" in repr(LANGUAGE[name]) and not FIVE:  # 4.57 has a module per expert
-        with pytest.raises(ValueError, match="keeps its experts as modules, of which each rank would train others"):
+        with pytest.raises(ValueError, match="has its experts as separate modules: each rank would train others"):
             plan_for(language(name))
         return
     assert_same(language(name), lambda model: model(given, use_cache=False), sequence_parallel=sequence_parallel)
@@ -57,7 +57,9 @@ def test_language_models(name, sequence_parallel):
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_is_not_known_is_named(name, reason):
     model = language(name)
-    with pytest.raises(ValueError, match=f"no plan is known for {type(model).__name__}: .*{reason}.*Write one"):
+    with pytest.raises(
+        ValueError, match=f"no tensor-parallel plan for {type(model).__name__}: .*{reason}.*Write a plan"
+    ):
         plan_for(model)
 
 
@@ -65,7 +67,7 @@ def test_transformers_own_plan_is_heeded():
     """A model that must not be sharded, for a reason that its modules do not show."""
     model = language("mistral")
     model.model.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "colwise_gather_output"}
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj is left whole by transformers' own plan"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj is not sharded by transformers' own plan"):
         plan_for(model)
 
 
@@ -74,7 +76,7 @@ def test_experts_kept_as_modules_are_refused():
     model = language("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
-    with pytest.raises(ValueError, match="keeps its experts as modules"):
+    with pytest.raises(ValueError, match="has its experts as separate modules"):
         plan_for(model)
 
 
@@ -97,7 +99,7 @@ def test_halves_in_checkpoints():
 
 def test_parts_that_do_not_divide():
     module = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 4)))
-    with pytest.raises(ValueError, match="up: 6 outputs in 2 parts do not divide among 2"):
+    with pytest.raises(ValueError, match="up: 6 outputs in 2 parts are not divisible by 2 ranks"):
         run_local(2, lambda group: tensor_parallel(module, {"up": "column_halves", "down": "replicate"}, group))
 
 
@@ -112,7 +114,7 @@ def test_encoders(name, sequence_parallel):
     model = randomize(make()).eval()
     model.set_attn_implementation("eager")
     if sequence_parallel and name not in EVEN:
-        with pytest.raises(ValueError, match="17 tokens does not divide among 2 ranks"):
+        with pytest.raises(ValueError, match="17 tokens is not divisible by 2 ranks"):
             assert_same(model, call, sequence_parallel=True)
         return
     assert_same(model, call, sequence_parallel=sequence_parallel)

@@ -46,7 +46,7 @@ def test_a_column_and_a_row_layer_make_an_mlp(world, leading, bias, sequence_par
         for layer, whole in zip(cut, (up, down)):
             for name, parameter in layer.named_parameters():
                 close(parameter.grad, layer.piece(name, getattr(whole, name).grad))
-                close(layer.whole(name, parameter.grad), getattr(whole, name).grad)
+                close(layer.gather(name, parameter.grad), getattr(whole, name).grad)
 
     run_local(world, rank)
 
@@ -151,11 +151,11 @@ def test_ranks_of_what_none_means():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ColumnParallelLinear(4, 7), "ColumnParallelLinear: out_features 7 do not divide among 2 ranks"),
-        (lambda: RowParallelLinear(7, 4), "RowParallelLinear: in_features 7 do not divide among 2 ranks"),
+        (lambda: ColumnParallelLinear(4, 7), "ColumnParallelLinear: out_features = 7 is not divisible by 2 ranks"),
+        (lambda: RowParallelLinear(7, 4), "RowParallelLinear: in_features = 7 is not divisible by 2 ranks"),
         (lambda: ColumnParallelLinear(4, 8)(torch.ones(2, 5)), r"takes \[..., 4\] here, got \[2, 5\]"),
         (lambda: RowParallelLinear(8, 4)(torch.ones(2, 8)), r"takes \[..., 4\] here, got \[2, 8\]"),
-        (lambda: RowParallelLinear(8, 4)(torch.ones(3, 4)), "3 rows do not divide among 2 ranks"),
+        (lambda: RowParallelLinear(8, 4)(torch.ones(3, 4)), "3 rows are not divisible by 2 ranks"),
     ],
 )
 def test_errors(call, message):
@@ -186,7 +186,7 @@ def test_rows_of_any_number_are_joined(leading):
 
     def rank(group):
         ranks = Ranks.at(group.rank, group.world)
-        with pytest.raises(ValueError, match=r"of rank . of 3, but the module was cut for rank 5 of 6"):
+        with pytest.raises(ValueError, match=r"rank . of 3, but the module was sharded for rank 5 of 6"):
             Ranks.at(5, 6).connect(group)
         ranks.connect(group)
         return ranks.gather_rows(pieces[group.rank], counts)

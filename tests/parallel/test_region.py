@@ -59,10 +59,10 @@ def test_shards_and_rows_of_all_ranks_make_up_the_whole(
 
 def test_what_does_not_fit_is_refused() -> None:
     region = cut(True, 2, 2, 3, 4, 1).region("weight")
-    with pytest.raises(ValueError, match=r"a tensor \[5, 4\] where \[6, 4\] of \[12, 4\] are held"):
+    with pytest.raises(ValueError, match=r"piece has shape \[5, 4\], expected \[6, 4\] of \[12, 4\]"):
         region.put(torch.zeros(12, 4), torch.zeros(5, 4))
     for start, stop in ((-1, 2), (3, 3), (2, 7)):
-        with pytest.raises(ValueError, match=f"rows {start} to {stop} are no part of the 6"):
+        with pytest.raises(ValueError, match=rf"rows \[{start}, {stop}\) are empty or outside \[0, 6\)"):
             region.rows(start, stop)
-    scalar = Region.whole(())
+    scalar = Region.full(())
     assert scalar.sizes == () and scalar.piece(torch.tensor(3.0)) == 3

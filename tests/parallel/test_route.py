@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.parallel.route import Routes, pairs, parts_of_regions, put, shares, take
+from interlace.parallel.route import Routes, pairs, parts_of_regions, put, rows_per_receiver, take
 from interlace.schedule import Chunk, Edge, StepTable
 
 SIZES = st.integers(1, 9)
@@ -19,7 +19,7 @@ def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers:
     assert [row for part in found for row in range(part.start, part.stop)] == list(range(rows))
     assert [part.receiver for part in found] == sorted(part.receiver for part in found)
     assert tuple((part.sender, part.receiver) for part in found) == pairs(senders, receivers)
-    counts = shares(found, receivers)
+    counts = rows_per_receiver(found, receivers)
     assert len(counts) == receivers and sum(counts) == rows
     for place, count in enumerate(counts):
         assert count == sum(part.stop - part.start for part in found if part.receiver == place)
@@ -49,7 +49,7 @@ def test_regions_travel_to_the_ranks_that_have_them_and_back(regions: list[int],
     found = parts_of_regions(tuple(regions), others, lane, receives=True)
     assert [row for part in found for row in range(part.start, part.stop)] == list(range(sum(regions)))
     assert tuple((part.sender, part.receiver) for part in found) == pairs(others, lane)
-    counts = shares(found, lane)
+    counts = rows_per_receiver(found, lane)
     for region, end in enumerate(ends):
         assert sum(counts[region * tp : (region + 1) * tp]) == regions[region]
         for part in found:

@@ -148,7 +148,7 @@ def test_sequences_of_any_length(name):
     for world, length in ((4, 5), (2, 1), (4, 2), (2, 7)):
         compare(world, model, FAMILIES[name].inputs(length), length=lambda length=length: length)
     with pytest.raises(
-        ValueError, match=r"is given 6 rows, where the sequence is said to have 5: .*sequence_parallel="
+        ValueError, match=r"got 6 rows, but length\(\) returned 5: its rows cannot be sharded, .*sequence_parallel="
     ):
         compare(2, model, FAMILIES[name].inputs(6), length=lambda: 5)
 
@@ -281,7 +281,7 @@ def test_a_column_layer_applied_to_another_sequence(sequence_parallel):
         rows = slice(4 * group.rank, 4 * group.rank + 4) if sequence_parallel else slice(None)
         theirs = other.detach().requires_grad_()
         (mine(x[rows], other=theirs) * upstream[rows]).sum().backward()
-        assert mine.q.handed is None and mine.k.handed is None
+        assert mine.q.precomputed is None and mine.k.precomputed is None
         return theirs.grad, gradients(mine)
 
     results = run_local(2, rank)
@@ -334,7 +334,7 @@ def test_products_are_released_when_a_module_raises():
         module = tensor_parallel(Cross(), {"": "gather", "q": "column", "k": "column", "out": "row"}, group)
         with pytest.raises(AttributeError):
             module(torch.ones(4, 6), None)
-        return module.q.handed
+        return module.q.precomputed
 
     assert run_local(2, rank) == [None, None]
 
@@ -362,14 +362,14 @@ def test_patterns_match_by_component_and_the_last_one_counts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lm_head": None}, r"what becomes of 'lm_head'.*\{'lm_head': \"replicate\"\}"),
+        ({"lm_head": None}, r"no pattern of the plan matches 'lm_head'.*\{'lm_head': \"replicate\"\}"),
         ({"model.layers.1.mlp.up_proj": None}, "'model.layers.1.mlp.up_proj'"),
         ({"model.layers.*.nothing": "row"}, "matches no module of LlamaForCausalLM"),
         ({"model.layers.2": "replicate"}, "'model.layers.2' matches no module"),
-        ({"lm_head": "colwise"}, "'colwise', which is none of column, "),
+        ({"lm_head": "colwise"}, "the unknown style 'colwise': use one of column, "),
         ({"model.norm": "row"}, 'model.norm is a LlamaRMSNorm: only an nn.Linear inside a module can be "row"'),
         ({"model.layers.0.mlp": "layers"}, "model.layers.0.mlp is a LlamaMLP: only a ModuleList"),
-        ({"model.rotary_emb": "gather"}, 'model.rotary_emb is "gather", but no layer inside'),
+        ({"model.rotary_emb": "gather"}, 'model.rotary_emb is "gather": no layer inside it is "column"; use another'),
     ],
 )
 def test_a_plan_that_does_not_fit_changes_nothing(change, message):
@@ -409,11 +409,11 @@ def test_a_layer_with_more_than_a_linear_layer_has_is_not_cut(change):
             "llama",
             {},
             3,
-            r"q_proj has 8 heads, which do not divide among 3 ranks: use a number of ranks that divides 8$",
+            r"q_proj has 8 heads, not divisible by 3 ranks: use a number of ranks that divides 8$",
         ),
-        ("qwen2", {"num_key_value_heads": 2}, 4, r"k_proj has 2 heads.*divides 2, or repeat .* there are 4"),
-        ("llama", {"intermediate_size": 22}, 4, r"mlp.gate_proj: .*out_features 22 do not divide among 4 ranks"),
-        ("siglip", {}, 16, r"q_proj has 8 heads.* there are 16$"),
+        ("qwen2", {"num_key_value_heads": 2}, 4, r"k_proj has 2 heads.*divides 2, or repeat .* to get 4 heads"),
+        ("llama", {"intermediate_size": 22}, 4, r"mlp.gate_proj: .*out_features = 22 is not divisible by 4 ranks"),
+        ("siglip", {}, 16, r"q_proj has 8 heads.* to get 16 heads$"),
     ],
 )
 def test_heads_and_features_must_divide(name, changes, world, message):
@@ -428,15 +428,15 @@ def test_heads_and_features_must_divide(name, changes, world, message):
 def test_a_sequence_that_does_not_divide():
     model, _ = family("llama")
     inputs = FAMILIES["llama"].inputs(13)
-    with pytest.raises(ValueError, match="a sequence of 13 tokens does not divide among 2 ranks: pad it"):
+    with pytest.raises(ValueError, match="a sequence of 13 tokens is not divisible by 2 ranks: pad it"):
         run_local(2, lambda group: tensor_parallel(copy.deepcopy(model), group=group)(**inputs))
     compare(2, model, inputs, sequence_parallel=False)
 
 
 def test_no_plan_is_known():
-    with pytest.raises(ValueError, match="no plan is known for Cross"):
+    with pytest.raises(ValueError, match="no tensor-parallel plan for Cross"):
         plan_for(Cross())
-    with pytest.raises(ValueError, match="no plan is known"):
+    with pytest.raises(ValueError, match="no tensor-parallel plan for"):
         tensor_parallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the module itself is a Linear: only an nn"):
         tensor_parallel(nn.Linear(2, 2), {"": "row"})
@@ -445,5 +445,5 @@ def test_no_plan_is_known():
 def test_a_hidden_state_that_cannot_be_found():
     module = tensor_parallel(Cross(), {"": "gather", "q": "column", "k": "column", "out": "row"})
     assert any(isinstance(hook, SharedInput) for hook in module._forward_pre_hooks.values())
-    with pytest.raises(TypeError, match="Cross: the tensor to be cut"):
+    with pytest.raises(TypeError, match="Cross got no hidden state to shard"):
         module(other=torch.ones(2, 6))

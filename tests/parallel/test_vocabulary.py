@@ -65,7 +65,7 @@ def test_an_embedding_of_any_words_is_that_of_the_whole(world, more, width, kind
         for mine, due in both(cut, wanted):
             assert (mine is None) == (due is None)
             torch.testing.assert_close(mine, due)
-        return cut.whole("weight", cut.weight)
+        return cut.gather("weight", cut.weight)
 
     assert all(torch.equal(found, whole.weight) for found in run_local(world, rank))
 
@@ -127,7 +127,7 @@ def test_bf16_loss_is_as_exact_as_with_whole_logits(monkeypatch, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             head_cross_entropy(x, cut, targets).backward()
         assert [p.grad.dtype for p in cut.parameters()] == [p.dtype for p in cut.parameters()]
-        return [cut.whole(name, p.grad) for name, p in cut.named_parameters()] + [x.grad]
+        return [cut.gather(name, p.grad) for name, p in cut.named_parameters()] + [x.grad]
 
     whole = [p.grad for p in head.parameters()] + [mine.grad]
     best = [p.grad for p in exact.parameters()] + [right.grad]
@@ -234,7 +234,7 @@ def test_models_with_their_vocabulary_cut_by_plan(name, sequence_parallel, tied)
             due = owner.piece(key, wanted[full])
             assert (getattr(owner, key).grad - due).norm() <= 1e-5 * due.norm()
         assert all(torch.equal(value, state[key]) for key, value in full_state_dict(model).items())
-        with pytest.raises(ValueError, match=r"embed_tokens.weight is cut into unequal pieces \(41 among 2 ranks\)"):
+        with pytest.raises(ValueError, match=r"embed_tokens.weight has uneven shards \(41 among 2 ranks\)"):
             dtensor_state_dict(model, Mesh())
 
     run_local(2, rank)
@@ -274,7 +274,7 @@ def test_a_word_that_is_not_there_is_nobodys_and_no_zero():
 
     def rank(group):
         for ids in ([0, 5], [-1, 2]):
-            with pytest.raises(RuntimeError, match="an id is outside the vocabulary of 5 words"):
+            with pytest.raises(RuntimeError, match="an id is outside the vocabulary of 5 tokens"):
                 VocabularyEmbedding(table, Ranks(group))(torch.tensor(ids))
             with pytest.raises(RuntimeError, match="a target is outside the vocabulary of 5 words"):
                 head_cross_entropy(torch.zeros(2, 4), VocabularyHead.from_linear(head, group), torch.tensor(ids))
@@ -308,10 +308,14 @@ def hooked():
 @pytest.mark.parametrize(
     ("table", "head", "message"),
     [
-        (Doubled(7, 4), nn.Linear(4, 7), r"table is a Doubled: only an nn.Linear, or a plain or scaled nn.Embedding,"),
+        (
+            Doubled(7, 4),
+            nn.Linear(4, 7),
+            r"table is a Doubled: only an nn.Linear or plain or scaled nn.Embedding inside",
+        ),
         (nn.Embedding(7, 4, max_norm=1.0), nn.Linear(4, 7), r"table has max_norm, scale_grad_by_freq, sparse"),
         (nn.Embedding(7, 4, sparse=True), nn.Linear(4, 7), r"table has max_norm, scale_grad_by_freq, sparse"),
-        (nn.Embedding(7, 4), hooked(), r"head has hooks or parameters that an ordinary nn.Linear has not"),
+        (nn.Embedding(7, 4), hooked(), r"head has hooks or parameters that a plain nn.Linear lacks"),
     ],
 )
 def test_what_is_more_than_a_table_or_a_product_stays_whole(table, head, message):
@@ -324,12 +328,18 @@ def test_what_is_more_than_a_table_or_a_product_stays_whole(table, head, message
 def test_refused_plans():
     model = Model(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
     assert vocabulary_plan(model, "a") == {"a.table": "vocabulary", "a.head": "vocabulary"}
-    for path, refused in (("table", "table: 7 words do not reach for 8"), ("head", "head: .* 7 do not divide among 8")):
+    for path, refused in (
+        ("table", "table: the vocabulary has 7 tokens, fewer than 8 ranks"),
+        ("head", "head: .* = 7 is not divisible by 8 ranks"),
+    ):
         with pytest.raises(ValueError, match=refused):
             check_plan(model, {"table": "replicate", "head": "replicate", path: "vocabulary"}, 8)
     with pytest.raises(ValueError, match=r'table is a Embedding: only an nn.Linear inside a module can be "column"'):
         check_plan(model, {"table": "column", "head": "replicate"}, 2)
     model.head.weight = model.table.weight
     check_plan(model, {"table": "vocabulary", "head": "vocabulary"}, 2)
-    with pytest.raises(ValueError, match=r'head, table share a parameter.*"replicate", or all of them "vocabulary"'):
+    with pytest.raises(
+        ValueError,
+        match=r'head, table share a parameter, which cannot be sharded: use "replicate", or "vocabulary" for all',
+    ):
         check_plan(model, {"table": "replicate", "head": "vocabulary"}, 2)

@@ -117,7 +117,7 @@ def test_stable_batch_size_grows_with_spread_and_repeats():
 
 def test_a_mean_on_a_rounding_border_is_reported():
     border = np.array([[3.0, 1.0], [1.0, 2.0], [1.0, 2.0]])
-    with pytest.raises(ValueError, match="border between two"):
+    with pytest.raises(ValueError, match="boundary between two"):
         plan.stable_batch_size(border, 3, largest=4096)
 
 
@@ -125,7 +125,10 @@ def test_a_mean_on_a_rounding_border_is_reported():
     ("call", "message"),
     [
         (lambda: plan.bernoulli_trials(0, 0.1), "alpha and error"),
-        (lambda: plan.proportional_allocation(1, [1, 1]), "cannot give each of 2"),
+        (
+            lambda: plan.proportional_allocation(1, [1, 1]),
+            "gpus is 1: it must be a multiple of unit = 1, with a unit for each of 2",
+        ),
         (lambda: plan.proportional_allocation(4, [0, 0]), "not all 0"),
         (lambda: plan.stable_batch_size([[1, math.nan]], 4), r"workloads\[0, 1\] is nan"),
         (lambda: plan.fit_cost_model([1, 0], {(1, 1): [[1], [1]]}), r"tokens\[1\] is 0"),

@@ -48,7 +48,7 @@ def test_sums_over_hosts_have_three_parts() -> None:
 def test_hosts_may_be_named_rank_by_rank() -> None:
     links = Links(host=FAST, network=SLOW, hosts=(0, 1, 0))
     assert links.message(8, 0, 2) == 5.0 and links.message(8, 0, 1) == 18.0
-    with pytest.raises(ValueError, match="links are of 3 ranks, and there is a rank 3"):
+    with pytest.raises(ValueError, match="rank 3 is not among the 3 ranks of the measured links"):
         links.message(8, 0, 3)
 
 
@@ -85,10 +85,10 @@ def faulty(change: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "why"),
     [
-        ({}, "no links"),
-        (faulty({"host": None}), "no links"),
-        (faulty({"overhead": -1.0}), "no number of seconds"),
-        (faulty({"overhead": float("nan")}), "no number of seconds"),
+        ({}, "the table of links is invalid"),
+        (faulty({"host": None}), "the table of links is invalid"),
+        (faulty({"overhead": -1.0}), "not a number of seconds >= 0"),
+        (faulty({"overhead": float("nan")}), "not a number of seconds >= 0"),
         (faulty({"ranks_per_process": 0}), "at least 1"),
     ],
 )

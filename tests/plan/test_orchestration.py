@@ -135,7 +135,7 @@ def test_replicas_need_not_divide_those_of_the_language_model():
     ("modules", "keywords", "message"),
     [
         ({}, {}, "no module 'language_model'"),
-        ({"language_model": plan.ModuleWork([1, 2])}, {"tp": (1,)}, "2 times for 1 tensor-parallel sizes"),
+        ({"language_model": plan.ModuleWork([1, 2])}, {"tp": (1,)}, "forward has 2 times, but tp has 1 sizes"),
         ({"language_model": plan.ModuleWork([1, math.nan])}, {"tp": (1, 2)}, r"forward\[0, 1\] is nan"),
         ({"language_model": plan.ModuleWork([1])}, {"tp": (0,)}, r"tp\[0\] is 0"),
         ({"language_model": plan.ModuleWork([1])}, {"tp": (1,), "vpp": 0}, "vpp must lie between 1 and"),

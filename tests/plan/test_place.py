@@ -234,7 +234,7 @@ REFUSED = [
         {"placement": "chain"},
         "unknown placement 'chain': use 'parallel', 'colocated', 'shared', 'replicated' (a",
     ),
-    (specs({"pp": 5}), {}, "vision: pp=5 stages but only 4 layers; set pp to at most 4"),
+    (specs({"pp": 5}), {}, "vision: pp=5 stages, but only 4 layers: set pp to at most 4"),
     (
         specs({"pp": 2}, {"pp": 1}),
         {"placement": "colocated"},
@@ -245,7 +245,7 @@ REFUSED = [
     (
         specs({"pp": 2}),
         {"placement": "replicated"},
-        "'vision' whole on every language model rank: set its pp and virtual to 1, not 2 stages",
+        "'vision' on every language model rank: set its pp and virtual to 1, not 2 stages",
     ),
     (
         specs(llm={"dp": 2}),
@@ -257,7 +257,7 @@ REFUSED = [
     (
         specs({"dp": 2}),
         {"ranks": 4},
-        "ranks = 4 lets stages of a replica share ranks, which needs one dp for all modules and tp = cp = 1; got "
+        "ranks = 4 makes stages of a replica share ranks, which needs one dp for all modules and tp = cp = 1; got "
         "vision: dp=2 tp=1 cp=1, audio: dp=1 tp=1 cp=1, language_model: dp=1 tp=1 cp=1: leave ranks out",
     ),
     (specs(llm={"cp": 2}), {"ranks": 4}, "language_model: dp=1 tp=1 cp=2: leave ranks out"),
@@ -265,18 +265,18 @@ REFUSED = [
         specs(llm={"pp": 2}),
         {"ranks": 5},
         "5 ranks do not match the specs, which give 4 stages to place (parallel: vision: pp=1, audio: pp=1, "
-        "language_model: pp=2): run 1 to 4 ranks per replica, or raise pp",
+        "language_model: pp=2): use 1 to 4 ranks per replica, or raise pp",
     ),
     (specs(), {"ranks": 0}, "0 ranks do not match the specs"),
     (
         specs({"dp": 2}, {"pp": 2}, {"tp": 4}),
         {"placement": "shared"},
-        "tp * cp * pp * dp must be one number for all; got vision: 2, audio: 2, language_model: 4",
+        "tp * cp * pp * dp must be equal for all; got vision: 2, audio: 2, language_model: 4",
     ),
     (
         specs(),
         {"placement": "shared", "ranks": 2},
-        "must be one number for all and equal ranks = 2; got vision: 1, audio",
+        "must be equal for all and equal to ranks = 2; got vision: 1, audio",
     ),
 ]
 
@@ -316,8 +316,8 @@ def test_virtual_stages_take_their_lanes_in_turn():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"pp": 2, "virtual": 3}, "pp=2 * virtual=3 stages but only 5 layers; set pp to at most 1"),
-        ({"virtual": 7}, "pp=1 * virtual=7 stages but only 5 layers; set virtual to at most 5"),
+        ({"pp": 2, "virtual": 3}, "pp=2 * virtual=3 stages, but only 5 layers: set pp to at most 1"),
+        ({"virtual": 7}, "pp=1 * virtual=7 stages, but only 5 layers: set virtual to at most 5"),
     ],
 )
 def test_more_virtual_stages_than_layers_are_refused(spec, words):

@@ -51,7 +51,7 @@ def check_storm(data):
         failed = data.draw(st.sets(st.sampled_from(sorted(alive)), max_size=4))
         alive -= failed
         if len(alive) < (faults + 1) * least:
-            with pytest.raises(ValueError, match="nodes are left"):
+            with pytest.raises(ValueError, match="nodes remain, too few for"):
                 plan.reconfigure(pipelines, failed, sizes, faults=faults)
             return
         before = [list(p) for p in pipelines]
@@ -86,8 +86,8 @@ def test_many_storms_of_failures(data):
     [
         (lambda: plan.reconfigure([[0, 1], [1]], [], [1, 2]), r"pipelines\[1\] repeats node 1"),
         (lambda: plan.reconfigure([[0, 1]], [], [2, 4]), "consecutive"),
-        (lambda: plan.reconfigure([[0, 1]], [0, 1], [1, 2]), "0 nodes are left"),
-        (lambda: plan.reconfigure([[0, 1, 2]], [], [1, 2]), "largest template has 2"),
+        (lambda: plan.reconfigure([[0, 1]], [0, 1], [1, 2]), "0 nodes remain, too few for 1 pipelines"),
+        (lambda: plan.reconfigure([[0, 1, 2]], [], [1, 2]), r"keeps 3 nodes, more than the largest template \(2\)"),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -106,7 +106,7 @@ def test_joined_nodes_make_pipelines_or_grow_the_smallest():
         ((2, 3, 7), (1,), "grown"),
     ]
     # No batch for a third pipeline, and no template of five nodes: one node is unused.
-    assert summary(plan.admit([[0, 1], [2, 3]], [5, 6, 7, 8, 9], [2, 3, 4], most=2)) == [
+    assert summary(plan.admit([[0, 1], [2, 3]], [5, 6, 7, 8, 9], [2, 3, 4], max_pipelines=2)) == [
         ((0, 1, 5, 7), (0,), "grown"),
         ((2, 3, 6, 8), (1,), "grown"),
     ]
@@ -131,7 +131,7 @@ def test_joins_touch_as_little_as_they_can(data):
     pipelines = [[next(names) for _ in range(n)] for n in data.draw(st.lists(st.sampled_from(sizes), max_size=5))]
     joined = [next(names) for _ in range(data.draw(st.integers(0, 14)))]
     most = data.draw(st.one_of(st.none(), st.integers(1, 8)))
-    result = plan.admit(pipelines, joined, sizes, most=most)
+    result = plan.admit(pipelines, joined, sizes, max_pipelines=most)
     assert all(list(new.nodes[: len(old)]) == old for new, old in zip(result, pipelines))
     assert all(len(p.nodes) in sizes for p in result)
     inside = [node for p in result for node in p.nodes]

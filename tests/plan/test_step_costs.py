@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.costs.host_overhead import HostOverhead
 from interlace.costs.links import Link
-from interlace.costs.outside_lists import Around
 from interlace.costs.step import (
     NOTHING,
     Fit,
@@ -84,7 +84,7 @@ def test_what_took_no_time_has_no_terms() -> None:
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, -1.0], [1.0, math.nan], []])
 def test_other_measurements_are_refused(seconds: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"give at least one|no number from 0 upwards"):
+    with pytest.raises(ValueError, match=r"give at least one|not a number >= 0"):
         fit(SIZES[:2], seconds)
 
 
@@ -127,7 +127,7 @@ def test_layers_cost_what_their_kinds_do() -> None:
 
 
 def test_what_was_not_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="no costs of 'n': there are those of m"):
+    with pytest.raises(ValueError, match="no costs of module 'n': measured are m"):
         costs_of_two().of("n", Size(1, 1))
     with pytest.raises(ValueError, match="was not measured with tp = 4, only with 1, 2"):
         costs_of_two().of("m", Size(1, 1), tp=4)
@@ -144,8 +144,8 @@ def test_one_chunk_is_scaled_by_its_rows() -> None:
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:
     costs, path = costs_of_two(), tmp_path / "costs.json"
-    around = Around(0.25, 0.5, {"m": 0.125}, 0.0625)
-    costs = replace(costs, modules={"m": replace(costs.modules["m"], key_bytes=12.0)}, around=around)
+    around = HostOverhead(0.25, 0.5, {"m": 0.125}, 0.0625)
+    costs = replace(costs, modules={"m": replace(costs.modules["m"], key_bytes=12.0)}, host_overhead=around)
     path.write_text(costs_text(costs, links={"a": 1}))
     found, table = read_costs(path)
     assert found == costs and table["links"] == {"a": 1}
@@ -171,12 +171,12 @@ def changed(table: dict[str, Any], change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("version", "measure anew"),
-        ("kind", "kind b of its layers"),
-        ("negative", "no number from 0 upwards"),
+        ("version", "measure again"),
+        ("kind", "layer kind b has no costs"),
+        ("negative", "not a number >= 0"),
         ("around", "read is -1.0"),
         ("modules", "lacks 'modules'"),
-        ("list", "holds no costs"),
+        ("list", "not a valid file of costs"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, change: str, why: str) -> None:
@@ -185,7 +185,7 @@ def test_other_files_are_refused(tmp_path: Path, change: str, why: str) -> None:
     path.write_text(json.dumps(changed(json.loads(path.read_text()), change)))
     with pytest.raises(ValueError, match=f"costs.json: .*{why}"):
         read_costs(path)
-    with pytest.raises(ValueError, match=r"none\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"none\.json: cannot read the file"):
         read_costs(tmp_path / "none.json")
 
 

@@ -157,7 +157,7 @@ def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str,
         inside = {node for pipeline in before["pipelines"] for node in pipeline}
         came = [node for node in order if node not in inside and any(node in p for p in after["pipelines"])]
         left = plan.reconfigure(before["pipelines"], gone, sizes, faults=own["faults"])
-        expected = [list(each.nodes) for each in plan.admit([e.nodes for e in left], came, sizes, most=count)]
+        expected = [list(each.nodes) for each in plan.admit([e.nodes for e in left], came, sizes, max_pipelines=count)]
         assert after["pipelines"] == expected, (before, after, expected)
 
 

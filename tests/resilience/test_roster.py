@@ -60,7 +60,9 @@ def test_generations_follow_the_plan(data: st.DataObject) -> None:
             if not roster.wants_boundary():
                 assert [
                     p.change
-                    for p in plan.admit(before.pipelines, waiting, templates.sizes, most=templates.microbatches)
+                    for p in plan.admit(
+                        before.pipelines, waiting, templates.sizes, max_pipelines=templates.microbatches
+                    )
                 ] == ["kept"] * len(before.pipelines)
                 continue
             gone: set[str] = set()
@@ -88,7 +90,7 @@ def test_generations_follow_the_plan(data: st.DataObject) -> None:
         cut = [p.nodes[: templates.sizes[-1]] for p in repaired]
         inside = {node for pipeline in cut for node in pipeline}
         rest = [n for n in roster.ready if n not in inside and n not in gone]
-        expected = plan.admit(cut, rest, templates.sizes, most=templates.microbatches)
+        expected = plan.admit(cut, rest, templates.sizes, max_pipelines=templates.microbatches)
         assert after.pipelines == tuple(p.nodes for p in expected)
         assert after.leaving == (tuple(n for n in before.order() if n in gone) if do == "leave" else ())
         assert {e.node for e in after.cause if e.kind == do} >= gone

@@ -313,7 +313,7 @@ def test_what_cannot_be_is_refused() -> None:
         parallelize(mllm, layout_of(mllm, "parallel", (2, 2, 2)), balance="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks_per_node is 0"):
         parallelize(mllm, layout_of(mllm, "parallel", (2, 2, 2)), ranks_per_node=0)
-    with pytest.raises(ValueError, match="items describes packed batches"):
+    with pytest.raises(ValueError, match="items is for packed batches"):
         balance.post_balance([1, 2], 2, batching="padded", items=[1, 1])
     with pytest.raises(ValueError, match="items must be whole numbers"):
         balance.post_balance([1, 2], 2, items=[0, 1])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlace.costs.host_overhead import NO_HOST_OVERHEAD, HostOverhead
 from interlace.costs.links import NO_LINK, Link, Links
-from interlace.costs.outside_lists import NOTHING_AROUND, Around
 from interlace.costs.step import Size
 from interlace.estimate.predict import Traffic, durations, layered_backward, layered_forward, predict, predict_arrays
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
@@ -36,7 +36,7 @@ class PerRow:
     forward: float = 1.0
     trained: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     optimizer: LinkModel = UPDATE
-    around: Around = NOTHING_AROUND
+    host_overhead: HostOverhead = NO_HOST_OVERHEAD
 
     def of(self, module: str, size: Size, tp: int = 1, cp: int = 1, link: Link = NO_LINK) -> ModuleCosts:
         count = self.layers[module]
@@ -401,7 +401,7 @@ def test_what_a_rank_does_beside_its_lists_is_in_the_step() -> None:
 
     before = times(plain)
     # Rank 0 reads 3 samples and decodes 2 of vision: 3 * 0.25 + 2 * 0.5. Rank 1 reads 3, in its own first action.
-    after = times(replace(plain, around=Around(sample=0.125, read=0.25, decode={"vision": 0.5})))
+    after = times(replace(plain, host_overhead=HostOverhead(sample=0.125, read=0.25, decode={"vision": 0.5})))
     assert after[Op.FORWARD][0] == pytest.approx((0.0, 3.125 + 1.75))
     (start, finish), (began, ended) = before[Op.FORWARD][1], after[Op.FORWARD][1]
     assert (began, ended) == pytest.approx((start + 1.75, finish + 1.75 + 0.75))
@@ -419,5 +419,5 @@ def test_reading_that_takes_longer_than_all_actions_of_a_rank() -> None:
     schedule = one_f_one_b(graph, table)
     traffic, sizes = Traffic({LLM: [0, 10]}, 0.0, [weight("a", LLM, (0,), 1)]), [Size(1, 0)]
     short = predict(schedule, PerRow({LLM: 1}), sizes, LINKS, traffic, optimizer=False).makespan
-    costs = PerRow({LLM: 1}, around=Around(read=100.0))
+    costs = PerRow({LLM: 1}, host_overhead=HostOverhead(read=100.0))
     assert predict(schedule, costs, sizes, LINKS, traffic, optimizer=False).makespan == pytest.approx(short + 400.0)

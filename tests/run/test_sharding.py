@@ -113,7 +113,7 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
         held = make_ranks(own, graph, [rank], *options)[rank]
         assert held.cut.keys() <= held.own.keys()
         for name, parameter in held.own.items():
-            region = held.cut[name] if name in held.cut else Region.whole(parameter.shape)
+            region = held.cut[name] if name in held.cut else Region.full(parameter.shape)
             assert region.sizes == tuple(parameter.shape)
             found.setdefault(first.get(name, name), set()).update((box.offsets, box.sizes) for box in region.boxes)
     for name, parameter in mllm.named_parameters():

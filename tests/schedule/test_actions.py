@@ -49,7 +49,7 @@ def test_texts_are_short_and_readable() -> None:
         ("F:vision@3", "not an action"),
         ("X:vision/0@3", "unknown op 'X'"),
         ("F_GRAD:vision/0@3", "unknown op 'F_GRAD'"),
-        ("SEND:vision/0@3<2", "writes its peer after '>'"),
+        ("SEND:vision/0@3<2", "write the peer of SEND after '>'"),
     ],
 )
 def test_other_text_is_refused(text: str, says: str) -> None:
@@ -58,7 +58,7 @@ def test_other_text_is_refused(text: str, says: str) -> None:
 
 
 def test_rows_of_unknown_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match="names the module 'x'; modules: a, b"):
+    with pytest.raises(ValueError, match="unknown module 'x': use one of a, b"):
         rows_of([Action(Op.FORWARD, "x", 0, 0)], ["a", "b"])
 
 

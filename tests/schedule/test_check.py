@@ -70,7 +70,7 @@ def test_a_deadlock_names_every_rank_that_waits_and_for_what() -> None:
         gpipe(graph, StepTable.aligned([], [{"m"}] * 2)),
         lambda lists: move(lists[0], "RECV_GRAD:m/0@0<1", "SEND:m/0@0>1"),
     )
-    error = refused(damaged, "deadlock: these ranks wait for ever")
+    error = refused(damaged, "deadlock: these ranks wait forever")
     assert str(error).splitlines()[1:] == [
         "  rank 0: RECV_GRAD:m/0@0<1 (action 1) waits for rank 1, which is at RECV:m/0@0<0",
         "  rank 1: RECV:m/0@0<0 (action 0) waits for rank 0, which is at RECV_GRAD:m/0@0<1",
@@ -95,12 +95,12 @@ def test_a_deadlock_of_lanes_that_share_ranks_is_found() -> None:
 
 def test_messages_out_of_order_are_found() -> None:
     sends = changed(schedule(), lambda lists: swap(lists[0], "SEND:vision/0@0+1>1", "SEND:vision/0@2+3>1"))
-    refused(sends, r"rank 0 runs SEND:vision/0@2\+3>1 before the forward that makes it")
+    refused(sends, r"rank 0 runs SEND:vision/0@2\+3>1 before the forward that produces it")
     # Swap two receives: both ends are present, but the channel delivers in the order of the sends.
     receives = changed(schedule(), lambda lists: swap(lists[1], "RECV:vision/0@0+1<0", "RECV:vision/0@2+3<0"))
     error = refused(
         receives,
-        r"rank 1 expects RECV:vision/0@2\+3<0 but the next message from lane 0 is SEND:vision/0@0\+1>1: receives must",
+        r"rank 1 expects RECV:vision/0@2\+3<0, but the next message from lane 0 is SEND:vision/0@0\+1>1: receives must",
     )
     assert error.rank == 1
 
@@ -130,12 +130,12 @@ def test_actions_out_of_order_are_found(rank: int, text: str, before: str, says:
         (0, "F:vision/1@0", "its graph has no stage vision/1"),
         (0, "F:vision/0@9", "the step has chunks 0 to 5"),
         (0, "F:vision/0@1", "chunk 1 is of language_model"),
-        (0, "F:vision/0@0>1", "a forward names no other chunk, peer or gradient"),
+        (0, "F:vision/0@0>1", "a forward has no other chunk, peer or gradient"),
         (0, "SEND:vision/0@0+1>2", "no stage needs that message"),
         (0, "SEND:vision/0@0+3>1", "no stage needs that message"),
-        (0, "REDUCE_GRAD:vision/0+0", "takes part in no such reduction"),
-        (0, "UNSHARD:vision/0+0", "keeps no slices of such weights"),
-        (0, "DISPATCH:vision/0@0", "nothing travels to the coming step: only a step of streams has it"),
+        (0, "REDUCE_GRAD:vision/0+0", "the rank has no such reduction"),
+        (0, "UNSHARD:vision/0+0", "the rank has no shard of such weights"),
+        (0, "DISPATCH:vision/0@0", "the schedule was made without dispatch, which only steps of streams have"),
     ],
 )
 def test_actions_that_do_not_belong_are_found(rank: int, text: str, says: str) -> None:
@@ -150,7 +150,7 @@ def test_a_stage_without_backward_has_none() -> None:
         one_f_one_b(graph, StepTable.aligned(LINKS, [graph.modules])),
         lambda lists: lists[0].append(parse("B:vision/0@0")),
     )
-    refused(damaged, "rank 0 must not have B:vision/0@0: vision/0 has no backward there for this chunk")
+    refused(damaged, "rank 0 must not have B:vision/0@0: vision/0 has no backward for this chunk on that rank")
 
 
 def test_the_ranks_of_a_lane_go_in_one_order() -> None:
@@ -162,7 +162,8 @@ def test_the_ranks_of_a_lane_go_in_one_order() -> None:
             swap(lists[1], one, other)
 
     refused(
-        changed(sound, swapped), "rank 1 runs F:m/0@1 where rank 0 of its lane runs F:m/0@0: the ranks of a lane run"
+        changed(sound, swapped),
+        "rank 1 runs F:m/0@1, but rank 0 of its lane runs F:m/0@0: the ranks of a lane must run",
     )
 
 
@@ -178,7 +179,7 @@ def test_sums_come_after_what_they_sum_and_tied_weights_last() -> None:
     early = changed(sound, lambda lists: move(lists[0], "REDUCE_GRAD:m/0+0", "B:m/0@1"))
     refused(early, r"rank 0 runs B:m/0@1 after the REDUCE_GRAD of its stage, REDUCE_GRAD:m/0\+0")
     tied = changed(sound, lambda lists: swap(lists[2], "REDUCE_GRAD:m/1+2", "REDUCE_GRAD:m/1+4"))
-    refused(tied, "tied weights are summed after all others")
+    refused(tied, "tied weights must be summed after all others")
     lacking = changed(sound, lambda lists: lists[2].remove(parse("REDUCE_GRAD:m/1+4")))
     refused(lacking, r"rank 2 lacks REDUCE_GRAD:m/1\+4")
 
@@ -194,7 +195,7 @@ def test_reductions_keep_one_order() -> None:
             lists[rank].append(lists[rank].pop(-3))
 
     error = refused(
-        changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must sum and gather in one"
+        changed(sound, lambda lists: later(lists, 0)), "but other ranks after it: all ranks must sum and gather in one"
     )
     assert error.action is not None and error.action.op is Op.REDUCE_GRAD
     check(changed(sound, lambda lists: later(lists, 0, 2)))  # another order, but the same on all ranks
@@ -217,9 +218,14 @@ def test_weights_are_whole_where_they_are_used() -> None:
             2,
             "UNSHARD_LAYERS:m/0+0",
             "SEND:m/0@3>3",
-            "rank 2 runs F:m/0@3 before UNSHARD_LAYERS:m/0+0, which makes weights whole",
+            "rank 2 runs F:m/0@3 before UNSHARD_LAYERS:m/0+0, which gathers weights that it needs",
         ),
-        (1, "RESHARD:m/1+1", "B:m/1@2", "rank 1 runs B:m/1@2 after RESHARD:m/1+1, which gives up weights"),
+        (
+            1,
+            "RESHARD:m/1+1",
+            "B:m/1@2",
+            "rank 1 runs B:m/1@2 after RESHARD:m/1+1, which releases weights that it needs",
+        ),
         (0, "RESHARD:m/0+0", "UNSHARD_LAYERS:m/0+0", "rank 0 runs RESHARD:m/0+0 before UNSHARD_LAYERS:m/0+0"),
     ):
         refused(changed(sound, lambda lists, r=rank, t=text, b=before: move(lists[r], t, b)), re.escape(says))
@@ -298,18 +304,20 @@ def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
         for place, i in zip(places, (0, 2, 1, 3), strict=True):
             lists[1][place] = mine[i]
 
-    refused(changed(sound, backwards), "layer by layer run equally many forwards and backwards with them in one order")
+    refused(
+        changed(sound, backwards), "layer by layer must run equally many forwards and backwards with them in one order"
+    )
     check(changed(once, backwards))
 
     def mixed(lists: list[list[Action]]) -> None:
         gather(lists[1:], Op.UNSHARD)
 
-    refused(changed(sound, mixed), "all ranks gather weights once, or all of them layer by layer")
+    refused(changed(sound, mixed), "either all ranks gather weights once, or all of them layer by layer")
 
     def both(lists: list[list[Action]]) -> None:
         lists[0].insert(0, replace(lists[0][0], op=Op.UNSHARD))
 
-    refused(changed(sound, both), "all ranks gather weights once, or all of them layer by layer")
+    refused(changed(sound, both), "either all ranks gather weights once, or all of them layer by layer")
     cuts = [[0, 1, 2], [0, 2]]
     pipelines = tuple(
         Pipeline("m", r, tuple(Stage("m", i, *ends, Lane((2 * r + i,))) for i, ends in enumerate(pairwise(cuts[r]))))
@@ -356,7 +364,7 @@ def test_split_backwards_are_understood() -> None:
     refused(changed(halves, lambda lists: lists[0].remove(weight)), f"rank 0 lacks {weight}, the other half of {half}")
     refused(changed(halves, lambda lists: move(lists[0], str(weight), str(half))), "before its BACKWARD_INPUT")
     both = changed(schedule(), lambda lists: lists[0].append(weight))
-    refused(both, f"rank 0 has {weight} besides {replace(weight, op=Op.BACKWARD)}, of which it is a part")
+    refused(both, f"rank 0 has both {weight} and {replace(weight, op=Op.BACKWARD)}, which contains it")
 
 
 def test_memory_is_bounded_by_the_chunks_in_flight() -> None:
@@ -409,9 +417,9 @@ def test_bad_arguments_are_refused() -> None:
     for key in (("vision", 3), ("x", 0), ("vision", 0, 6)):
         with pytest.raises(ValueError, match="which is no"):
             check(schedule(), activation_bytes={key: 1.0})
-    with pytest.raises(ValueError, match="2 entries for 3 ranks"):
+    with pytest.raises(ValueError, match="memory_limit has 2 entries, expected one or 3"):
         check(schedule(), activation_bytes={("vision", 0): 1.0}, memory_limit=[1, 1])
-    refused(changed(schedule(), lambda lists: lists.pop()), "lists for 2 ranks, its graph 3")
+    refused(changed(schedule(), lambda lists: lists.pop()), "lists for 2 ranks, but its graph has 3 ranks")
     sound = schedule()
     for column, value, says in ((0, 99, "has the op 99, which is none"), (1, 7, "names module 7 of 2")):
         rows = sound.rows.copy()

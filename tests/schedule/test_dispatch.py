@@ -52,7 +52,7 @@ def test_it_stands_once() -> None:
 
 
 def test_a_step_read_at_random_has_none() -> None:
-    with pytest.raises(ScheduleError, match="only a step of streams"):
+    with pytest.raises(ScheduleError, match="which only steps of streams have"):
         check(replace(schedule(), dispatch=False))
     with pytest.raises(ScheduleError, match="lacks DISPATCH"):
         check(replace(schedule(False), dispatch=True))
@@ -62,7 +62,7 @@ def test_it_is_named_after_the_first_stage_of_its_rank() -> None:
     sound = schedule()
     lists = [list(actions) for actions in sound.actions]
     lists[0][0] = lists[1][0]
-    with pytest.raises(ScheduleError, match="named after the first of its stages"):
+    with pytest.raises(ScheduleError, match="labelled with its first stage"):
         check(with_lists(sound, lists))
 
 

@@ -461,14 +461,14 @@ def test_gathers_begin_first_and_weights_are_given_up_at_once() -> None:
 def test_bad_tables_are_refused() -> None:
     graph = StageGraph.build({"a": [0], "b": [1]}, [("a", "b")])
     with pytest.raises(
-        ValueError, match="b, replica 1, chunk 0, which no pipeline of the layout runs; replicas: a has 1"
+        ValueError, match="b, replica 1, chunk 0, which no pipeline of the layout runs; replicas of the layout: a has 1"
     ):
         one_f_one_b(graph, StepTable.aligned([], [{"b"}], replicas=2))
     with pytest.raises(ValueError, match="the step has c, replica 0"):
         gpipe(graph, StepTable.aligned([], [{"c"}]))
     backwards = table_of({("a", 0): 1, ("b", 0): 1}, [("b", 0, 0, "a", 0, 0)])
     with pytest.raises(
-        ValueError, match=r"chunk 0 reads b, replica 0, chunk 0, but the graph has no link \('b', 'a'\)"
+        ValueError, match=r"chunk 0 reads b, replica 0, chunk 0: add the link \('b', 'a'\) to the graph"
     ):
         gpipe(graph, backwards)
     with pytest.raises(ValueError, match="no entry for BACKWARD of b/0, chunk 1"):

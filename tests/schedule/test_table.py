@@ -26,12 +26,12 @@ def edge(*pieces: tuple[int, ...]) -> Edge:
     ("chunks", "edges", "says"),
     [
         ((), (), "at least one chunk"),
-        ((chunk("a", 1),), (), "a, replica 0, chunk 1 stands where chunk 0 of its replica is due"),
+        ((chunk("a", 1),), (), "got a, replica 0, chunk 1, expected chunk 0 of its replica"),
         (CHUNKS, (replace(edge(), pieces=np.zeros((1, 5))),), r"pieces must be int32 \[n, 5\], got float64 \[1, 5\]"),
-        (CHUNKS, (edge((0, 0, 3, 0, 1)),), "a piece from a to b names a chunk or rows that are none"),
-        (CHUNKS, (edge((0, 0, 1, 0, 0)),), "a piece from a to b names a chunk or rows that are none"),
-        (CHUNKS, (edge((1, 0, 1, 0, 1)),), "a piece from a to b names b, replica 0, chunk 0"),
-        (CHUNKS, (edge((0, 0, 2, 0, 1)),), "a piece from a to b names a, replica 0, chunk 1"),
+        (CHUNKS, (edge((0, 0, 3, 0, 1)),), "a piece from a to b has a chunk or rows out of range"),
+        (CHUNKS, (edge((0, 0, 1, 0, 0)),), "a piece from a to b has a chunk or rows out of range"),
+        (CHUNKS, (edge((1, 0, 1, 0, 1)),), "a piece from a to b has b, replica 0, chunk 0, of another module"),
+        (CHUNKS, (edge((0, 0, 2, 0, 1)),), "a piece from a to b has a, replica 0, chunk 1, of another module"),
     ],
 )
 def test_bad_tables_are_refused(chunks: tuple[Chunk, ...], edges: tuple[Edge, ...], says: str) -> None:
@@ -40,7 +40,7 @@ def test_bad_tables_are_refused(chunks: tuple[Chunk, ...], edges: tuple[Edge, ..
 
 
 def test_bad_targets_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"targets has shape \(2,\) for 3 chunks"):
+    with pytest.raises(ValueError, match=r"targets has shape \(2,\), expected \(3,\)"):
         StepTable(CHUNKS, targets=np.zeros(2, np.int64))
 
 

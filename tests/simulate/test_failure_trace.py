@@ -33,18 +33,24 @@ def test_columns_may_be_in_any_order_and_lines_may_be_comments():
     ("lines", "said"),
     [
         ([], "x.csv:1: no header"),
-        (["1,a,fail"], "x.csv:1: the columns are 1,a,fail: the first line is time,node,event"),
+        (["1,a,fail"], "x.csv:1: the columns are 1,a,fail: they must be time,node,event"),
         (["time,node,event", "1,a"], "x.csv:2: 2 cells"),
         (["time,node,event", "", "soon,a,fail"], "x.csv:3: time 'soon'"),
         (["time,node,event", "-1,a,fail"], "x.csv:2: time '-1'"),
         (["time,node,event", "nan,a,fail"], "x.csv:2: time 'nan'"),
         (["time,node,event", ",a,fail"], "x.csv:2: no time"),
         (["time,node,event", "1,,fail"], "x.csv:2: no node"),
-        (["time,node,event", "1,a,die"], "x.csv:2: event 'die': it is fail or join"),
+        (["time,node,event", "1,a,die"], "x.csv:2: event 'die': it must be fail or join"),
         (["time,node,event,warning", "1,a,fail,inf"], "x.csv:2: warning 'inf'"),
         (["time,node,event", "2,a,fail", "1,b,fail"], "x.csv:3: time 1 is before"),
-        (["time,node,event", "2,a,fail", "3,a,fail"], "x.csv:3: node 'a' is to fail, but it did so in line 2 already"),
-        (["time,node,event", "2,a,join", "#", "3,a,join"], "x.csv:4: node 'a' is to join, but it did so in line 2"),
+        (
+            ["time,node,event", "2,a,fail", "3,a,fail"],
+            "x.csv:3: node 'a' has two fail events in a row (line 2): remove one, or add the join",
+        ),
+        (
+            ["time,node,event", "2,a,join", "#", "3,a,join"],
+            "x.csv:4: node 'a' has two join events in a row (line 2): remove one, or add the fail",
+        ),
     ],
 )
 def test_errors_name_the_line(lines, said):
@@ -61,7 +67,7 @@ def test_who_is_there_at_the_start(changes, nodes):
         first.setdefault(change.node, change.event)
     failing = {node for node, event in first.items() if event == "fail"}
     if len(failing) > nodes:
-        with pytest.raises(ValueError, match="are there from the start"):
+        with pytest.raises(ValueError, match="are present at the start"):
             nodes_at_start(changes, nodes)
         return
     start = nodes_at_start(changes, nodes)
@@ -90,7 +96,7 @@ def test_a_spot_trace_can_be_replayed_and_keeps_its_range(cloud):
 
 
 def test_a_spot_trace_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="1 nodes"):
+    with pytest.raises(ValueError, match="nodes is 1, min_nodes 0"):
         spot_trace(1, 60.0, 1, 0)
-    with pytest.raises(ValueError, match="more than 0"):
+    with pytest.raises(ValueError, match="both must be above 0"):
         spot_trace(4, 60.0, 0.0, 0)

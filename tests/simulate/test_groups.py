@@ -64,7 +64,7 @@ def test_replicas_are_groups_and_small_ones_join() -> None:
     alike = RankGroups.of(cluster(3, 3))  # a replica of the whole model, on any ranks
     assert alike.names == ("replica 0", "replica 1", "replica 2")
     assert alike.ranks(1).tolist() == [1, 9, 10, 11, 12, 13, 14]
-    assert len(RankGroups.of(cluster(1000, 1000), most=16).names) <= 17
+    assert len(RankGroups.of(cluster(1000, 1000), max_groups=16).names) <= 17
     one = RankGroups.of(cluster(1, 1))
     assert one.names == ("replica 0",) and one.sizes.tolist() == [7]
 
@@ -156,7 +156,7 @@ def test_a_page_of_too_many_actions_keeps_the_ends(tmp_path: Path) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     schedule, found = uniform(encoders=300, replicas=3)
-    groups = RankGroups.of(schedule.graph.layout, most=100)
+    groups = RankGroups.of(schedule.graph.layout, max_groups=100)
     used = Utilisation.of(schedule, found, groups)
     plot_overview(schedule, found, groups, used, tmp_path / "a.png", title="t")
     from matplotlib import image

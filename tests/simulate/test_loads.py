@@ -120,7 +120,7 @@ def test_bad_loads_are_refused(panels: Any, message: str, tmp_path: Path) -> Non
 
 def test_costs_of_another_plan_are_refused(tmp_path: Path) -> None:
     plan = balance.assign_microbatches(ENCODER, LLM, 6)
-    with pytest.raises(ValueError, match="the LLM costs are not those"):
+    with pytest.raises(ValueError, match="the LLM costs differ from those of the plan"):
         plot_deferral(plan, ENCODER, LLM[::-1], tmp_path / "no.png")
-    with pytest.raises(ValueError, match="the encoder costs are not those"):
+    with pytest.raises(ValueError, match="the encoder costs differ from those of the plan"):
         plot_deferral(plan, ENCODER[:-1], LLM, tmp_path / "no.png")

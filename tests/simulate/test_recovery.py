@@ -124,7 +124,7 @@ def test_uses_the_most_nodes_layers_and_microbatches_allow(layers, microbatches)
             for used in range(nodes + 1)
             if any(2 <= sum(each) <= microbatches for each in plan.combinations(own.sizes, used))
         ]
-        assert sum(own.chosen(nodes)) == max(feasible)
+        assert sum(own.best_pipelines(nodes)) == max(feasible)
 
 
 @settings(max_examples=40, deadline=None)
@@ -146,10 +146,10 @@ def test_repairs_are_the_planners_and_use_all_nodes(changes, least):
         if before and sum(node not in gone for nodes in before for node in nodes) >= 2 * least:
             found = plan.reconfigure(before, gone, own.sizes, faults=1)
             assert all(len(each.nodes) <= own.sizes[-1] for each in found)
-            found = plan.admit([each.nodes for each in found], came, own.sizes, most=16)
+            found = plan.admit([each.nodes for each in found], came, own.sizes, max_pipelines=16)
             assert now == [list(each.nodes) for each in found]
         elif not before:
-            assert sorted(map(len, now)) == sorted(own.chosen(len(alive)))
+            assert sorted(map(len, now)) == sorted(own.best_pipelines(len(alive)))
 
 
 def test_nodes_that_come_move_no_layer_that_can_stay():
@@ -163,10 +163,14 @@ def test_nodes_that_come_move_no_layer_that_can_stay():
 def test_only_what_a_node_lacks_is_copied():
     own = job(layers=6, nodes=6, least_nodes=2)
     system = Oobleck(own, Rates(network=5.0, regroup=1.0), list("abcdef"))
-    before = {node: set(held) for nodes in system.pipelines for node, held in zip(nodes, own.held(len(nodes)))}
+    before = {
+        node: set(held) for nodes in system.pipelines for node, held in zip(nodes, own.layers_of_nodes(len(nodes)))
+    }
     system.change(["a"], [])
     lacks = [
-        len(set(held) - before[node]) for nodes in system.pipelines for node, held in zip(nodes, own.held(len(nodes)))
+        len(set(held) - before[node])
+        for nodes in system.pipelines
+        for node, held in zip(nodes, own.layers_of_nodes(len(nodes)))
     ]
     assert max(lacks) > 0
     assert system.run(1e6)[0].restarting == pytest.approx(1.0 + max(lacks) * 10 / 5.0)
@@ -244,7 +248,7 @@ def test_a_redundant_stage_also_does_the_forward_of_the_next():
 def test_nodes_of_several_ranks_have_as_many_stages():
     own = job(layers=12, nodes=4, stages_per_node=2)
     assert own.template(3).gpus.tolist() == [1] * 6
-    assert [list(held) for held in own.held(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [list(held) for held in own.layers_of_nodes(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert own.pipeline_seconds(3, 4) == pytest.approx((4 + 5) * 8)
     assert max(job(layers=5, nodes=4, stages_per_node=2).sizes) == 2  # six stages have no layer each
 
@@ -253,8 +257,8 @@ def test_nodes_of_several_ranks_have_as_many_stages():
     ("changes", "said"),
     [
         ({"least_nodes": 4}, "6 nodes cannot hold 2 pipelines of 4 nodes"),
-        ({"least_nodes": 4, "stages_per_node": 2}, "4 nodes of 2 stages are more than the model's 6 layers"),
-        ({"microbatches": 1}, "1 microbatches are less than one for each of 2 pipelines"),
+        ({"least_nodes": 4, "stages_per_node": 2}, "4 nodes of 2 stages need more than the model's 6 layers"),
+        ({"microbatches": 1}, "1 microbatches are too few for 2 pipelines"),
         ({"copied": np.ones(3)}, "different numbers of layers"),
     ],
 )
@@ -264,7 +268,7 @@ def test_jobs_that_cannot_be_are_refused(changes, said):
 
 
 def test_a_job_on_too_few_nodes_has_no_grid():
-    with pytest.raises(ValueError, match="1 nodes do not hold the model: a pipeline has 2 at least"):
+    with pytest.raises(ValueError, match="1 nodes cannot hold the model: a pipeline needs at least 2"):
         job(least_nodes=2).grid(1)
 
 

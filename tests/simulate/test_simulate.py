@@ -189,9 +189,9 @@ def test_measured_records_make_the_same_timeline() -> None:
     assert measured.makespan == simulated.makespan and measured.begin == 100.0
     assert measured.bubble == simulated.bubble and measured.busy == simulated.busy
     assert Timeline.from_records(shifted, num_ranks=5).busy_per_rank[4] == 0.0
-    with pytest.raises(ValueError, match="before its start"):
+    with pytest.raises(ValueError, match="before it starts"):
         Timeline.from_records([(0, Action(Op.FORWARD, "m", 0), 1.0, 0.5)])
-    with pytest.raises(ValueError, match="names rank 3 of 1 ranks"):
+    with pytest.raises(ValueError, match="a record has rank 3 of 1 ranks"):
         Timeline.from_records(shifted, num_ranks=1)
     empty = Timeline.from_records([], num_ranks=2)
     assert (empty.makespan, empty.bubble, empty.peak_in_flight) == (0.0, 0.0, (0, 0))

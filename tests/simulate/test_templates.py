@@ -101,7 +101,7 @@ def test_a_deep_model_and_wide_stages_fit(tmp_path: Path) -> None:
     [
         ([], {}, "templates is empty"),
         ([TEMPLATES[0], plan.pipeline_template(COSTS[:8], 2, 4)], {}, "different depth"),
-        (TEMPLATES, {"modules": {"vision": 12}}, "the modules have 12 layers, the templates 24"),
+        (TEMPLATES, {"modules": {"vision": 12}}, "the modules have 12 layers, but the templates 24"),
         (TEMPLATES, {"nodes": 1}, "no combination"),
         (TEMPLATES, {"nodes": 7, "times": [1.0]}, "one number per template"),
         (TEMPLATES, {"nodes": 7, "times": TIMES, "microbatches": 1}, "microbatches"),

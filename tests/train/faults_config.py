@@ -100,13 +100,13 @@ CONFIG = [
     Fault(
         "heads that tp does not divide",
         _set("parallel.language_model.tp=3", base="plan {at}/own.toml"),
-        ("has 2 heads, which do not divide among 3 ranks: use a number of ranks that divides 2",),
+        ("has 2 heads, not divisible by 3 ranks: use a number of ranks that divides 2",),
         lambda at: at.edit("own.toml", "ranks = 1\n", ""),
     ),
     Fault(
         "more stages than layers",
         _set("parallel.language_model.pp=3", base="plan {at}/own.toml"),
-        ("language_model: pp=3 stages but only 1 layers; set pp to at most 1",),
+        ("language_model: pp=3 stages, but only 1 layers: set pp to at most 1",),
     ),
     Fault("an encoder that the model has not", _set("parallel.visoin.pp=2"), ("did you mean [parallel.vision]?",)),
     Fault(

@@ -71,7 +71,7 @@ def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
         ),
         ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] LlamaForCausalLM: .*"),
         ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
-        ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
+        ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages, but only 2 layers"),
     ],
 )
 def test_refusals_name_the_key(override: str, message: str) -> None:

@@ -201,7 +201,7 @@ def test_a_file_without_links_is_refused(tmp_path: Path) -> None:
         '{"version": 3, "origin": "", "optimizer": {"latency": 0, "per_byte": 0}, "modules": {}, "around": '
         '{"sample": 0, "read": 0, "decode": {}, "error": null}}'
     )
-    with pytest.raises(ConfigError, match=r"--costs: .*costs.json: these are no links"):
+    with pytest.raises(ConfigError, match=r"--costs: .*costs.json: the table of links is invalid"):
         forecast.load(path)
 
 

@@ -76,7 +76,7 @@ def test_reading_and_decoding_are_what_the_thread_took(monkeypatch: pytest.Monke
     assert found.error == 0.03125
     gpu = step_overhead.measure_overhead(config, MODEL, Data(10), "cuda")(1, 1)
     assert (gpu.sample, gpu.read, dict(gpu.decode)) == (0.1875, 0.0, {})
-    assert step_overhead.measure_overhead(config, MODEL, Data(0), "cpu")(1, 1) is step_overhead.NOTHING_AROUND
+    assert step_overhead.measure_overhead(config, MODEL, Data(0), "cpu")(1, 1) is step_overhead.NO_HOST_OVERHEAD
 
 
 def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **ranks: int) -> tuple[float, float]:

@@ -50,7 +50,7 @@ SOFTCAP = 2.0
 CAP = 6  # blocks of one work item: the longest rows are split, and items outlast every pipeline of loads (4 stages)
 LONGEST = 60.0  # seconds until a kernel counts as hung; a case normally takes milliseconds
 
-_settled: dict[tuple[Any, ...], ModuleType] = {}
+_backends: dict[tuple[Any, ...], ModuleType] = {}
 _hung: dict[torch.device, str] = {}
 _lock = threading.RLock()
 
@@ -105,26 +105,26 @@ def checked(backend: ModuleType, direction: str, job: Attention, *, named: bool)
         backend.__name__, direction, named, q.device, q.dtype, q.shape[3], job.v.shape[3], plan.block,
         job.softcap is None, plan.part_q_map.shape[0] > 0, q.dtype == torch.float32 and _tf32(),
     )  # fmt: skip
-    found = _settled.get(key)
-    return found if found is not None else _settle(key, backend, direction, job, named)
+    cached = _backends.get(key)
+    return cached if cached is not None else _check(key, backend, direction, job, named)
 
 
-def _settle(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Attention, named: bool) -> ModuleType:
+def _check(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Attention, named: bool) -> ModuleType:
     if backend not in (triton, gluon) or os.environ.get("INTERLACE_SELF_CHECK") == "0":
-        _settled[key] = backend
+        _backends[key] = backend
         return backend
     if _capturing(job.q.device):
         return backend
     with _lock:
-        if key in _settled:
-            return _settled[key]
+        if key in _backends:
+            return _backends[key]
         if job.q.device in _hung:  # any wait on this device would hang
             raise RuntimeError(_hung[job.q.device])
         kind = kind_of(backend, direction, job)
         verdict = _verdict(backend, kind, job)
         if not verdict.passed:
-            backend = _without(backend, kind, verdict, direction, job, named)
-        _settled[key] = backend
+            backend = _fallback(backend, kind, verdict, direction, job, named)
+        _backends[key] = backend
         return backend
 
 
@@ -137,27 +137,27 @@ def _capturing(device: torch.device) -> bool:
 
 
 def kind_of(backend: ModuleType, direction: str, job: Attention) -> Kind:
-    ours = backend is gluon and (direction == "forward" or gluon.why_not_backward(job) is None)
-    language = "gluon" if ours else "triton"
+    is_gluon = backend is gluon and (direction == "forward" or gluon.unsupported_backward(job) is None)
+    language = "gluon" if is_gluon else "triton"
     dims = (job.q.shape[3], job.v.shape[3])
     mapped, tf32 = job.plan.part_q_map.shape[0] > 0, job.q.dtype == torch.float32 and _tf32()
     return Kind(language, direction, job.q.dtype, *dims, job.plan.block, job.softcap is not None, mapped, tf32)
 
 
-def _without(
+def _fallback(
     backend: ModuleType, kind: Kind, verdict: Verdict, direction: str, job: Attention, named: bool
 ) -> ModuleType:
     """A backend that replaces the wrong one. Raises RuntimeError if no correct backend is as fast."""
-    other = '"triton" or "reference"' if kind.language == "gluon" else '"reference"'
+    alternative = '"triton" or "reference"' if kind.language == "gluon" else '"reference"'
     problem = (
         f"attention kernel {kind.kernel} is wrong on {card(job.q.device)} ({kind.shape}): {verdict.result} differs "
-        f"from the reference by {verdict.error:.1e}, allowed are {verdict.allowed:.1e}"
+        f"from the reference by {verdict.error:.1e}, tolerance {verdict.allowed:.1e}"
     )
-    report = "run `bash bench/gpu.sh first` and report what it prints"
+    report = "run `bash bench/gpu.sh first` and report its output"
     if kind.language == "gluon" and not named:
         warnings.warn(f'{problem}. backend="triton" is used instead; {report}', RuntimeWarning, stacklevel=5)
         return checked(triton, direction, job, named=False)
-    raise RuntimeError(f"{problem}. Use backend={other}, and {report}")
+    raise RuntimeError(f"{problem}. Use backend={alternative} and {report}")
 
 
 # ---------------------------------------------------------------------- the comparison
@@ -172,18 +172,18 @@ def compare(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
         ours, dout_there = _case(kind, job, device)
         out, lse = reference.forward(exact)
         names: tuple[str, ...]
-        got: tuple[Tensor, ...]
-        right: tuple[Tensor, ...]
+        results: tuple[Tensor, ...]
+        expected: tuple[Tensor, ...]
         if kind.direction == "forward":
-            names, got, right = ("out", "lse"), backend.forward(ours), (out, lse)
+            names, results, expected = ("out", "lse"), backend.forward(ours), (out, lse)
         else:
             out = out.to(kind.dtype)
-            right = reference.backward(exact, out, lse, dout.double(), None, False)
-            given = (out.to(device), lse.float().to(device), dout_there, None, False)
-            names, got = ("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *given)
+            expected = reference.backward(exact, out, lse, dout.double(), None, False)
+            arguments = (out.to(device), lse.float().to(device), dout_there, None, False)
+            names, results = ("dq", "dk", "dv"), getattr(backend, kind.direction)(ours, *arguments)
         _await(kind, device)
-        errors = [(name, _error(*pair), _allowed(name, kind)) for name, *pair in zip(names, got, right)]
-    name, error, allowed = max(errors, key=lambda each: each[1] / each[2])
+        errors = [(name, _error(*pair), _allowed(name, kind)) for name, *pair in zip(names, results, expected)]
+    name, error, allowed = max(errors, key=lambda entry: entry[1] / entry[2])
     return Verdict(kind.kernel, kind.shape, error <= allowed, name, error, allowed)
 
 
@@ -195,10 +195,10 @@ def _await(kind: Kind, device: torch.device) -> None:
     done, deadline = _device.done(device), time.monotonic() + LONGEST
     while not done():
         if time.monotonic() > deadline:
-            other = '"triton"' if kind.language == "gluon" else '"reference"'
+            alternative = '"triton"' if kind.language == "gluon" else '"reference"'
             _hung[device] = (
                 f"attention kernel {kind.kernel} did not finish within {LONGEST:g} s on {card(device)} ({kind.shape}). "
-                f"Start again with backend={other}, and run `bash bench/gpu.sh first` and report what it prints"
+                f"Restart with backend={alternative}; then run `bash bench/gpu.sh first` and report its output"
             )
             raise RuntimeError(_hung[device])
         time.sleep(1e-4)
@@ -217,8 +217,8 @@ def _case(kind: Kind, job: Attention, device: torch.device) -> tuple[Attention, 
         by_token = like.stride(2) > like.stride(1)
         wide = max(heads, like.shape[1])
         shape = (2, mask.length, wide, columns) if by_token else (2, wide, mask.length, columns)
-        made = torch.randn(shape, generator=generator).to(device, kind.dtype)
-        return (made.transpose(1, 2) if by_token else made)[:, :heads]
+        values = torch.randn(shape, generator=generator).to(device, kind.dtype)
+        return (values.transpose(1, 2) if by_token else values)[:, :heads]
 
     kv_heads = min(2, job.k.shape[1])
     q = tensor(2 * kv_heads, kind.head_dim, job.q)
@@ -242,17 +242,19 @@ def _mask(block: int) -> BitfieldMask:
     return BitfieldMask(bits, doc=doc)
 
 
-def _error(got: Tensor, wanted: Tensor) -> float:
+def _error(result: Tensor, expected: Tensor) -> float:
     """The largest error of a row, relative to the larger of the row's norm and the average norm.
 
-    Infinite if `got` has NaN, or infinities at other places than `wanted`.
+    Infinite if `result` has NaN, or infinities in other positions than `expected`.
     """
-    got, wanted = (x.detach().cpu().double() for x in (got, wanted))
-    if got.shape != wanted.shape or got.isnan().any() or not torch.equal(got.isinf(), wanted.isinf()):
+    result, expected = (x.detach().cpu().double() for x in (result, expected))
+    if result.shape != expected.shape or result.isnan().any() or not torch.equal(result.isinf(), expected.isinf()):
         return float("inf")
-    got, wanted = (x.masked_fill(x.isinf(), 0.0).flatten(0, 2).view(-1, x[0, 0, 0].numel()) for x in (got, wanted))
-    sizes = wanted.norm(dim=1)
-    return float(((got - wanted).norm(dim=1) / sizes.clamp_min(float(sizes.mean()))).max())
+    result, expected = (
+        x.masked_fill(x.isinf(), 0.0).flatten(0, 2).view(-1, x[0, 0, 0].numel()) for x in (result, expected)
+    )
+    sizes = expected.norm(dim=1)
+    return float(((result - expected).norm(dim=1) / sizes.clamp_min(float(sizes.mean()))).max())
 
 
 def _allowed(name: str, kind: Kind) -> float:
@@ -270,12 +272,12 @@ def _allowed(name: str, kind: Kind) -> float:
 def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
     """Verdict from the cache if the kernel passed there, otherwise from a new comparison, which is cached."""
     file = folder(job.q.device) / kind.file
-    found = _read(file)
-    if found is not None and found.passed:
-        return found
+    cached = _read(file)
+    if cached is not None and cached.passed:
+        return cached
     verdict = compare(backend, kind, job)
-    says = "equals" if verdict.passed else "DIFFERS FROM"
-    log.info("%s on %s, %s: %s the reference", kind.kernel, card(job.q.device), kind.shape, says)
+    relation = "equals" if verdict.passed else "DIFFERS FROM"
+    log.info("%s on %s, %s: %s the reference", kind.kernel, card(job.q.device), kind.shape, relation)
     with contextlib.suppress(OSError):  # if the cache is not writable, the next process repeats the check
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -287,10 +289,10 @@ def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
 
 def _read(file: Path) -> Verdict | None:
     try:
-        found = Verdict(**json.loads(file.read_text(encoding="utf-8")))
+        verdict = Verdict(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # missing or damaged
         return None
-    return found if isinstance(found.passed, bool) else None
+    return verdict if isinstance(verdict.passed, bool) else None
 
 
 def verdicts(device: torch.device) -> list[Verdict]:

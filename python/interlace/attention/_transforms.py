@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 INSTEAD = (
     "use scaled_dot_product_attention(q, k, v, attn_mask=mask.to_dense()[:, None], enable_gqa=True) under "
-    'torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it; in a HuggingFace model, attn_implementation="eager"'
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which supports it; in a HuggingFace model, "
+    'attn_implementation="eager"'
 )
 
 
@@ -71,7 +72,7 @@ def refuse_batched_gradients(*grads: Tensor | None) -> None:
     """Raises RuntimeError under torch.autograd.grad(is_grads_batched=True), an older batching than torch.func."""
     if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise RuntimeError(
-            "bitfield_attention does not run under is_grads_batched=True nor jacobian(vectorize=True): use "
+            "bitfield_attention does not support is_grads_batched=True or jacobian(vectorize=True): use "
             "torch.func.vmap of a call of torch.autograd.grad, torch.func.jacrev, or vectorize=False"
         )
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interlace.attention import gluon
 from interlace.attention.backend import Attention
-from interlace.attention.op import chosen
+from interlace.attention.op import choose_backend
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import BitfieldMask
 
@@ -55,7 +55,7 @@ def warm_up(
     device, value_dim = torch.device(device), value_dim or head_dim
     with FakeTensorMode():
         q, v = (torch.empty(1, 1, 1, columns, dtype=dtype, device=device) for columns in (head_dim, value_dim))
-        names = backend or chosen(q, v), backend or chosen(q, v, forward=False)
+        names = backend or choose_backend(q, v), backend or choose_backend(q, v, forward=False)
     if device.type == "cpu" or names[0] not in ("triton", "gluon"):
         return 0
     import triton
@@ -119,7 +119,7 @@ def _calls(forward: str, backward: str, job: Attention, architecture: int, gradi
     if not gradients:
         return
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
-    if backward == "gluon" and gluon.why_not_backward(job) is None:
+    if backward == "gluon" and gluon.unsupported_backward(job) is None:
         from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
 
         yield from gluon_backward_calls(out, None, q, k, v, out, lse, plan, dq, dk, dv, scale)

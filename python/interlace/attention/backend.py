@@ -1,6 +1,6 @@
 """Interface of attention backends. A backend is a module of this package with these functions:
 
-why_not(q, v) -> str | None     reason why it cannot run tensors like q and v on this machine; None if it can
+unsupported(q, v) -> str | None     reason why it cannot run tensors like q and v on this machine; None if it can
 forward(job) -> out, lse        lse: natural log of the sums of exponentials; -inf in a row that sees nothing
 backward(job, out, lse, dout, dlse, wide) -> dq, dk, dv
                                 in the inputs' dtypes, given the gradients of out and of lse (may be None); wide: dk and

@@ -36,7 +36,7 @@ from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import KEYS, QUERIES, AttentionPlan
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported(q: Tensor, v: Tensor) -> str | None:
     """Reason why this backend cannot run on `q` and `v`; None if it can."""
     if q.device.type != "cpu":
         return f"it runs on CPU tensors and q is on {q.device}"

@@ -27,7 +27,7 @@ BACKWARD_IS_CHOSEN = False
 is correct and faster than Triton's."""
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported(q: Tensor, v: Tensor) -> str | None:
     """Reason why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None if it can."""
     if q.dtype not in DTYPES:
         return f"the Gluon kernel takes fp16 and bf16, not {q.dtype}"
@@ -35,12 +35,11 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
         return f"the Gluon kernel takes head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {q.shape[-1]}"
     if q.shape[-1] != v.shape[-1]:
         return (
-            f"the Gluon kernel takes one head dimension, not {q.shape[-1]} for q and k and {v.shape[-1]} for v: "
-            'use "triton"'
+            f'the Gluon kernel needs equal head dimensions, but q has {q.shape[-1]} and v {v.shape[-1]}: use "triton"'
         )
     if q.device.type != "cuda":
         return f"the Gluon kernel runs on Hopper GPUs, not on {q.device.type}; Triton's interpreter cannot run it"
-    if (reason := _triton.why_not(q, v)) is not None:
+    if (reason := _triton.unsupported(q, v)) is not None:
         return reason
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         major, minor = torch.cuda.get_device_capability(q.device)
@@ -71,7 +70,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def why_not_backward(job: Attention) -> str | None:
+def unsupported_backward(job: Attention) -> str | None:
     """Reason why `backward` falls back to the Triton backend for `job`; None if it does not."""
     if job.softcap is not None:
         return "Gluon's backward has no softcap"
@@ -85,7 +84,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See backend.py. Unused rows are set to zero in shared memory, without a copy."""
     q, k, v, plan, scale, _ = job
-    if why_not_backward(job) is not None or min(q.shape[0], q.shape[2], k.shape[2]) == 0:
+    if unsupported_backward(job) is not None or min(q.shape[0], q.shape[2], k.shape[2]) == 0:
         return _triton.backward(job, out, lse, dout, dlse, wide)
     from interlace.kernels.bitfield_gluon_backward_launch import gluon_backward_calls
     from interlace.kernels.bitfield_gluon_launch import loadable

@@ -106,7 +106,9 @@ def bitfield_attention(
         plan = AttentionPlan.build(mask, kv_mask, heads=q.shape[1], kv_heads=k.shape[1])
     elif isinstance(mask, AttentionPlan):
         if kv_mask is not None:
-            raise ValueError("kv_mask is given beside an AttentionPlan, which already holds one: pass it to build()")
+            raise ValueError(
+                "got kv_mask and an AttentionPlan, which already contains one: pass kv_mask to AttentionPlan.build"
+            )
         plan = mask
     else:
         raise TypeError(f"mask must be a BitfieldMask or an AttentionPlan, got {type(mask).__name__}")
@@ -183,42 +185,42 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 # ---------------------------------------------------------------------- backends
 
 
-def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
+def unsupported(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
     """Reason why `backend` cannot run tensors like `q` and `v` (default: as wide as q) on this machine; or None."""
     module = _module(backend)
-    return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
+    return module if isinstance(module, str) else module.unsupported(q, q if v is None else v)
 
 
-def chosen(q: Tensor, v: Tensor | None = None, *, forward: bool = True) -> str:
+def choose_backend(q: Tensor, v: Tensor | None = None, *, forward: bool = True) -> str:
     """Backend that backend=None selects for tensors like `q` and `v` (default: as wide as q) and blocks of 128."""
-    return _choose("", q, q if v is None else v, 128, forward=forward).__name__.rpartition(".")[2]
+    return _backend_module("", q, q if v is None else v, 128, forward=forward).__name__.rpartition(".")[2]
 
 
-def _choose(backend: str, q: Tensor, v: Tensor, block: int, *, forward: bool) -> ModuleType:
+def _backend_module(backend: str, q: Tensor, v: Tensor, block: int, *, forward: bool) -> ModuleType:
     kind = (backend, q.device, q.dtype, q.shape[3], v.shape[3], block, forward)
-    module = _chosen.get(kind)
+    module = _modules.get(kind)
     if module is None:
-        module = _choose_anew(backend, q, v, block, forward)
+        module = _first_supported(backend, q, v, block, forward)
         if on_gpu(q.device):  # cached because the driver's capability query is the slowest part here
-            _chosen[kind] = module
+            _modules[kind] = module
     return module
 
 
-_chosen: dict[tuple[object, ...], ModuleType] = {}
+_modules: dict[tuple[object, ...], ModuleType] = {}
 
 
-def _choose_anew(backend: str, q: Tensor, v: Tensor, block: int, forward: bool) -> ModuleType:
+def _first_supported(backend: str, q: Tensor, v: Tensor, block: int, forward: bool) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"
-        elif (forward or gluon.BACKWARD_IS_CHOSEN) and block == gluon.BLOCK and why_not("gluon", q, v) is None:
+        elif (forward or gluon.BACKWARD_IS_CHOSEN) and block == gluon.BLOCK and unsupported("gluon", q, v) is None:
             backend = "gluon"
-        elif (reason := why_not("triton", q, v)) is None:
+        elif (reason := unsupported("triton", q, v)) is None:
             backend = "triton"
         else:
             _warn_of_fallback(q.device.type, reason)
             backend = "reference"
-    if (reason := why_not(backend, q, v)) is not None:
+    if (reason := unsupported(backend, q, v)) is not None:
         raise ValueError(f'backend "{backend}" cannot run this: {reason}')
     module = _module(backend)
     assert isinstance(module, ModuleType)
@@ -237,7 +239,8 @@ def _module(backend: str) -> ModuleType | str:
 @cache
 def _warn_of_fallback(device_type: str, reason: str) -> None:
     warnings.warn(
-        f"bitfield_attention runs the dense reference backend on {device_type} (T x T memory): triton is off, {reason}",
+        f"bitfield_attention uses the dense reference backend on {device_type} (T x T memory): triton is not "
+        f"available, {reason}",
         stacklevel=2,
     )
 
@@ -248,7 +251,9 @@ def run_forward(
     """out and lse from `backend` ("" = choose one). Runs outside autograd and does not check shapes."""
     check_dtypes(q, k, v)
     job = Attention(q, k, v, plan, scale, softcap)
-    run = _self_check.checked(_choose(backend, q, v, plan.block, forward=True), "forward", job, named=bool(backend))
+    run = _self_check.checked(
+        _backend_module(backend, q, v, plan.block, forward=True), "forward", job, named=bool(backend)
+    )
     out, lse = run.forward(job)
     return out.contiguous(), lse.contiguous()
 
@@ -260,7 +265,7 @@ def run_backward(
     """dq, dk, dv for the results out and lse of a forward. wide: dk, dv in `accumulate_dtype`, for further sums."""
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, even if d f(-inf) is infinite
-    run = _choose(backend, q, v, plan.block, forward=False)
+    run = _backend_module(backend, q, v, plan.block, forward=False)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     direction = "backward" if repeatable or not hasattr(run, "atomic_backward") else "atomic_backward"
     job = Attention(q, k, v, plan, scale, softcap)

@@ -133,9 +133,9 @@ class AttentionPlan:
 
         Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
         """
-        for name, given in (("mask", mask), ("kv_mask", kv_mask if kv_mask is not None else mask)):
-            if not isinstance(given, BitfieldMask):
-                raise TypeError(f"{name} must be a BitfieldMask, got {type(given).__name__}")
+        for name, value in (("mask", mask), ("kv_mask", kv_mask if kv_mask is not None else mask)):
+            if not isinstance(value, BitfieldMask):
+                raise TypeError(f"{name} must be a BitfieldMask, got {type(value).__name__}")
         if block < 1:
             raise ValueError(f"block is {block}; it must be at least 1 (the Triton kernels want 128)")
         if min(heads, heads if kv_heads is None else kv_heads) < 1:
@@ -145,7 +145,7 @@ class AttentionPlan:
         keys = mask if kv_mask is None else kv_mask
         if keys.batch != mask.batch or keys.device != mask.device:
             raise ValueError(
-                f"kv_mask ({keys.batch} rows, {keys.device}) does not fit the query mask ({mask.batch} rows, "
+                f"kv_mask ({keys.batch} rows, {keys.device}) does not match the query mask ({mask.batch} rows, "
                 f"{mask.device}): they need the same batch and device"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None or not readable(mask.bits, keys.bits):
@@ -366,15 +366,15 @@ def traced_plan(q: Tokens, k: Tokens, sinks: int, block: int, gaps: Tensor | Non
     gaps: bool; if any is True, the op raises ValueError, since the tokens cannot express the mask.
     """
     fields = [*q.of_queries(), *k.of_keys()]
-    blocks = _room_of_blocks(q.bits, k.bits, block)
+    blocks = _max_blocks(q.bits, k.bits, block)
     # An exported program must accept all lengths. A plain comparison would restrict them.
     fits: Callable[[Any], bool] = bool
     if torch.compiler.is_exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true as fits  # loads sympy
     mapped = reads_maps(q.bits.device, block) and fits(fits_maps(blocks, block))
-    made = _plan(fields, sinks, block, mapped, q.bits.new_zeros(1, dtype=torch.bool) if gaps is None else gaps)
-    given = dict(zip((*QUERIES, *KEYS), fields))
-    return AttentionPlan(block, sinks, **{**given, **dict(zip((*LISTS, *DOCS), made))})
+    lists = _plan(fields, sinks, block, mapped, q.bits.new_zeros(1, dtype=torch.bool) if gaps is None else gaps)
+    tokens = dict(zip((*QUERIES, *KEYS), fields))
+    return AttentionPlan(block, sinks, **{**tokens, **dict(zip((*LISTS, *DOCS), lists))})
 
 
 def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
@@ -409,23 +409,22 @@ def interval_plan(seen: Tensor, block: int = 128) -> AttentionPlan:
 def _plan(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
     if bool(gaps.any()):
         raise ValueError(
-            "a compiled model's mask lets a query see keys with others between them that it does not see, which a plan "
-            "made in compiled code, or under torch.func.vmap, cannot say. Compile without fullgraph=True (instead of "
-            "vmap, run a batch), or make the plan outside the model and pass "
-            "attention_mask=interlace.attention.hf.carrier(plan)"
+            "a query of the compiled model's mask sees keys that are not consecutive, which a plan made in compiled "
+            "code or under torch.func.vmap cannot express. Compile without fullgraph=True (instead of vmap, run a "
+            "batch), or make the plan outside the model and pass attention_mask=interlace.attention.hf.carrier(plan)"
         )
     queries = BitfieldMask.from_tokens(filled(**dict(zip(QUERY_FIELDS, fields))), sinks)
     keys = BitfieldMask.from_tokens(filled(**dict(zip(KEY_FIELDS, fields[len(QUERIES) :]))))
     made = AttentionPlan.build(queries, keys, block=block, heads=HEADS)
-    rooms = _rooms(queries.bits, keys.bits, block, mapped)
-    lists = [_filled(getattr(made, name), room) for name, room in zip(LISTS, rooms)]
+    rooms = _max_shapes(queries.bits, keys.bits, block, mapped)
+    lists = [_padded_to(getattr(made, name), room) for name, room in zip(LISTS, rooms)]
     return [*lists, *(getattr(made, name) for name in DOCS)]
 
 
 @_plan.register_fake
 def _plan_fake(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps: Tensor) -> list[Tensor]:
     q_bits, k_bits = fields[0], fields[len(QUERIES)]
-    shapes = [*_rooms(q_bits, k_bits, block, mapped), q_bits.shape, k_bits.shape]
+    shapes = [*_max_shapes(q_bits, k_bits, block, mapped), q_bits.shape, k_bits.shape]
     return [q_bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
@@ -435,21 +434,21 @@ def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
     return list(lists), list(dims)
 
 
-def _rooms(q_bits: Tensor, k_bits: Tensor, block: int, mapped: bool) -> list[tuple[int, ...]]:
+def _max_shapes(q_bits: Tensor, k_bits: Tensor, block: int, mapped: bool) -> list[tuple[int, ...]]:
     """Maximum shape of each list of LISTS."""
     batch = q_bits.shape[0]
     rows, k_rows = (batch * -(-bits.shape[1] // block) for bits in (q_bits, k_bits))
-    blocks = _room_of_blocks(q_bits, k_bits, block)
+    blocks = _max_blocks(q_bits, k_bits, block)
     more = _split_items(q_bits.device)
-    items, k_items = _two(rows + more), _two(k_rows + more)
+    items, k_items = _at_least_two(rows + more), _at_least_two(k_rows + more)
     lists = [*[rows + 1, blocks] * 2, *[k_rows + 1, blocks] * 2]
     slots, k_slots = (items, k_items) if more else (2, 2)  # length 2: no row is split
     lists += [*[items] * 4, rows + 1, slots, *[k_items] * 4, k_rows + 1, k_slots]
     return [*((length,) for length in lists), *[map_shape(blocks, block) if mapped else NO_MAPS] * len(MAPS)]
 
 
-def _room_of_blocks(q_bits: Tensor, k_bits: Tensor, block: int) -> int:
-    return _two(q_bits.shape[0] * -(-q_bits.shape[1] // block) * -(-k_bits.shape[1] // block))
+def _max_blocks(q_bits: Tensor, k_bits: Tensor, block: int) -> int:
+    return _at_least_two(q_bits.shape[0] * -(-q_bits.shape[1] // block) * -(-k_bits.shape[1] // block))
 
 
 def _split_items(device: torch.device) -> int:
@@ -460,15 +459,15 @@ def _split_items(device: torch.device) -> int:
     return math.ceil(9 / 8 * shares / HEADS) + 1
 
 
-def _two(length: int) -> int:
+def _at_least_two(length: int) -> int:
     return max(length, 2)
 
 
-def _filled(values: Tensor, room: tuple[int, ...]) -> Tensor:
+def _padded_to(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     if values.dim() == 1:
-        return torch.nn.functional.pad(values, (0, room[0] - values.numel()), value=-1)
-    maps = values.new_empty(room)
-    if room != NO_MAPS:
+        return torch.nn.functional.pad(values, (0, shape[0] - values.numel()), value=-1)
+    maps = values.new_empty(shape)
+    if shape != NO_MAPS:
         maps[: values.shape[0]] = values
     return maps
 

@@ -17,7 +17,7 @@ from interlace.masks import visible
 INF = float("inf")
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported(q: Tensor, v: Tensor) -> str | None:
     """Reason why this backend cannot run on `q` and `v`: always None, since it can."""
     return None
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported(q: Tensor, v: Tensor) -> str | None:
     """Reason why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None if it can."""
     if (reason := _missing()) is not None:
         return reason
@@ -92,22 +92,22 @@ def _backward(
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     fused = fused and can_fuse(q, v, architecture_of(q.device))
-    given = [q, k, v, out, lse, dout, *([] if dlse is None else [dlse])]
+    inputs = [q, k, v, out, lse, dout, *([] if dlse is None else [dlse])]
     if fused:  # kernels accumulate dq into it
-        given.append(torch.zeros(q.shape, dtype=torch.float32, device=q.device))
+        inputs.append(torch.zeros(q.shape, dtype=torch.float32, device=q.device))
 
     def calls() -> Any:
-        dq = given[-1] if fused else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = inputs[-1] if fused else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
-        made = backward_calls(
+        launches = backward_calls(
             dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture_of(q.device), fused=fused
         )
-        return made, [dk, dv, *([] if fused else [dq])]
+        return launches, [dk, dv, *([] if fused else [dq])]
 
     options = ("backward", scale, softcap, precision(q.dtype), wide, fused, dlse is None)
     with on_device(q.device):
-        dk, dv, *rest = launch(plan, options, given, calls)
-    return rest[0] if rest else given[-1].to(q.dtype), dk, dv
+        dk, dv, *rest = launch(plan, options, inputs, calls)
+    return rest[0] if rest else inputs[-1].to(q.dtype), dk, dv
 
 
 def _rows(x: Tensor) -> Tensor:

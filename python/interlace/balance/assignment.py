@@ -93,7 +93,7 @@ def assign(
             raise ValueError(f"seed must lie between 0 and 2^64 - 1, got {seed}")
         return _core.assign_random(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity), seed)
     if seed:
-        raise ValueError(f"seed is for method 'random', not {method!r}: leave it out")
+        raise ValueError(f"method {method!r} takes no seed: leave it out, or use method 'random'")
     return METHODS[method](as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
 
 
@@ -125,8 +125,8 @@ def assign_exact(
     values, bins = as_numpy(weights), bounded_index(bins, "bins")
     if nodes is None:
         nodes = max(1, EXACT_STEPS // max(1, min(bins, values.size)))
-    found = _core.assign_exact(values, bins, _optional_index(capacity), bounded_index(nodes, "nodes"), float(seconds))
-    return ExactAssignment(*found)
+    result = _core.assign_exact(values, bins, _optional_index(capacity), bounded_index(nodes, "nodes"), float(seconds))
+    return ExactAssignment(*result)
 
 
 def lower_bound(weights: ArrayLike, bins: int, *, capacity: int | None = None) -> float:
@@ -158,13 +158,13 @@ def least_spread(weights: ArrayLike, bins: int) -> float:
     _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), None)  # validates weights and bins
     falling = np.sort(as_numpy(weights).astype(np.float64))[::-1]
     loads = np.zeros(bins)
-    left, alone = float(falling.sum()), 0
-    while alone < min(bins - 1, len(falling)) and falling[alone] * (bins - alone) > left:
-        loads[alone] = falling[alone]
-        left -= float(falling[alone])
-        alone += 1
-    loads[alone:] = max(left, 0.0) / (bins - alone)
-    return float(loads.std()) if alone else 0.0
+    remaining, fixed = float(falling.sum()), 0
+    while fixed < min(bins - 1, len(falling)) and falling[fixed] * (bins - fixed) > remaining:
+        loads[fixed] = falling[fixed]
+        remaining -= float(falling[fixed])
+        fixed += 1
+    loads[fixed:] = max(remaining, 0.0) / (bins - fixed)
+    return float(loads.std()) if fixed else 0.0
 
 
 def as_numpy(values: ArrayLike) -> NDArray[Any]:

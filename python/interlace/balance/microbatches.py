@@ -162,15 +162,15 @@ def assign_microbatches(
             16,384 microbatches, whose pairs would fill the memory.
     """
     encoder, llm = np.asarray(encoder_cost), np.asarray(llm_cost)
-    found = _core.assign_microbatches(encoder, llm, operator.index(microbatches), bool(shrink), bool(as_printed))
-    count = found["count"]
+    result = _core.assign_microbatches(encoder, llm, operator.index(microbatches), bool(shrink), bool(as_printed))
+    count = result["count"]
     return MicrobatchPlan(
         count,
-        found["encoder_of"],
-        found["llm_of"],
-        found["encoder_loads"],
-        found["llm_loads"],
-        float(found["llm_loads"].max()),
+        result["encoder_of"],
+        result["llm_of"],
+        result["encoder_loads"],
+        result["llm_loads"],
+        float(result["llm_loads"].max()),
         _core.lower_bound(llm, count, None),
         _core.lower_bound(encoder, count, None),
     )

@@ -93,10 +93,10 @@ def batch_costs(
     `batches` out of range.
     """
     values, attention = _sample_costs(lengths, batching, quadratic, convolution, items)
-    count = _positive(batches, "batches")
-    batch = _ranks(batch_of, "batch_of", count)
+    count = _checked_count(batches, "batches")
+    batch = _checked_ranks(batch_of, "batch_of", count)
     if batch.shape != values.shape:
-        raise ValueError(f"batch_of has shape {batch.shape} for {len(values)} lengths")
+        raise ValueError(f"batch_of has shape {batch.shape}, but there are {len(values)} lengths")
     if batching == "packed" and not convolution:
         return np.bincount(batch, values + attention, count).astype(np.float64, copy=False)
     members = np.bincount(batch, minlength=count)
@@ -116,14 +116,16 @@ def _sample_costs(
     if not (np.isfinite(quadratic) and quadratic >= 0):
         raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
     if convolution and batching == "padded":
-        raise ValueError("convolution describes packed batches whose attention pads: leave it out where all is padded")
+        raise ValueError("convolution is for packed batches, not for batching = 'padded': leave it out")
     if items is not None and (convolution or batching == "padded"):
-        raise ValueError("items describes packed batches: where all is padded, give the length of every item")
-    given = as_numpy(lengths)
-    if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
-        _core.lower_bound(given, 1, None)  # raises, with the offending index
+        raise ValueError(
+            "items is for packed batches without convolution: leave it out, and give the length of every item"
+        )
+    array = as_numpy(lengths)
+    if array.dtype.kind not in "fiu" or array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
+        _core.lower_bound(array, 1, None)  # raises, with the offending index
     with np.errstate(over="ignore"):
-        values = given.astype(np.float64)
+        values = array.astype(np.float64)
         attention = quadratic * (values * values) if quadratic else np.zeros_like(values)
         if not np.isfinite(attention.sum() * len(values)):
             raise ValueError("quadratic times a squared length overflows: use a larger unit")
@@ -144,15 +146,17 @@ def rearrangement_volume(
         source, destination: whole numbers [n] in 0 .. ranks - 1.
         sizes: real numbers [n], finite and not negative (tokens, bytes).
     """
-    ranks = _positive(ranks, "ranks")
-    from_, to = _ranks(source, "source", ranks), _ranks(destination, "destination", ranks)
+    ranks = _checked_count(ranks, "ranks")
+    sources, destinations = _checked_ranks(source, "source", ranks), _checked_ranks(destination, "destination", ranks)
     size = as_numpy(sizes).astype(np.float64)
-    if not (from_.shape == to.shape == size.shape):
-        raise ValueError(f"source, destination and sizes differ in shape: {from_.shape}, {to.shape}, {size.shape}")
+    if not (sources.shape == destinations.shape == size.shape):
+        raise ValueError(
+            f"source, destination and sizes differ in shape: {sources.shape}, {destinations.shape}, {size.shape}"
+        )
     wrong = np.flatnonzero(~(np.isfinite(size) & (size >= 0)))
     if wrong.size:
         raise ValueError(f"sizes[{wrong[0]}] is {size[wrong[0]]}: it must be finite and not negative")
-    volume = np.bincount(from_ * ranks + to, size, ranks * ranks)
+    volume = np.bincount(sources * ranks + destinations, size, ranks * ranks)
     return volume.astype(np.float64, copy=False).reshape(ranks, ranks)
 
 
@@ -188,12 +192,12 @@ def nodewise_placement_of_items(
 
     Arguments and errors as in these two. O(n + ranks + entries log entries), and the search.
     """
-    from_, to = as_numpy(source), as_numpy(destination)
+    sources, destinations = as_numpy(source), as_numpy(destination)
     return _core.nodewise_placement_of_items(
-        _whole(from_),
-        _whole(to),
+        _as_integers(sources),
+        _as_integers(destinations),
         as_numpy(sizes).astype(np.float64),
-        _positive(ranks, "ranks"),
+        _checked_count(ranks, "ranks"),
         bounded_index(ranks_per_node, "ranks_per_node"),
     )
 
@@ -219,14 +223,15 @@ def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: in
     Algorithm 3."""
     matrix = as_numpy(volume)
     d = len(matrix)
-    per_node = _positive(ranks_per_node, "ranks_per_node")
-    ranks = _ranks(placement, "placement", d)
+    per_node = _checked_count(ranks_per_node, "ranks_per_node")
+    ranks = _checked_ranks(placement, "placement", d)
     if matrix.shape != (d, d) or ranks.shape != (d,) or d % per_node:
         raise ValueError(
-            f"volume {matrix.shape} and placement {ranks.shape} must be [d, d] and [d], ranks_per_node divide d"
+            f"volume has shape {matrix.shape} and placement {ranks.shape}: they must be [d, d] and [d], with d "
+            f"divisible by ranks_per_node = {per_node}"
         )
-    away = (np.arange(d) // per_node)[:, None] != (ranks // per_node)[None]
-    sent: NDArray[np.float64] = np.where(away, matrix, 0).sum(axis=1, dtype=np.float64)
+    leaves_node = (np.arange(d) // per_node)[:, None] != (ranks // per_node)[None]
+    sent: NDArray[np.float64] = np.where(leaves_node, matrix, 0).sum(axis=1, dtype=np.float64)
     return sent
 
 
@@ -242,13 +247,13 @@ def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
     Returns:
         int64 [k]: for each position in the next phase's layout, the position in the current layout to take it from.
     """
-    first, then = as_numpy(first_inverse), as_numpy(second)
-    for name, array in (("first_inverse", first), ("second", then)):
+    first, following = as_numpy(first_inverse), as_numpy(second)
+    for name, array in (("first_inverse", first), ("second", following)):
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")
-    if not then.size:
+    if not following.size:
         return np.zeros(0, np.int64)
-    return first.astype(np.int64)[_ranks(then, "second", len(first))]
+    return first.astype(np.int64)[_checked_ranks(following, "second", len(first))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,9 +322,11 @@ def all_to_all_plan(
     Raises:
         ValueError: shapes differ, the named value is out of range.
     """
-    from_, to = as_numpy(source), as_numpy(destination)
-    ranks = _positive(ranks, "ranks")
-    send_order, receive_order = _core.exchange_orders(_whole(from_), _whole(to), ranks)
+    source_array, destination_array = as_numpy(source), as_numpy(destination)
+    ranks = _checked_count(ranks, "ranks")
+    send_order, receive_order = _core.exchange_orders(
+        _as_integers(source_array), _as_integers(destination_array), ranks
+    )
     n = len(send_order)
     size = np.ones(n, np.int64) if sizes is None else as_numpy(sizes)
     if size.shape != (n,) or size.dtype.kind not in "iu":
@@ -328,18 +335,18 @@ def all_to_all_plan(
         size = np.zeros(0, np.int64)
     wrong = np.flatnonzero((size < 0) | (size > 2**53))
     if wrong.size or size.sum(dtype=np.float64) > 2**53:
-        at = int(wrong[0]) if wrong.size else int(np.argmax(size))
-        raise ValueError(f"sizes[{at}] is {size[at]}: sizes must not be negative and sum to at most 2^53")
-    held, wanted = from_.astype(np.int64), to.astype(np.int64)
+        index = int(wrong[0]) if wrong.size else int(np.argmax(size))
+        raise ValueError(f"sizes[{index}] is {size[index]}: sizes must not be negative and sum to at most 2^53")
+    sources, destinations = source_array.astype(np.int64), destination_array.astype(np.int64)
     return AllToAllPlan(
         ranks=ranks,
-        source=held,
-        destination=wanted,
+        source=sources,
+        destination=destinations,
         sizes=size.astype(np.int64),
         send_order=send_order,
-        send_offsets=_offsets(held, ranks),
+        send_offsets=_offsets(sources, ranks),
         receive_order=receive_order,
-        receive_offsets=_offsets(wanted, ranks),
+        receive_offsets=_offsets(destinations, ranks),
     )
 
 
@@ -347,18 +354,18 @@ def _offsets(rank: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=ranks))]).astype(np.int64)
 
 
-def _positive(value: int, name: str) -> int:
+def _checked_count(value: int, name: str) -> int:
     value = operator.index(value)
     if not 1 <= value <= 2**24:
         raise ValueError(f"{name} must lie between 1 and 2^24, got {value}")
     return value
 
 
-def _whole(values: NDArray[np.generic]) -> NDArray[np.generic]:
+def _as_integers(values: NDArray[np.generic]) -> NDArray[np.generic]:
     return values.astype(np.int64) if values.size == 0 else values
 
 
-def _ranks(values: ArrayLike, name: str, ranks: int) -> NDArray[np.int64]:
+def _checked_ranks(values: ArrayLike, name: str, ranks: int) -> NDArray[np.int64]:
     array = as_numpy(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")

@@ -149,7 +149,7 @@ def distribute_tokens(
     batch, n = work.shape
     blocks = -(-n // ranks) * ranks
     if batch * blocks > 2**31 - 1:
-        raise ValueError(f"{batch} x {blocks} blocks are more than int32 can number: use a larger block")
+        raise ValueError(f"{batch} x {blocks} blocks exceed int32: use a larger block")
     real = _real_lengths(lengths, batch, n * block)
     tokens = np.zeros((batch, blocks), np.int64)
     tokens[:, :n] = np.clip(real[:, None] - np.arange(n) * block, 0, block)
@@ -161,13 +161,15 @@ def distribute_tokens(
     if not np.isfinite(total):
         raise ValueError("the sum of all work overflows: use a smaller linear")
 
-    each = blocks // ranks
+    blocks_per_rank = blocks // ranks
     if callable(method):
-        bins = np.stack([_dealt(method(row.copy(), ranks, each), blocks, ranks) for row in weights])
+        bins = np.stack([_checked_bins(method(row.copy(), ranks, blocks_per_rank), blocks, ranks) for row in weights])
     elif method in ("lpt", "lpt_greedy"):
-        bins = _core.assign_rows(weights.reshape(-1), batch, ranks, each, method == "lpt").reshape(batch, blocks)
+        bins = _core.assign_rows(weights.reshape(-1), batch, ranks, blocks_per_rank, method == "lpt").reshape(
+            batch, blocks
+        )
     else:
-        bins = np.stack([assign(row, ranks, method=method, capacity=each) for row in weights])
+        bins = np.stack([assign(row, ranks, method=method, capacity=blocks_per_rank) for row in weights])
     flat = bins.reshape(-1)
     rows = np.arange(batch)[:, None] * ranks + bins
     counts = np.bincount(rows.reshape(-1), tokens.reshape(-1), batch * ranks).astype(np.int64)
@@ -180,12 +182,12 @@ def distribute_tokens(
         counts=counts.reshape(batch, ranks),
         loads=np.bincount(flat, weights.reshape(-1), ranks).astype(np.float64, copy=False),
         # Counts are equal per sequence; the bound for several sequences uses only equal counts overall.
-        bound=lower_bound(weights.reshape(-1), ranks, capacity=batch * each),
+        bound=lower_bound(weights.reshape(-1), ranks, capacity=batch * blocks_per_rank),
     )
 
 
-def _dealt(given: ArrayLike, blocks: int, ranks: int) -> NDArray[np.int32]:
-    bins = as_numpy(given)
+def _checked_bins(returned: ArrayLike, blocks: int, ranks: int) -> NDArray[np.int32]:
+    bins = as_numpy(returned)
     if bins.dtype.kind not in "iu" or bins.shape != (blocks,):
         raise ValueError(f"method must return {blocks} whole numbers, got {bins.dtype} {list(bins.shape)}")
     if bins.min() < 0 or bins.max() >= ranks or np.any(np.bincount(bins, minlength=ranks) != blocks // ranks):
@@ -196,13 +198,13 @@ def _dealt(given: ArrayLike, blocks: int, ranks: int) -> NDArray[np.int32]:
 def _real_lengths(lengths: ArrayLike | None, batch: int, longest: int) -> NDArray[np.int64]:
     if lengths is None:
         return np.full(batch, longest, np.int64)
-    given = as_numpy(lengths)
-    if given.dtype.kind not in "iu" or given.shape not in ((), (batch,)):
-        raise ValueError(f"lengths must be a whole number or {batch} of them, got {given.dtype} {list(given.shape)}")
-    wrong = np.flatnonzero(np.atleast_1d((given < 0) | (given > longest)))
+    array = as_numpy(lengths)
+    if array.dtype.kind not in "iu" or array.shape not in ((), (batch,)):
+        raise ValueError(f"lengths must be one whole number or {batch}, got {array.dtype} {list(array.shape)}")
+    wrong = np.flatnonzero(np.atleast_1d((array < 0) | (array > longest)))
     if wrong.size:
-        value = np.atleast_1d(given)[wrong[0]]
+        value = np.atleast_1d(array)[wrong[0]]
         raise ValueError(
             f"lengths[{wrong[0]}] is {value}: it must lie between 0 and {longest} (row_blocks times block)"
         )
-    return np.broadcast_to(given.astype(np.int64), batch).copy()
+    return np.broadcast_to(array.astype(np.int64), batch).copy()

@@ -3,5 +3,5 @@
 - `layer`: forward and backward, given what is frozen. `modules`: all layers of a model, in FLOPs.
 - `profile`, `profile_modules`: timed layers. `fitted`: seconds from a few measurements.
 - `step`: chunks of any size, and the file of costs. `counted`: the same from FLOPs.
-- `outside_lists`: the rest of a step. `links`: messages and collectives.
+- `host_overhead`: the rest of a step. `links`: messages and collectives.
 """

@@ -38,24 +38,24 @@ def counted_costs(
     Raises ValueError for a speed that is not above 0.
     """
     if not flops > 0:
-        raise ValueError(f"flops is {flops}: a rank needs more than 0 FLOP/s")
+        raise ValueError(f"flops is {flops}: it must be above 0 (FLOP/s of a rank)")
     ones = dict.fromkeys(mllm.modules_order(), 1.0)
     # FLOPs are linear in the keys that a row attends to, so two counts give both terms.
     flat = analytic_costs(mllm, tokens=ones, context=dict.fromkeys(ones, 0.0))
     seeing = analytic_costs(mllm, tokens=ones, context=ones)
     modules = {}
     for name, cost in flat.items():
-        asked = (tp or {}).get(name, 1)
+        degrees = (tp or {}).get(name, 1)
         linear = cost.times.forward / flops
         trained = np.where(cost.trainable, linear, 0.0)
         pairs = (seeing[name].times.forward - cost.times.forward) / flops
         columns = [np.bincount(cost.layer, part, cost.num_layers).tolist() for part in (linear, pairs, trained)]
-        whole = list(zip(*columns, strict=True))
-        layers = tuple(f"{row:.17g} {pair:.17g} {weight:.17g}" for row, pair, weight in whole)
-        width, alike = (row_bytes or {}).get(name, 0.0), dict(zip(layers, whole, strict=True))
+        terms = list(zip(*columns, strict=True))
+        layers = tuple(f"{row:.17g} {pair:.17g} {weight:.17g}" for row, pair, weight in terms)
+        width, by_kind = (row_bytes or {}).get(name, 0.0), dict(zip(layers, terms, strict=True))
         kinds = {
-            degree: {kind: _on_lane(degree, width, *each) for kind, each in alike.items()}
-            for degree in sorted({asked} if isinstance(asked, int) else {*asked})
+            degree: {kind: _on_lane(degree, width, *terms_of) for kind, terms_of in by_kind.items()}
+            for degree in sorted({degrees} if isinstance(degrees, int) else {*degrees})
         }
         flags = np.bincount(cost.layer, cost.trainable, cost.num_layers) > 0
         keys = (key_bytes or {}).get(name, 0.0)

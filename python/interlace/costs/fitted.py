@@ -26,7 +26,7 @@ class CostModel:
         """Seconds of each layer, float64 [..., layers] for tokens [...]. ValueError for degrees not measured."""
         if (tp, cp) not in self.coefficients:
             known = ", ".join(map(str, sorted(self.coefficients)))
-            raise ValueError(f"no measurements for (tp, cp) = {(tp, cp)}; there are {known}")
+            raise ValueError(f"no measurements for (tp, cp) = {(tp, cp)}: measured are {known}")
         x = np.asarray(tokens, dtype=np.float64)[..., None]
         a, b, c = self.coefficients[tp, cp].T
         return np.asarray(a * x * x + b * x + c)
@@ -52,10 +52,10 @@ def fit_cost_model(tokens: ArrayLike, seconds: Mapping[Degrees, ArrayLike]) -> C
     """
     x = np.asarray(tokens, dtype=np.float64)
     if x.ndim != 1 or not len(x):
-        raise ValueError(f"tokens must have one dimension and one size at least, got shape {x.shape}")
+        raise ValueError(f"tokens must have one dimension and at least one entry, got shape {x.shape}")
     _check_positive("tokens", x)
     if not seconds:
-        raise ValueError("no measurements: give seconds for one (tp, cp) at least")
+        raise ValueError("no measurements: give seconds for at least one (tp, cp)")
     coefficients = {}
     powers = np.stack([x * x, x, np.ones_like(x)], axis=-1)
     for degrees, measured in seconds.items():
@@ -76,17 +76,17 @@ def non_negative_fit(rows: NDArray[np.float64], target: NDArray[np.float64] | No
     columns = rows.shape[1]
     best, error = np.zeros(columns), float((target**2).sum())
     for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
+        for subset in itertools.combinations(range(columns), size):
             if size > len(rows):
                 continue
-            picked = list(chosen)
-            fit, _, rank, _ = np.linalg.lstsq(scaled[:, picked], target, rcond=None)
-            if rank < size or (fit < 0).any():
+            picked = list(subset)
+            weights, _, rank, _ = np.linalg.lstsq(scaled[:, picked], target, rcond=None)
+            if rank < size or (weights < 0).any():
                 continue
-            found = float(((scaled[:, picked] @ fit - target) ** 2).sum())
-            if found < error * (1 - 1e-12):
-                best, error = np.zeros(columns), found
-                best[picked] = fit
+            squared_error = float(((scaled[:, picked] @ weights - target) ** 2).sum())
+            if squared_error < error * (1 - 1e-12):
+                best, error = np.zeros(columns), squared_error
+                best[picked] = weights
     return np.asarray(best / scale)
 
 
@@ -124,7 +124,7 @@ def fit_link(sizes: ArrayLike, seconds: ArrayLike) -> LinkModel:
     """
     x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if x.ndim != 1 or x.shape != y.shape or not len(x):
-        raise ValueError(f"sizes and seconds must be rows of one length, got shapes {x.shape} and {y.shape}")
+        raise ValueError(f"sizes and seconds must have one equal dimension, got shapes {x.shape} and {y.shape}")
     _check_positive("sizes", x)
     _check_positive("seconds", y)
     latency, per_byte = non_negative_fit(np.stack([1.0 / y, x / y], axis=-1))

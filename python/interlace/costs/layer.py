@@ -85,19 +85,19 @@ class LayerTimes:
         weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
         if len(weight) != len(self.forward):
             raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
-        alone = weight & ~inputs
+        weight_alone = weight & ~inputs
         if self.forward.ndim == 2:
-            found = self.forward.copy()
-            found[alone] += self.weight_only[alone]
-            found[weight & inputs] += self.weight_grad[weight & inputs]
-            found[inputs] += self.input_grad[inputs]
+            total = self.forward.copy()
+            total[weight_alone] += self.weight_only[weight_alone]
+            total[weight & inputs] += self.weight_grad[weight & inputs]
+            total[inputs] += self.input_grad[inputs]
             if recompute:
-                found[weight | inputs] += self.forward[weight | inputs]
-            return found
+                total[weight | inputs] += self.forward[weight | inputs]
+            return total
         return frozen_costs(
             self.forward,
             self.input_grad,
-            np.where(alone, self.weight_only, self.weight_grad),
+            np.where(weight_alone, self.weight_only, self.weight_grad),
             frozen,
             trainable_before=trainable_before,
             recompute=recompute,

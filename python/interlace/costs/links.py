@@ -69,13 +69,15 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("ranks_per_process", "ranks_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
 
     def host_of(self, rank: int) -> int:
         """Index of the host of `rank`."""
         if self.hosts:
             if rank >= len(self.hosts):
-                raise ValueError(f"the links are of {len(self.hosts)} ranks, and there is a rank {rank}: measure anew")
+                raise ValueError(
+                    f"rank {rank} is not among the {len(self.hosts)} ranks of the measured links: measure again"
+                )
             return self.hosts[rank]
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
@@ -99,13 +101,13 @@ class Links:
 
     def reduce_scatter(self, size: float, ranks: Sequence[int]) -> float:
         """Seconds of a reduce-scatter of `size` bytes over `ranks`."""
-        inside, hosts, least = self._parts(size, ranks)
-        return inside + self.network.reduce_scatter(size / least, hosts)
+        inside, hosts, smallest = self._parts(size, ranks)
+        return inside + self.network.reduce_scatter(size / smallest, hosts)
 
     def all_gather(self, size: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-gather over `ranks`. size: total bytes of the result."""
-        inside, hosts, least = self._parts(size, ranks)
-        return inside + self.network.all_gather(size / least, hosts)
+        inside, hosts, smallest = self._parts(size, ranks)
+        return inside + self.network.all_gather(size / smallest, hosts)
 
     def all_reduce(self, size: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-reduce of `size` bytes over `ranks`."""
@@ -114,10 +116,10 @@ class Links:
     def _parts(self, size: float, ranks: Sequence[int]) -> tuple[float, int, int]:
         """Seconds of the part inside hosts, the number of hosts, and the smallest number of ranks on a host."""
         counts = Counter(map(self.host_of, ranks))
-        most = max(counts.values(), default=1)
+        largest = max(counts.values(), default=1)
         link = self.inside(ranks) if len(counts) == 1 else self._inside_hosts(ranks)
         seconds = max((link.reduce_scatter(size, count) for count in set(counts.values())), default=0.0)
-        return (seconds if most > 1 else 0.0), max(len(counts), 1), min(counts.values(), default=1)
+        return (seconds if largest > 1 else 0.0), max(len(counts), 1), min(counts.values(), default=1)
 
     def _inside_hosts(self, ranks: Sequence[int]) -> Link:
         """The slowest kind of link inside any host of a group."""
@@ -135,28 +137,28 @@ class Links:
         """The links of a table made by `to_table`. Raises ValueError for an invalid table."""
         try:
             kinds = {name: _link(table[name]) for name in ("process", "host", "network")}
-            per_host, each = table["ranks_per_host"], int(table["ranks_per_process"])
+            per_host, per_process = table["ranks_per_host"], int(table["ranks_per_process"])
             overhead, hosts = _number(table["overhead"]), tuple(map(int, table["hosts"]))
             return cls(
                 **kinds,
-                ranks_per_process=each,
+                ranks_per_process=per_process,
                 ranks_per_host=per_host and int(per_host),
                 hosts=hosts,
                 overhead=overhead,
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"these are no links: {error!r}") from None
+            raise ValueError(f"the table of links is invalid: {error!r}") from None
 
 
 def _link(table: Mapping[str, Any]) -> Link:
-    made = {
+    models = {
         name: LinkModel(_number(table[name]["latency"]), _number(table[name]["per_byte"]))
         for name in ("message", "ring")
     }
-    return Link(**made)
+    return Link(**models)
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{value!r} is no number of seconds from 0 upwards")
+        raise ValueError(f"{value!r} is not a number of seconds >= 0")
     return float(value)

@@ -84,21 +84,21 @@ def time_layer(
     Raises TypeError, with `index`, for a layer that returns something other than a tensor.
     """
     hidden = hidden.detach().requires_grad_(bool(inputs))
-    wanted = [hidden] * bool(inputs) + weights
+    targets = [hidden] * bool(inputs) + weights
     with torch.enable_grad(), _requires_grad(weights, True), _requires_grad(frozen, False):
         start = _now(hidden)
         output = run(hidden)
         forward = _now(hidden) - start
         if not isinstance(output, Tensor):
             raise TypeError(f"layer {index} returned {type(output).__name__}: run(hidden) must return a tensor")
-        if not wanted or not output.requires_grad:
+        if not targets or not output.requires_grad:
             return forward, 0.0, output.detach()
         gradient = torch.ones_like(output)
         start = _now(hidden)
         if accumulate:
-            torch.autograd.backward(output, gradient, inputs=wanted)
+            torch.autograd.backward(output, gradient, inputs=targets)
         else:
-            torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            torch.autograd.grad(output, targets, gradient, allow_unused=True)
         return forward, _now(hidden) - start, output.detach()
 
 

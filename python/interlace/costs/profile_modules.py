@@ -69,8 +69,10 @@ def _profile_module(
 
     def run(i: int) -> Callable[[Tensor], Tensor]:
         def forward(value: Tensor) -> Tensor:
-            given = inputs(value) if i == 0 and callable(inputs) else inputs(hidden) if callable(inputs) else inputs
-            out: Tensor = slices[i](given, None if i == 0 else value)
+            layer_inputs = (
+                inputs(value) if i == 0 and callable(inputs) else inputs(hidden) if callable(inputs) else inputs
+            )
+            out: Tensor = slices[i](layer_inputs, None if i == 0 else value)
             return out
 
         return forward

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from interlace.costs.fitted import FREE, LinkModel, non_negative_fit
+from interlace.costs.host_overhead import NO_HOST_OVERHEAD, HostOverhead
 from interlace.costs.layer import LayerTimes
 from interlace.costs.links import NO_LINK, Link
 from interlace.costs.modules import ModuleCosts
-from interlace.costs.outside_lists import NOTHING_AROUND, Around
 
 VERSION = 3  # of the file
 BESIDE = ("collate", "forward", "backward")
@@ -82,31 +82,31 @@ def fit(sizes: Sequence[Size], seconds: ArrayLike, *, scale: ArrayLike | None = 
     """
     y = np.asarray(seconds, dtype=np.float64)
     if not len(sizes) or y.shape != (len(sizes),):
-        raise ValueError(f"{len(sizes)} sizes and seconds of shape {y.shape}: give at least one of each, as many")
+        raise ValueError(f"got {len(sizes)} sizes and seconds of shape {y.shape}: give at least one, and equally many")
     if not (np.isfinite(y) & (y >= 0)).all():
-        raise ValueError(f"seconds[{int((~(np.isfinite(y) & (y >= 0))).argmax())}] is no number from 0 upwards")
+        raise ValueError(f"seconds[{int((~(np.isfinite(y) & (y >= 0))).argmax())}] is not a number >= 0")
     if not y.any():
         return NOTHING
-    to = np.maximum(y if scale is None else np.asarray(scale, dtype=np.float64), 1e-3 * y.max())
+    scales = np.maximum(y if scale is None else np.asarray(scale, dtype=np.float64), 1e-3 * y.max())
     rows = np.array([(size.pairs, size.rows, size.targets, 1.0) for size in sizes])
     used = rows.any(axis=0)
-    rows = rows[:, used] / to[:, None]
-    target = y / to
+    rows = rows[:, used] / scales[:, None]
+    target = y / scales
     errors = []
     for left_out in range(len(y)) if len(y) > 1 else ():
-        others = np.arange(len(y)) != left_out
-        errors.append(abs(rows[left_out] @ _fitted(rows[others], target[others]) - target[left_out]))
-    found = np.zeros(4)
-    found[used] = _fitted(rows, target)
-    per_pair, per_row, per_target, fixed = found.tolist()
+        rest = np.arange(len(y)) != left_out
+        errors.append(abs(rows[left_out] @ _fitted(rows[rest], target[rest]) - target[left_out]))
+    terms = np.zeros(4)
+    terms[used] = _fitted(rows, target)
+    per_pair, per_row, per_target, fixed = terms.tolist()
     return Fit(per_pair, per_row, per_target, fixed, float(np.mean(errors)) if errors else math.nan)
 
 
 def _fitted(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
     used = rows.any(axis=0)  # again: a column may be 0 in the remaining sizes
-    found = np.zeros(rows.shape[1])
-    found[used] = non_negative_fit(rows[:, used], target)
-    return found
+    terms = np.zeros(rows.shape[1])
+    terms[used] = non_negative_fit(rows[:, used], target)
+    return terms
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class LaneTraffic:
 
     def seconds(self, size: Size, link: Link) -> tuple[float, float]:
         """Seconds in a forward and in a backward, without overlap with computation."""
-        one = link.message
+        model = link.message
         return (
-            self.forward_messages * one.latency + self.forward_bytes * size.rows * one.per_byte,
-            self.backward_messages * one.latency + self.backward_bytes * size.rows * one.per_byte,
+            self.forward_messages * model.latency + self.forward_bytes * size.rows * model.per_byte,
+            self.backward_messages * model.latency + self.backward_bytes * size.rows * model.per_byte,
         )
 
 
@@ -138,8 +138,8 @@ def context_traffic(cp: int, key_bytes: float) -> LaneTraffic:
     it computed for the others' rows."""
     if cp == 1 or not key_bytes:
         return NO_TRAFFIC
-    others = cp - 1
-    return LaneTraffic(others, others * key_bytes, 2 * others, 2 * others * key_bytes)
+    peers = cp - 1
+    return LaneTraffic(peers, peers * key_bytes, 2 * peers, 2 * peers * key_bytes)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Costs(Protocol):
         that a rank trains."""
 
     @property
-    def around(self) -> Around:
+    def host_overhead(self) -> HostOverhead:
         """Other work of a rank for a step."""
 
 
@@ -202,50 +202,54 @@ class FittedCosts:
     modules: Mapping[str, ModuleFits]
     optimizer: LinkModel = FREE
     origin: str = ""
-    around: Around = NOTHING_AROUND
+    host_overhead: HostOverhead = NO_HOST_OVERHEAD
 
     def of(self, module: str, size: Size, tp: int = 1, cp: int = 1, link: Link = NO_LINK) -> ModuleCosts:
         """See `Costs`. Context-parallel ranks have equal parts of rows, pairs and targets. Each sends its keys and
         values to all others, without overlap with attention."""
         if module not in self.modules:
-            raise ValueError(f"no costs of {module!r}: there are those of {', '.join(self.modules) or 'nothing'}")
+            raise ValueError(f"no costs of module {module!r}: measured are {', '.join(self.modules) or 'none'}")
         fits = self.modules[module]
         if tp not in fits.kinds:
             known = ", ".join(map(str, sorted(fits.kinds)))
-            raise ValueError(f"{module} was not measured with tp = {tp}, only with {known}: measure it anew with this")
-        mine = size.over(cp)
-        shared = context_traffic(cp, fits.key_bytes / tp).seconds(mine, link)
-        made = {kind: self._times(each, mine, link, shared) for kind, each in fits.kinds[tp].items()}
-        columns = np.moveaxis(np.array([made[kind] for kind in fits.layers]), 1, 0)
+            raise ValueError(
+                f"{module} was not measured with tp = {tp}, only with {known}: measure it again with this degree"
+            )
+        local_size = size.over(cp)
+        shared = context_traffic(cp, fits.key_bytes / tp).seconds(local_size, link)
+        times = {kind: self._times(layer_fit, local_size, link, shared) for kind, layer_fit in fits.kinds[tp].items()}
+        columns = np.moveaxis(np.array([times[kind] for kind in fits.layers]), 1, 0)
         return ModuleCosts(np.arange(len(fits.layers)), LayerTimes(*columns), np.array(fits.trainable))
 
     @staticmethod
-    def _times(each: LayerFit, mine: Size, link: Link, shared: tuple[float, float]) -> tuple[float, ...]:
-        forward, input_grad, weight_grad, weight_only = (getattr(each, part).seconds(mine) for part in PARTS)
-        there, back = (sum(both) for both in zip(each.traffic.seconds(mine, link), shared, strict=True))
-        return forward + there, input_grad + back, weight_grad, weight_only + back
+    def _times(layer_fit: LayerFit, local_size: Size, link: Link, shared: tuple[float, float]) -> tuple[float, ...]:
+        forward, input_grad, weight_grad, weight_only = (getattr(layer_fit, part).seconds(local_size) for part in PARTS)
+        forward_traffic, backward_traffic = (
+            sum(terms) for terms in zip(layer_fit.traffic.seconds(local_size, link), shared, strict=True)
+        )
+        return forward + forward_traffic, input_grad + backward_traffic, weight_grad, weight_only + backward_traffic
 
     def beside(self, module: str, size: Size, tp: int = 1, cp: int = 1, link: Link = NO_LINK) -> tuple[float, float]:
         """See `Costs`. Every rank of a lane collates the whole chunk."""
-        fits, mine = self.modules[module], size.over(cp)
-        there, back = fits.traffic.get(tp, NO_TRAFFIC).seconds(mine, link)
-        ahead = fits.collate.seconds(size) + fits.forward.seconds(mine)
-        return ahead + there, fits.backward.seconds(mine) + back
+        fits, local_size = self.modules[module], size.over(cp)
+        forward_traffic, backward_traffic = fits.traffic.get(tp, NO_TRAFFIC).seconds(local_size, link)
+        ahead = fits.collate.seconds(size) + fits.forward.seconds(local_size)
+        return ahead + forward_traffic, fits.backward.seconds(local_size) + backward_traffic
 
     @property
     def errors(self) -> dict[str, float]:
         """Module -> the mean leave-one-out error of its kinds' forwards and backwards."""
-        found = {}
+        errors = {}
         for name, fits in self.modules.items():
-            each = [
+            kind_errors = [
                 getattr(kind, part).error
                 for kinds in fits.kinds.values()
                 for kind in kinds.values()
                 for part in PARTS[:2]
             ]
-            each = [error for error in each if math.isfinite(error)]
-            found[name] = float(np.mean(each)) if each else math.nan
-        return found
+            kind_errors = [error for error in kind_errors if math.isfinite(error)]
+            errors[name] = float(np.mean(kind_errors)) if kind_errors else math.nan
+        return errors
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ class ScaledCosts:
     costs: Mapping[str, ModuleCosts]
     rows: Mapping[str, float]
     optimizer: LinkModel = FREE
-    around: Around = NOTHING_AROUND
+    host_overhead: HostOverhead = NO_HOST_OVERHEAD
 
     def of(self, module: str, size: Size, tp: int = 1, cp: int = 1, link: Link = NO_LINK) -> ModuleCosts:
         """See `Costs`. The ranks of a lane have equal parts; their traffic is not counted."""
@@ -277,7 +281,7 @@ class ScaledCosts:
 def costs_text(costs: FittedCosts, **more: Any) -> str:
     """The text of a file of costs. more: further JSON values; `read_costs` reads both."""
     table = {"version": VERSION, **more, "origin": costs.origin, "optimizer": costs.optimizer.__dict__}
-    table["around"] = costs.around.to_table()
+    table["around"] = costs.host_overhead.to_table()
     table["modules"] = {name: _module_table(fits) for name, fits in costs.modules.items()}
     return json.dumps(table, indent=1) + "\n"
 
@@ -285,19 +289,19 @@ def costs_text(costs: FittedCosts, **more: Any) -> str:
 def _module_table(fits: ModuleFits) -> dict[str, Any]:
     kinds = {
         str(tp): {
-            name: {part: _numbers(getattr(each, part)) for part in PARTS} | {"traffic": each.traffic.__dict__}
-            for name, each in kinds.items()
+            name: {part: _numbers(getattr(layer_fit, part)) for part in PARTS} | {"traffic": layer_fit.traffic.__dict__}
+            for name, layer_fit in kinds.items()
         }
         for tp, kinds in fits.kinds.items()
     }
     beside = {name: _numbers(getattr(fits, name)) for name in BESIDE}
-    traffic = {str(tp): each.__dict__ for tp, each in fits.traffic.items()}
+    traffic = {str(tp): layer_fit.__dict__ for tp, layer_fit in fits.traffic.items()}
     table = {"layers": fits.layers, "trainable": fits.trainable, "beside": beside, "key_bytes": fits.key_bytes}
     return table | {"traffic": traffic, "kinds": kinds}
 
 
-def _numbers(found: Fit) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in found]
+def _numbers(fitted: Fit) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in fitted]
 
 
 def read_costs(path: Path) -> tuple[FittedCosts, dict[str, Any]]:
@@ -306,38 +310,38 @@ def read_costs(path: Path) -> tuple[FittedCosts, dict[str, Any]]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if table["version"] != VERSION:
-            raise ValueError(f"its version is {table['version']}, this program reads {VERSION}: measure anew")
-        modules = {name: _module_of(each) for name, each in table["modules"].items()}
+            raise ValueError(f"its version is {table['version']}, this program reads {VERSION}: measure again")
+        modules = {name: _module_of(entry) for name, entry in table["modules"].items()}
         optimizer = LinkModel(float(table["optimizer"]["latency"]), float(table["optimizer"]["per_byte"]))
-        around = Around.from_table(table["around"])
-        return FittedCosts(modules, optimizer, str(table["origin"]), around), table
+        overhead = HostOverhead.from_table(table["around"])
+        return FittedCosts(modules, optimizer, str(table["origin"]), overhead), table
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path}: cannot read the file: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: holds no costs: {why}") from None
+        reason = f"lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path}: not a valid file of costs: {reason}") from None
 
 
 def _module_of(table: Mapping[str, Any]) -> ModuleFits:
     kinds = {
         int(tp): {
-            name: LayerFit(**{part: _fit_of(each[part]) for part in PARTS}, traffic=LaneTraffic(**each["traffic"]))
-            for name, each in found.items()
+            name: LayerFit(**{part: _fit_of(entry[part]) for part in PARTS}, traffic=LaneTraffic(**entry["traffic"]))
+            for name, entry in by_name.items()
         }
-        for tp, found in table["kinds"].items()
+        for tp, by_name in table["kinds"].items()
     }
     layers = tuple(map(str, table["layers"]))
-    if missing := {kind for found in kinds.values() for kind in set(layers) - found.keys()}:
-        raise ValueError(f"kind {min(missing)} of its layers has no costs")
+    if missing := {kind for by_name in kinds.values() for kind in set(layers) - by_name.keys()}:
+        raise ValueError(f"layer kind {min(missing)} has no costs")
     beside = {name: _fit_of(table["beside"][name]) for name in BESIDE}
-    traffic = {int(tp): LaneTraffic(**each) for tp, each in table["traffic"].items()}
+    traffic = {int(tp): LaneTraffic(**entry) for tp, entry in table["traffic"].items()}
     trainable, key_bytes = tuple(map(bool, table["trainable"])), float(table["key_bytes"])
     return ModuleFits(layers, trainable, kinds, **beside, traffic=traffic, key_bytes=key_bytes)
 
 
 def _fit_of(values: Sequence[float | None]) -> Fit:
     numbers = [math.nan if value is None else float(value) for value in values]
-    made = Fit(*numbers)
-    if not all(0.0 <= value < math.inf for value in made[:4]):
-        raise ValueError(f"{made} has a term that is no number from 0 upwards")
-    return made
+    result = Fit(*numbers)
+    if not all(0.0 <= value < math.inf for value in result[:4]):
+        raise ValueError(f"{result} has a term that is not a number >= 0")
+    return result

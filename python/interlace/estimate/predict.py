@@ -3,7 +3,7 @@
 Included: every forward and backward of every chunk of every replica, by the chunk's own size; collation; traffic
 between the ranks of a lane inside a layer; messages, by their bytes and their link; sums of gradients (flat, sharded,
 of tied weights; in three parts if a group spans hosts); weights gathered once per step or layer by layer; the exchange
-of the next step's items, if given; the optimizer. Work outside the lists is included if it was measured (`Around`): the
+of the next step's items, if given; the optimizer. Work outside the lists is included if measured (`HostOverhead`): the
 trainer's own work, the all-gather of loss and norm, and the thread that reads data ahead. This thread delays the rank's
 first actions by its own time, as it does on CPUs, where ranks use all cores. Not included: waiting for data that arrive
 later than that.
@@ -147,7 +147,7 @@ def predict_arrays(
     each = step.durations if seconds is None else seconds
     action_seconds[compute] = seconds_of(each, rows[compute][:, [OP, MODULE, STAGE, CHUNK]], schedule.graph.modules)
     transfer[op == CODES[Op.SEND]] = step.messages
-    if costs.around.read or costs.around.decode:
+    if costs.host_overhead.read or costs.host_overhead.decode:
         _add_reading(schedule, action_seconds, reading_seconds(schedule.graph.layout, schedule.table, costs))
     outcome = simulate_arrays(schedule, action_seconds, transfer=transfer)
     if optimizer and schedule.backward:
@@ -248,7 +248,7 @@ def reading_seconds(layout: Layout, table: StepTable, costs: Costs) -> list[floa
             replica = layout.replica(rank, stage.module)
             if stage.index == 0 and replica is not None:
                 encoded[stage.module] = counts.get((stage.module, replica), 0)
-        totals.append(costs.around.ahead(count, encoded))
+        totals.append(costs.host_overhead.read_seconds(count, encoded))
     return totals
 
 
@@ -270,7 +270,7 @@ def _after_last_action(schedule: Schedule, costs: Costs, links: Links, traffic: 
     """Time after the lists: seconds in which all ranks exchange loss and norm, then each rank's own seconds of its
     optimizer and of the trainer's own work for a step."""
     layout = schedule.graph.layout
-    aside = costs.around.aside(samples_of(schedule.table))
+    aside = costs.host_overhead.step_seconds(samples_of(schedule.table))
     norm_seconds = (
         links.all_gather(NORM_BYTES * layout.world, range(layout.world)) if aside > 0 and layout.world > 1 else 0.0
     )

@@ -42,29 +42,29 @@ class Layout:
         idle = set(range(self.world))
         for name, (spec, pipelines) in self.modules.items():
             if len(pipelines) != spec.dp:
-                raise ValueError(f"{name} has dp = {spec.dp} but {len(pipelines)} pipelines: give one per replica")
+                raise ValueError(f"{name} has dp = {spec.dp}, but {len(pipelines)} pipelines: give one per replica")
             if len({pipeline.num_layers for pipeline in pipelines}) > 1:
-                raise ValueError(f"the replicas of {name} have different numbers of layers")
-            home: dict[int, int] = {}
+                raise ValueError(f"the replicas of {name} have different numbers of layers: give all of them the same")
+            replica_of: dict[int, int] = {}
             for replica, pipeline in enumerate(pipelines):
                 if (pipeline.module, pipeline.replica) != (name, replica):
-                    raise ValueError(f"pipeline {replica} of {name} says {pipeline.module}, {pipeline.replica}")
+                    raise ValueError(
+                        f"pipeline {replica} of {name} is labelled {pipeline.module}, replica {pipeline.replica}"
+                    )
                 for stage in pipeline.stages:
                     if stage.copies and len(pipeline.stages) > 1:
-                        raise ValueError(f"{stage} has copies: a module with copies is one stage")
+                        raise ValueError(f"{stage} has copies: use one stage for a module with copies")
                     if len(set(stage.ranks)) < len(stage.ranks):
-                        raise ValueError(
-                            f"{stage} has copies on ranks that it shares: give every copy ranks of its own"
-                        )
+                        raise ValueError(f"{stage} has several copies on one rank: use separate ranks for all copies")
                     for lane in stage.lanes:
                         self._check_lane(stage, lane, spec)
                         self._lanes.setdefault(lane, len(self._lanes))
                         idle.difference_update(lane.ranks)
                         for rank in lane.ranks:
-                            if home.setdefault(rank, replica) != replica:
+                            if replica_of.setdefault(rank, replica) != replica:
                                 raise ValueError(
-                                    f"rank {rank} has parts of replicas {home[rank]} and {replica} of {name}: a rank "
-                                    "works for one replica of a module"
+                                    f"rank {rank} has stages of replicas {replica_of[rank]} and {replica} of {name}: "
+                                    "use one replica of a module per rank"
                                 )
         if idle:
             raise ValueError(f"rank {min(idle)} of {self.world} has no stage: every rank needs one")
@@ -100,11 +100,11 @@ class Layout:
 
     @cached_property
     def _of_rank(self) -> dict[int, tuple[Stage, ...]]:
-        found: dict[int, list[Stage]] = {}
+        by_rank: dict[int, list[Stage]] = {}
         for stage in self.stages():
             for rank in stage.ranks:
-                found.setdefault(rank, []).append(stage)
-        return {rank: tuple(stages) for rank, stages in found.items()}
+                by_rank.setdefault(rank, []).append(stage)
+        return {rank: tuple(stages) for rank, stages in by_rank.items()}
 
     def replica(self, rank: int, module: str) -> int | None:
         """The replica of `module` that `rank` belongs to; None if it holds nothing of it."""
@@ -146,7 +146,7 @@ class Layout:
         """For each tensor-parallel place of `module`: ranks that hold the same weights of `layer`, lane by lane."""
         tp = self.spec(module).tp
         groups = zip(*(lane.cp_groups(tp) for lane in self.holders(module, layer)), strict=True)
-        return tuple(tuple(rank for group in each for rank in group) for each in groups)
+        return tuple(tuple(rank for group in same_index for rank in group) for same_index in groups)
 
     # -- groups of ranks -------------------------------------------------------------------------------------
 
@@ -160,34 +160,36 @@ class Layout:
         spec = self.spec(module)
         stage = next((stage for stage in self.of_rank(rank) if stage.module == module), None)
         if stage is None:
-            raise ValueError(f"rank {rank} holds nothing of {module}")
+            raise ValueError(f"rank {rank} has no stage of {module}")
         lane = stage.lane_of(rank)
-        tensor, context = lane.places(rank, spec.tp)
+        tensor, context = lane.indices(rank, spec.tp)
         if kind == "tp":
             return lane.tp_groups(spec.tp)[context]
         if kind == "cp":
             return lane.cp_groups(spec.tp)[tensor]
         if kind == "shard":
-            mine = (g for g in self.shard_groups() if (g.module, g.start) == (module, stage.start) and rank in g.owners)
-            return next((group.ranks for group in mine), (rank,))
+            own_shards = (
+                g for g in self.shard_groups() if (g.module, g.start) == (module, stage.start) and rank in g.owners
+            )
+            return next((group.ranks for group in own_shards), (rank,))
         if kind == "dp":
-            place = lane.ranks.index(rank)
-            return tuple(sorted({other.ranks[place] for other in self.holders(module, stage.start)}))
-        raise ValueError(f'kind is {kind!r}: one of "tp", "cp", "dp", "shard"')
+            index = lane.ranks.index(rank)
+            return tuple(sorted({holder.ranks[index] for holder in self.holders(module, stage.start)}))
+        raise ValueError(f'kind is {kind!r}: use "tp", "cp", "dp" or "shard"')
 
     def reduce_groups(self, in_part: Collection[str] = ()) -> tuple[Reduction, ...]:
         """The reductions over more than one rank, modules and layers in order.
 
         in_part: the modules with weights of which each rank of a lane uses only a part.
         """
-        found = []
+        reductions = []
         for module in self.modules:
             for start, stop in self._ranges(module):
                 holders = self.same_weights(module, start)
-                found += [Reduction(module, start, stop, tuple(sorted(set(ranks)))) for ranks in holders]
+                reductions += [Reduction(module, start, stop, tuple(sorted(set(ranks)))) for ranks in holders]
                 if module in in_part:
-                    found.append(Reduction(module, start, stop, tuple(sorted(set(chain(*holders)))), in_part=True))
-        return tuple(reduction for reduction in found if len(reduction.ranks) > 1)
+                    reductions.append(Reduction(module, start, stop, tuple(sorted(set(chain(*holders)))), in_part=True))
+        return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
 
     def shard_groups(self) -> tuple[Shard, ...]:
         """The sharded weights and the ranks that keep their slices, modules and layers in order.
@@ -201,7 +203,7 @@ class Layout:
 
     @cached_property
     def _shard_groups(self) -> tuple[Shard, ...]:
-        found = []
+        shards = []
         for module, (spec, _) in self.modules.items():
             for start, stop in self._ranges(module) if spec.shard != "none" else ():
                 for ranks in self.same_weights(module, start):
@@ -209,12 +211,12 @@ class Layout:
                     if len(ranks) % size:
                         raise ValueError(
                             f"{module} has shard_ranks = {size}, but {len(ranks)} ranks hold the same weights of it: "
-                            "give a number that divides theirs, or none for all"
+                            "use a divisor of that number, or leave shard_ranks out for all"
                         )
                     sets = tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
                     if size > 1:
-                        found += [Shard(module, start, stop, owners, sets, spec.shard == "full") for owners in sets]
-        return tuple(found)
+                        shards += [Shard(module, start, stop, owners, sets, spec.shard == "full") for owners in sets]
+        return tuple(shards)
 
     def _ranges(self, module: str) -> list[tuple[int, int]]:
         """Ranges of a module's layers, cut at every cut of its pipelines: the same stages hold all of a range."""
@@ -225,14 +227,14 @@ class Layout:
     def uneven(self, module: str, layers: Collection[int]) -> bool:
         """Whether layers of `module` that share a weight are grouped into stages or lanes differently in some replicas.
         A rank has one gradient for all of these layers that it holds."""
-        each, alike = sorted(set(layers)), set()
-        if len(each) < 2:
+        distinct, arrangements = sorted(set(layers)), set()
+        if len(distinct) < 2:
             return False
         for pipeline in self.pipelines(module):
-            homes = [next(s for s in pipeline.stages if s.start <= layer < s.stop) for layer in each]
-            lanes = [stage.lane for stage in homes]
-            alike.add((tuple(map(homes.index, homes)), tuple(map(lanes.index, lanes))))
-        return len(alike) > 1
+            stages = [next(s for s in pipeline.stages if s.start <= layer < s.stop) for layer in distinct]
+            lanes = [stage.lane for stage in stages]
+            arrangements.add((tuple(map(stages.index, stages)), tuple(map(lanes.index, lanes))))
+        return len(arrangements) > 1
 
     @cached_property
     def data_parallel(self) -> dict[str, int]:

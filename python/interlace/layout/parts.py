@@ -19,7 +19,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
-            raise ValueError(f"a lane names each of its ranks once, from 0 upwards; got {self.ranks}")
+            raise ValueError(f"a lane needs distinct ranks >= 0, got {self.ranks}")
 
     def __str__(self) -> str:
         return "+".join(map(str, self.ranks))
@@ -30,9 +30,9 @@ class Lane:
 
     def cp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks with the same weights: one group for each of the `tp` tensor-parallel places."""
-        return tuple(self.ranks[place::tp] for place in range(tp))
+        return tuple(self.ranks[index::tp] for index in range(tp))
 
-    def places(self, rank: int, tp: int) -> tuple[int, int]:
+    def indices(self, rank: int, tp: int) -> tuple[int, int]:
         """The tensor- and the context-parallel place of `rank`: indices of its groups in `cp_groups(tp)` and in
         `tp_groups(tp)`. Raises ValueError for a rank that is not in the lane."""
         context, tensor = divmod(self.ranks.index(rank), tp)
@@ -80,17 +80,17 @@ class Pipeline:
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
-        where = f"{self.module}, replica {self.replica}"
+        label = f"{self.module}, replica {self.replica}"
         if not self.stages:
-            raise ValueError(f"{where} has no stages")
+            raise ValueError(f"{label} has no stages")
         if any(s.module != self.module or s.index != i for i, s in enumerate(self.stages)):
-            found = ", ".join(map(str, self.stages))
-            raise ValueError(f"{where} has the stages {found}; number its own from 0 in the order of layers")
+            listed = ", ".join(map(str, self.stages))
+            raise ValueError(f"{label} has the stages {listed}: they must be stages of {self.module}, numbered from 0")
         if any(not s.start < s.stop for s in self.stages):
-            raise ValueError(f"{where}: a stage needs at least one layer")
+            raise ValueError(f"{label}: a stage needs at least one layer")
         if self.stages[0].start != 0 or any(a.stop != b.start for a, b in pairwise(self.stages)):
             cuts = ", ".join(f"[{s.start}, {s.stop})" for s in self.stages)
-            raise ValueError(f"{where}: stages must follow each other from layer 0 on, got {cuts}")
+            raise ValueError(f"{label}: stages must cover consecutive layers from 0, got {cuts}")
 
     @property
     def num_layers(self) -> int:
@@ -138,5 +138,5 @@ class Shard:
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """The ranks of all sets that own the slice of `rank`, in ascending order."""
-        place = self.owners.index(rank)
-        return tuple(sorted(owners[place] for owners in self.sets))
+        index = self.owners.index(rank)
+        return tuple(sorted(owners[index] for owners in self.sets))

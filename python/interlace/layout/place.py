@@ -79,7 +79,7 @@ def from_specs(
             )
         if ranks is not None:
             raise ValueError(
-                f"ranks = {ranks} lets stages of a replica share ranks, which needs one dp for all modules and "
+                f"ranks = {ranks} makes stages of a replica share ranks, which needs one dp for all modules and "
                 f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}: leave ranks out"
             )
         return _unfolded(order, specs, cuts, units, placement)
@@ -87,14 +87,16 @@ def from_specs(
     if not 1 <= num_ranks <= len(units):
         raise ValueError(
             f"{num_ranks} ranks do not match the specs, which give {len(units)} stages to place "
-            f"({placement}: {_degrees(specs, 'pp')}): run 1 to {len(units)} ranks per replica, or raise pp"
+            f"({placement}: {_degrees(specs, 'pp')}): use 1 to {len(units)} ranks per replica, or raise pp"
         )
     unit_cost = [sum(float(per_layer[n][cuts[n][i] : cuts[n][i + 1]].sum()) for n, i in unit) for unit in units]
     bounds = partition(np.asarray(unit_cost), num_ranks)
-    home = {key: rank for rank in range(num_ranks) for unit in units[bounds[rank] : bounds[rank + 1]] for key in unit}
+    rank_of = {
+        key: rank for rank in range(num_ranks) for unit in units[bounds[rank] : bounds[rank + 1]] for key in unit
+    }
 
     def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
-        local = [home[name, index]] if (name, index) in home else range(num_ranks)
+        local = [rank_of[name, index]] if (name, index) in rank_of else range(num_ranks)
         return tuple(Lane((replica * num_ranks + rank,)) for rank in local)
 
     return _layout(order, specs, cuts, lanes, num_ranks * specs[order[0]].dp, placement)
@@ -146,25 +148,25 @@ def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: s
     def lanes(name: str) -> list[Unit]:
         """The stages of each of its lanes."""
         spec = specs[name]
-        return [[(name, i) for i in range(spec.stages) if spec.place(i) == place] for place in range(spec.pp)]
+        return [[(name, i) for i in range(spec.stages) if spec.lane_index(i) == lane] for lane in range(spec.pp)]
 
     if placement == "parallel":
         return [unit for name in order for unit in lanes(name)]
-    alone = lanes(language_model)
+    llm_lanes = lanes(language_model)
     if placement == "replicated":
         for name in encoders:
             if specs[name].stages != 1:
                 raise ValueError(
-                    f"replicated placement runs {name!r} whole on every language model rank: "
+                    f"replicated placement runs all of {name!r} on every language model rank: "
                     f"set its pp and virtual to 1, not {specs[name].stages} stages"
                 )
-        return alone
+        return llm_lanes
     for degree in ("pp", "virtual", "order", "dp", "tp", "cp"):
         if len({getattr(specs[name], degree) for name in encoders}) > 1:
             degrees = _degrees({name: specs[name] for name in encoders}, degree)
             raise ValueError(f"colocated encoders are merged stage by stage, so they need one {degree}; got {degrees}")
     merged = zip(*(lanes(name) for name in encoders), strict=True)
-    return [[stage for unit in units for stage in unit] for units in merged] + alone
+    return [[stage for unit in units for stage in unit] for units in merged] + llm_lanes
 
 
 def _unfolded(
@@ -177,15 +179,20 @@ def _unfolded(
         blocks: dict[str, list[Unit]] = {}
         for unit in units:
             blocks.setdefault(unit[0][0], []).append(unit)
-        turns = [(replica, unit) for name, own in blocks.items() for replica in range(specs[name].dp) for unit in own]
+        turns = [
+            (replica, unit)
+            for name, module_units in blocks.items()
+            for replica in range(specs[name].dp)
+            for unit in module_units
+        ]
     home: dict[tuple[str, int, int], Lane] = {}
-    first = 0
+    next_rank = 0
     for replica, unit in turns:
         size = specs[unit[0][0]].lane_size
-        lane = Lane(tuple(range(first, first + size)))
-        first += size
+        lane = Lane(tuple(range(next_rank, next_rank + size)))
+        next_rank += size
         home.update({(name, index, replica): lane for name, index in unit})
-    return _layout(order, specs, cuts, lambda name, i, replica: (home[name, i, replica],), first, placement)
+    return _layout(order, specs, cuts, lambda name, i, replica: (home[name, i, replica],), next_rank, placement)
 
 
 def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, ranks: int | None) -> Parts:
@@ -193,14 +200,14 @@ def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts,
     if len({specs[name].ranks for name in order}) > 1 or ranks not in (None, world):
         products = ", ".join(f"{name}: {specs[name].ranks}" for name in order)
         raise ValueError(
-            f"shared modules run on the same ranks, so tp * cp * pp * dp must be one number for all"
-            f"{'' if ranks in (None, world) else f' and equal ranks = {ranks}'}; got {products}"
+            f"shared modules run on the same ranks, so tp * cp * pp * dp must be equal for all"
+            f"{'' if ranks in (None, world) else f' and equal to ranks = {ranks}'}; got {products}"
         )
 
     def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
         spec = specs[name]
         size = spec.lane_size
-        first = (replica * spec.pp + spec.place(index)) * size
+        first = (replica * spec.pp + spec.lane_index(index)) * size
         return (Lane(tuple(range(first, first + size))),)
 
     return _layout(order, specs, cuts, lanes, world, "shared")
@@ -226,8 +233,8 @@ def _layout(
 def _check_specs(order: Sequence[str], specs: Mapping[str, ParallelSpec]) -> None:
     for name in specs:
         if name not in order:
-            near = difflib.get_close_matches(name, order, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            similar = difflib.get_close_matches(name, order, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise ValueError(f"spec for unknown module {name!r}: the model has {', '.join(order)}{hint}")
     missing = [name for name in order if name not in specs]
     if missing:
@@ -243,8 +250,8 @@ def _degrees(specs: Mapping[str, ParallelSpec], *degrees: str) -> str:
 
 def _cut(name: str, costs: NDArray[np.float64], spec: ParallelSpec) -> NDArray[np.int32]:
     if spec.stages > len(costs):
-        laps = f" * virtual={spec.virtual}" if spec.virtual > 1 else ""
-        most = len(costs) // spec.virtual
-        way_out = f"set pp to at most {most}" if most else f"set virtual to at most {len(costs)}"
-        raise ValueError(f"{name}: pp={spec.pp}{laps} stages but only {len(costs)} layers; {way_out}")
+        factor = f" * virtual={spec.virtual}" if spec.virtual > 1 else ""
+        limit = len(costs) // spec.virtual
+        advice = f"set pp to at most {limit}" if limit else f"set virtual to at most {len(costs)}"
+        raise ValueError(f"{name}: pp={spec.pp}{factor} stages, but only {len(costs)} layers: {advice}")
     return partition(costs, spec.stages)

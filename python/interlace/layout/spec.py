@@ -40,13 +40,13 @@ class ParallelSpec:
         if self.order not in _ORDERS:
             raise ValueError(f"unknown order {self.order!r}: use one of {', '.join(map(repr, _ORDERS))}")
         if self.order == "v" and self.virtual != 2:
-            raise ValueError(f"order = 'v' goes down the ranks and up again: set virtual = 2, not {self.virtual}")
+            raise ValueError(f"order = 'v' needs virtual = 2, got {self.virtual}")
         if self.shard not in _SHARDS:
             raise ValueError(f"unknown shard {self.shard!r}: use one of {', '.join(map(repr, _SHARDS))}")
         if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
             raise ValueError(
-                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r}: give 2 ranks or more and shard = "
-                "'optimizer' or 'full', or leave shard_ranks = None"
+                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r}: use shard_ranks >= 2 with "
+                "shard = 'optimizer' or 'full', or shard_ranks = None"
             )
 
     @property
@@ -59,10 +59,10 @@ class ParallelSpec:
         """Stages of one replica."""
         return self.pp * self.virtual
 
-    def place(self, stage: int) -> int:
+    def lane_index(self, stage: int) -> int:
         """Index of the lane, of the pp lanes of a replica, that runs stage `stage`."""
-        lap, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.order == "v" and lap == 1 else place
+        lap, index = divmod(stage, self.pp)
+        return self.pp - 1 - index if self.order == "v" and lap == 1 else index
 
     @property
     def ranks(self) -> int:

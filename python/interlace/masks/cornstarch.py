@@ -43,8 +43,8 @@ def _causal_bit(words: list[int]) -> list[int]:
     for value, bits in zip(words, named, strict=True):
         if len(bits) > 1 and 0 not in bits:
             raise ValueError(
-                f"word {value & (2**64 - 1):#x} sees modalities {bits} but not text, so it does not say to which of "
-                "them its token belongs; build BitfieldMask(bits) with interlace.masks.word(own, attends) instead"
+                f"word {value & (2**64 - 1):#x} sees modalities {bits} but not text, so the modality of its token is "
+                "ambiguous: build BitfieldMask(bits) with interlace.masks.word(own, attends) instead"
             )
         # Bit 0 marks text. Any other token names just one modality. In both cases the lowest bit is its own.
         table.append(word(stream[(bits[0],)], [stream[(b,)] for b in bits], causal=value < 0) if bits else 0)
@@ -72,12 +72,12 @@ def _bits(value: int) -> list[int]:
 def _assign(keys: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
     """One stream per key: single bits up to 55 keep their number; all others get the lowest free numbers."""
     distinct = sorted(set(keys))
-    kept: dict[tuple[int, ...], int] = {key: key[0] for key in distinct if len(key) == 1 and key[0] <= MAX_STREAM}
-    free = iter(n for n in range(MAX_STREAM + 1) if n not in set(kept.values()) and n != 0)
+    numbers: dict[tuple[int, ...], int] = {key: key[0] for key in distinct if len(key) == 1 and key[0] <= MAX_STREAM}
+    free = iter(n for n in range(MAX_STREAM + 1) if n not in set(numbers.values()) and n != 0)
     for key in distinct:
-        if key not in kept:
-            number = next(free, None)
-            if number is None:
+        if key not in numbers:
+            free_number = next(free, None)
+            if free_number is None:
                 raise ValueError(f"{len(distinct)} kinds of tokens do not fit in {MAX_STREAM + 1} streams")
-            kept[key] = number
-    return kept
+            numbers[key] = free_number
+    return numbers

@@ -40,22 +40,22 @@ def first_difference(
     if samples is not None and samples < 1:
         raise ValueError(f"samples is {samples}; it must be at least 1, or None for every pair")
     total = mask.batch * mask.length * keys.length
-    every = samples is None or samples >= total
+    exhaustive = samples is None or samples >= total
     bitfield = mask.to_flex(keys)
-    for start in range(0, total if every or samples is None else samples, CHUNK):
-        stop = min(start + CHUNK, total if every or samples is None else samples)
-        if every:
+    for start in range(0, total if exhaustive or samples is None else samples, CHUNK):
+        stop = min(start + CHUNK, total if exhaustive or samples is None else samples)
+        if exhaustive:
             pair = torch.arange(start, stop, device=mask.device)
         else:
             generator = torch.Generator().manual_seed(seed + start)
             pair = torch.randint(total, (stop - start,), generator=generator).to(mask.device)
         b, q, k = pair // (mask.length * keys.length), pair // keys.length % mask.length, pair % keys.length
-        found = bitfield(b, torch.zeros_like(b), q, k)
-        wanted = _evaluate(mask_mod, heads, b, q, k)
-        wrong = (wanted != found.unsqueeze(1)).nonzero()
+        ours = bitfield(b, torch.zeros_like(b), q, k)
+        theirs = _evaluate(mask_mod, heads, b, q, k)
+        wrong = (theirs != ours.unsqueeze(1)).nonzero()
         if len(wrong):
             at, head = wrong[0].tolist()
-            return FlexDifference(int(b[at]), head, int(q[at]), int(k[at]), bool(found[at]), bool(wanted[at, head]))
+            return FlexDifference(int(b[at]), head, int(q[at]), int(k[at]), bool(ours[at]), bool(theirs[at, head]))
     return None
 
 

@@ -58,7 +58,7 @@ class BitfieldMask:
         if isinstance(window, Tensor):
             companions["window"] = window
         elif window is not None:
-            window = min(_integer("window", window, least=1), NO_WINDOW)
+            window = min(_integer("window", window, minimum=1), NO_WINDOW)
         for name, tensor in companions.items():
             if tensor is None:
                 continue
@@ -72,7 +72,7 @@ class BitfieldMask:
         self.doc = doc
         self.span = span
         self.window = window
-        self.sinks = min(_integer("sinks", sinks, least=0), NO_WINDOW)  # positions stay below it
+        self.sinks = min(_integer("sinks", sinks, minimum=0), NO_WINDOW)  # positions stay below it
         self._pos = pos
         if bits.device.type == "cpu" and readable(bits, *companions.values()):
             self._check_values()
@@ -84,7 +84,7 @@ class BitfieldMask:
             raise ValueError(f"a token's OWN stream is above {MAX_STREAM}: bits 56-61 hold 0..{MAX_STREAM}")
         for name, tensor, least in (("doc", self.doc, -1), ("span", self.span, -1), ("pos", self._pos, 0)):
             if tensor is not None and bool((tensor < least).any()):
-                raise ValueError(f"{name} holds {int(tensor.min())}; the least value allowed is {least}")
+                raise ValueError(f"{name} holds {int(tensor.min())}; it must be at least {least}")
         if self._pos is not None and bool((self._pos >= NO_WINDOW).any()):
             raise ValueError(f"pos holds {int(self._pos.max())}; positions stay below {NO_WINDOW}")
         if isinstance(self.window, Tensor) and bool(((self.window < 1) | (self.window > NO_WINDOW)).any()):
@@ -198,9 +198,9 @@ class BitfieldMask:
         numbers = {"text": 0, **(streams or {})}
         free = (n for n in range(1, MAX_STREAM + 1) if n not in set((streams or {}).values()))
         for segment in (segment for row in rows for segment in row):
-            _integer(f"length of segment {segment.kind!r}", segment.length, least=0)
+            _integer(f"length of segment {segment.kind!r}", segment.length, minimum=0)
             if segment.stream is not None:
-                _integer(f"stream of segment {segment.kind!r}", segment.stream, least=0)
+                _integer(f"stream of segment {segment.kind!r}", segment.stream, minimum=0)
             if segment.kind not in numbers and segment.stream is None:
                 numbers[segment.kind] = next(free, MAX_STREAM)
         length = max((sum(segment.length for segment in row) for row in rows), default=0)
@@ -239,10 +239,10 @@ class BitfieldMask:
         if not masks:
             raise ValueError("BitfieldMask.pack needs at least one mask")
         if len({mask.device for mask in masks}) > 1:
-            raise ValueError(f"masks to pack lie on several devices: {sorted({str(m.device) for m in masks})}")
+            raise ValueError(f"masks to pack are on several devices:  {sorted({str(m.device) for m in masks})}")
         sinks = {mask.sinks for mask in masks if mask.window is not None}
         if len(sinks) > 1:
-            raise ValueError(f"masks to pack have different sinks {sorted(sinks)}: a mask has one number of sinks")
+            raise ValueError(f"masks to pack have different sinks {sorted(sinks)}: use one number of sinks for all")
         pieces = [(mask, mask.tokens()) for mask in masks]
         windows = {None if isinstance(mask.window, Tensor) else (mask.window,) for mask in masks}
         window: int | Tensor | None
@@ -298,7 +298,7 @@ class BitfieldMask:
         if index.dim() == 2 and index.shape[0] != self.batch:
             raise ValueError(f"index has {index.shape[0]} rows but the mask has {self.batch}")
         if self.device.type == "cpu" and bool(((index < 0) | (index >= self.length)).any()):
-            raise IndexError(f"index reaches outside 0..{self.length - 1}")
+            raise IndexError(f"index has values outside 0..{self.length - 1}")
         rows = index.long().expand(self.batch, -1)
         return self.mapped(lambda tensor: tensor.gather(1, rows))
 
@@ -440,11 +440,11 @@ def _segments(sequences: Any) -> list[list[Segment]]:
     )
 
 
-def _integer(name: str, value: object, *, least: int) -> int:
+def _integer(name: str, value: object, *, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {_describe(value)}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; the least value allowed is {least}")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
     return value
 
 

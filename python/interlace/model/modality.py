@@ -44,7 +44,7 @@ from interlace.model.rows import PACKED, full_plan, packed_plan
 from interlace.model.sample import Media
 from interlace.model.stages.attention_switch import use_bitfield_attention
 from interlace.model.stages.slice import changing_output, find_layers, leave, run
-from interlace.parallel.sending import sent_plan
+from interlace.parallel.sending import plan_to_device
 
 if TYPE_CHECKING:
     from interlace.parallel.context import Context
@@ -369,13 +369,13 @@ class ModalityModule(nn.Module):
     def _sharing(self, context: Context | None, plan: AttentionPlan, device: torch.device) -> Iterator[Rows]:
         """Inside, attention follows `plan`. With a context, the layers must get the yielded share of the rows."""
         if context is None:
-            with use_plan(sent_plan(plan, device), backend=self.backend):
+            with use_plan(plan_to_device(plan, device), backend=self.backend):
                 yield lambda rows: rows
             return
         share = context.share(BitfieldMask.from_tokens(plan.queries(), plan.sinks), plan, self.backend)
-        joined = changing_output(self.layers[self.stop - 1], share.whole) if self.is_last else nullcontext()
-        with use_plan(sent_plan(share.plan, device), backend=share.attend), joined:
-            yield share.take
+        joined = changing_output(self.layers[self.stop - 1], share.unshard) if self.is_last else nullcontext()
+        with use_plan(plan_to_device(share.plan, device), backend=share.attend), joined:
+            yield share.shard
 
     def _run_later(self, hidden: Tensor | None, like: Tensor, items: list[Item]) -> Any:
         if hidden is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 
 Grid = tuple[int, int]
 
@@ -232,6 +232,6 @@ def stack_tokens(features: Tensor, lengths: Sequence[int], k: int) -> Tensor:
         target.extend(range(start, start + n))
         start += m * k
     padded = features.new_zeros(start, features.shape[1])
-    places = sent(torch.tensor(target, dtype=torch.int64, device="cpu"), features.device)
+    places = to_device(torch.tensor(target, dtype=torch.int64, device="cpu"), features.device)
     padded = padded.index_copy(0, places, features)
     return padded.view(start // k, k * features.shape[1])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, Tokens, word
-from interlace.parallel.sending import sent_plan
+from interlace.parallel.sending import plan_to_device
 
 PACKED, ROWS, ALONE = "packed", "rows", "alone"
 
@@ -104,4 +104,4 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
 @lru_cache(maxsize=64)
 def full_plan(batch: int, length: int, device: torch.device) -> AttentionPlan:
     """Plan of a batch of equal items; each attends to all of itself. Cached, to avoid another copy to the GPU."""
-    return sent_plan(AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")), device)
+    return plan_to_device(AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")), device)

@@ -27,8 +27,8 @@ APART = "_apart"
 
 def linear_of(layer: Any) -> nn.Linear | None:
     """The nn.Linear of `layer`: the layer itself or the base layer of an adapter. None if it is neither."""
-    found = layer.base_layer if is_adapted(layer) else layer
-    return found if isinstance(found, nn.Linear) else None
+    base = layer.base_layer if is_adapted(layer) else layer
+    return base if isinstance(base, nn.Linear) else None
 
 
 def is_adapted(layer: Any) -> bool:
@@ -36,19 +36,19 @@ def is_adapted(layer: Any) -> bool:
     return isinstance(layer, nn.Module) and hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 
-def adapter_styles(layer: Any, path: str, style: str, around: Mapping[str, str]) -> dict[str, str]:
+def adapter_styles(layer: Any, path: str, style: str, outer: Mapping[str, str]) -> dict[str, str]:
     """Path -> style of the parts inside the adapted `layer` at `path`, if the layer is cut by `style`.
 
-    around: styles of the modules around the layer. Raises ValueError for an adapter other than plain LoRA.
+    outer: styles of the modules around the layer. Raises ValueError for an adapter other than plain LoRA.
     """
     if linear_of(layer) is None or getattr(layer, "lora_variant", None):
         raise ValueError(
-            f"{path} has an adapter that is not the plain one of a linear layer (DoRA, or of an embedding), which "
-            "cannot be cut: use LoRA on linear layers, or leave it whole"
+            f"{path} has an adapter other than plain LoRA of a linear layer (for example DoRA), which cannot be "
+            "sharded: use plain LoRA on linear layers, or leave the layer out of the plan"
         )
-    gathers = [each for each in around.values() if each.startswith("gather")]
+    gathers = [outer_style for outer_style in outer.values() if outer_style.startswith("gather")]
     if "gather_narrow" in gathers:
-        raise ValueError(f"{path} has an adapter and is given a part of the features only: leave it out")
+        raise ValueError(f"{path} has an adapter, but gets only a part of the features: leave the adapter out")
     if style == "row":
         of_a, of_b = "row", "sequence"
     elif style in ("column_gathered", "vocabulary"):  # the layer itself sums the gradient of its input
@@ -57,7 +57,7 @@ def adapter_styles(layer: Any, path: str, style: str, around: Mapping[str, str])
         of_a, of_b = "replicate", style + APART
     else:
         of_a, of_b = "sequence", style
-    found = {f"{path}.base_layer": style}
+    styles = {f"{path}.base_layer": style}
     for name in layer.lora_A:
-        found |= {f"{path}.lora_A.{name}": of_a, f"{path}.lora_B.{name}": of_b}
-    return found
+        styles |= {f"{path}.lora_A.{name}": of_a, f"{path}.lora_B.{name}": of_b}
+    return styles

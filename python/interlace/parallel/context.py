@@ -2,10 +2,10 @@
 
     context = Context(ranks, "lpt")
     share = context.share(mask)                        # once per chunk, of any length
-    mine = share.take(hidden)                          # [1, T, ...] -> this rank's rows, padded
+    mine = share.shard(hidden)                         # [1, T, ...] -> this rank's rows, padded
     with use_plan(share.plan, backend=share.attend):   # attention sees the rows of all ranks
         mine = layers(mine)
-    whole = share.whole(mine)                          # [1, T, ...] again, on every rank
+    whole = share.unshard(mine)                        # [1, T, ...] again, on every rank
 
 The assignment of rows follows from the mask alone, so ranks need no communication to agree on it. Orders: "lpt"
 balances the attention cost under this mask, "zigzag" the cost under a causal mask, "ring" gives each rank consecutive
@@ -28,7 +28,7 @@ from interlace.parallel.mappings import Ranks
 ORDERS = ("lpt", "zigzag", "ring")
 
 
-def deal(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None = None) -> TokenShards:
+def assign_tokens(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None = None) -> TokenShards:
     """Assignment of the tokens of `mask` [B, T] to ranks; depends on the arguments alone.
 
     order: one of ORDERS.
@@ -49,7 +49,7 @@ class Share:
 
     ranks: Ranks
     length: int
-    built: ContextParallelPlan
+    cp_plan: ContextParallelPlan
     backend: str | None
 
     @classmethod
@@ -60,16 +60,16 @@ class Share:
     @property
     def plan(self) -> AttentionPlan:
         """Attention plan: queries are this rank's rows, keys are all ranks' rows."""
-        return self.built.plan
+        return self.cp_plan.plan
 
-    def take(self, rows: Tensor, pad: float = 0) -> Tensor:
+    def shard(self, rows: Tensor, pad: float = 0) -> Tensor:
         """This rank's rows of [1, T, ...]. Rows beyond the end are `pad`."""
-        return shard(rows, self.built.shards, self.ranks.rank, dim=1, pad=pad)
+        return shard(rows, self.cp_plan.shards, self.ranks.rank, dim=1, pad=pad)
 
-    def whole(self, mine: Tensor) -> Tensor:
+    def unshard(self, rows: Tensor) -> Tensor:
         """[1, T, ...] from every rank's rows. The gradient of a row is the sum of all ranks' gradients for it."""
-        transport = self.ranks.transport(mine)
-        return unshard(mine, self.built.shards, transport, dim=1, length=self.length)
+        transport = self.ranks.transport(rows)
+        return unshard(rows, self.cp_plan.shards, transport, dim=1, length=self.length)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, scale: float | None, softcap: float | None
@@ -80,12 +80,12 @@ class Share:
         """
         if (plan.q_len, plan.k_len) != (self.plan.q_len, self.plan.k_len):
             raise ValueError(
-                f"attention asks for {plan.q_len} queries and {plan.k_len} keys where this rank has {self.plan.q_len} "
-                f"of {self.plan.k_len} rows: this model cuts its attention mask, so leave it at cp = 1"
+                f"attention got {plan.q_len} queries and {plan.k_len} keys, but this rank has {self.plan.q_len} of "
+                f"{self.plan.k_len} rows: this model slices its attention mask, use cp = 1"
             )
-        built, transport = replace(self.built, plan=plan), self.ranks.transport(q)
+        cp_plan, transport = replace(self.cp_plan, plan=plan), self.ranks.transport(q)
         out = context_parallel_attention(
-            q, k, v, built, built.shards, group=transport, scale=scale, softcap=softcap, backend=self.backend
+            q, k, v, cp_plan, cp_plan.shards, group=transport, scale=scale, softcap=softcap, backend=self.backend
         )
         assert isinstance(out, Tensor)
         return out
@@ -99,5 +99,5 @@ class Context:
     order: str
 
     def share(self, mask: BitfieldMask, plan: AttentionPlan | None = None, backend: str | None = None) -> Share:
-        """This rank's share of a chunk with this mask. plan: as for `deal`."""
-        return Share.of(mask, deal(mask, self.ranks.world, self.order, plan), self.ranks, backend)
+        """This rank's share of a chunk with this mask. plan: as for `assign_tokens`."""
+        return Share.of(mask, assign_tokens(mask, self.ranks.world, self.order, plan), self.ranks, backend)

@@ -38,7 +38,7 @@ COLUMNS = {  # layers cut by outputs -> style
     "qkv": "column_thirds",
 }
 ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv",))
-BACK_FROM_ATTENTION = ("o_proj", "out_proj", "projection_layer", "dense", "proj")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "projection_layer", "dense", "proj")
 MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
@@ -66,7 +66,7 @@ def plan_for(module: nn.Module) -> dict[str, str]:
         return derived_plan(module)
     except Unknown as error:
         raise ValueError(
-            f"no plan is known for {type(module).__name__}: {error}. Write one, module path -> style (see "
+            f"no tensor-parallel plan for {type(module).__name__}: {error}. Write a plan, module path -> style (see "
             "interlace.parallel.tensor)"
         ) from None
 
@@ -83,16 +83,16 @@ def derived_plan(module: nn.Module) -> dict[str, str]:
         if not _has_attention(module):
             raise Unknown(_unknown_attention(module))
         plan = _block(module, "")
-    for path, there in blocks.items():
-        for index, block in enumerate(there):
+    for path, block_list in blocks.items():
+        for index, block in enumerate(block_list):
             if next(block.parameters(), None) is not None:  # otherwise a placeholder for a block of another stage
                 plan |= _block(block, f"{path}.{index}")
         plan[path] = "layers"
-        _agree(parts, path, plan)
+        _check_own_plan(parts, path, plan)
     for path in blocks:
-        model = min((outer for outer in (path, *around(path)) if _is_model(parts[outer])), key=len, default=None)
+        model = min((outer for outer in (path, *ancestors(path)) if _is_model(parts[outer])), key=len, default=None)
         if model is not None:
-            plan |= dict.fromkeys(_apart(parts[model], model, set(blocks)), "replicate")
+            plan |= dict.fromkeys(_outside_blocks(parts[model], model, set(blocks)), "replicate")
     return plan
 
 
@@ -100,7 +100,7 @@ def _inside(path: str, outer: str) -> bool:
     return path.startswith(f"{outer}.")
 
 
-def around(path: str) -> Iterator[str]:
+def ancestors(path: str) -> Iterator[str]:
     """The paths of the modules around a module, innermost first; "" is the root."""
     while path:
         path = path.rpartition(".")[0]
@@ -116,7 +116,7 @@ def _is_model(module: nn.Module) -> bool:
     return hasattr(module, "base_model_prefix")
 
 
-def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
+def _outside_blocks(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
     """Paths of modules with parameters in `module` outside its blocks."""
     if path in blocks:
         return
@@ -127,7 +127,7 @@ def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
     if any(parameter is not None for parameter in module._parameters.values()):
         yield path
     for name, child in module.named_children():
-        yield from _apart(child, _joined(path, name), blocks)
+        yield from _outside_blocks(child, _joined(path, name), blocks)
 
 
 # ---------------------------------------------------------------------- a block
@@ -147,7 +147,8 @@ def _unknown_attention(module: nn.Module) -> str:
     for path, part in module.named_modules():
         layers = [name for name, child in part.named_children() if hasattr(child, "weight")]
         if path and "attention" in type(part).__name__.lower() and layers:
-            return f"{path} ({type(part).__name__}) has {', '.join(layers)}, where q_proj, k_proj and v_proj are known"
+            names = ", ".join(layers)
+            return f"{path} ({type(part).__name__}) has the layers {names}; supported are q_proj, k_proj and v_proj"
     return "it has no attention"
 
 
@@ -162,89 +163,89 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
     """The plan of one block. Raises Unknown."""
     attentions = [name for name, part in block.named_modules() if _layers_of_attention(part)]
     if len(attentions) != 1:
-        what = f"has {len(attentions)} attentions that are known" if attentions else "has no attention that is known"
-        raise Unknown(f"{path or type(block).__name__} ({type(block).__name__}) {what}")
-    here = attentions[0]
-    if not here:  # the module itself is an attention
+        reason = f"has {len(attentions)} supported attentions, not one" if attentions else "has no supported attention"
+        raise Unknown(f"{path or type(block).__name__} ({type(block).__name__}) {reason}")
+    attention = attentions[0]
+    if not attention:  # the module itself is an attention
         return _attention(block, path)[0]
-    plan, hidden = _attention(block.get_submodule(here), _joined(path, here))
+    plan, hidden = _attention(block.get_submodule(attention), _joined(path, attention))
     if direct := [name for name, parameter in block._parameters.items() if parameter is not None]:
         _check_each_token(block, path, hidden, direct)
         plan[path] = "sequence"
-    names = {name: child for name, child in block.named_children() if name != here.partition(".")[0]}
-    if here.count("."):
-        raise Unknown(f"{_joined(path, here)} lies deeper inside its block than is known")
-    for into, back in MLPS:  # blocks that hold the MLP layers directly (Whisper)
-        if back in names and all(linear_of(names.get(name)) is not None for name in (*into, back)):
-            plan |= _mlp(block, path, into, back, hidden)
-            names = {name: child for name, child in names.items() if name not in (*into, back)}
+    names = {name: child for name, child in block.named_children() if name != attention.partition(".")[0]}
+    if attention.count("."):
+        raise Unknown(f"{_joined(path, attention)} is nested too deep in its block")
+    for in_layers, out_layer in MLPS:  # blocks that hold the MLP layers directly (Whisper)
+        if out_layer in names and all(linear_of(names.get(name)) is not None for name in (*in_layers, out_layer)):
+            plan |= _mlp(block, path, in_layers, out_layer, hidden)
+            names = {name: child for name, child in names.items() if name not in (*in_layers, out_layer)}
     for name, child in names.items():
-        where = _joined(path, name)
+        child_path = _joined(path, name)
         if next(child.parameters(), None) is None:
             continue
         if "experts" in dict(child.named_children()):
-            plan[where] = _experts(child, where)
-        elif found := _known_mlp(child, where, hidden):
-            plan |= {where: "gather", **found}
+            plan[child_path] = _experts(child, child_path)
+        elif mlp_plan := _known_mlp(child, child_path, hidden):
+            plan |= {child_path: "gather", **mlp_plan}
         else:
-            _check_each_token(child, where, hidden, [key for key, _ in child.named_parameters()])
-            plan[where] = "sequence"
+            _check_each_token(child, child_path, hidden, [key for key, _ in child.named_parameters()])
+            plan[child_path] = "sequence"
     return plan
 
 
 def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
     """The plan of an attention, and the size of the hidden state. Raises Unknown."""
-    into = _layers_of_attention(module)
-    back = [name for name in BACK_FROM_ATTENTION if _is_linear(module, name)]
-    where = f"{path or 'it'} ({type(module).__name__})"
-    if len(back) != 1:
-        raise Unknown(f"{where} has no layer back that is known")
-    layers = {name: getattr(module, name) for name in (*into, back[0])}
+    in_layers = _layers_of_attention(module)
+    out_layers = [name for name in OUTPUT_PROJECTIONS if _is_linear(module, name)]
+    label = f"{path or 'it'} ({type(module).__name__})"
+    if len(out_layers) != 1:
+        raise Unknown(f"{label} does not have exactly one supported output projection")
+    layers = {name: getattr(module, name) for name in (*in_layers, out_layers[0])}
     size = getattr(module, "head_dim", None)
-    first, last = layers[into[0]], layers[back[0]]
-    queries = first.out_features // _PARTS[COLUMNS[into[0]]]
-    if not isinstance(size, int) or queries % size or last.in_features != queries:
-        raise Unknown(f"the heads of {where} cannot be told (head_dim, and the sizes of its layers)")
-    plan = {_joined(path, name): COLUMNS[name] for name in into} | {_joined(path, back[0]): "row"}
+    in_layer, out_layer = layers[in_layers[0]], layers[out_layers[0]]
+    queries = in_layer.out_features // _PARTS[COLUMNS[in_layers[0]]]
+    if not isinstance(size, int) or queries % size or out_layer.in_features != queries:
+        raise Unknown(f"the head size of {label} is unknown: head_dim is missing or does not match its layers")
+    plan = {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layers[0]): "row"}
     for name, child in module.named_children():
         parameters = list(child.parameters())
         if name in layers or not parameters:
             continue
         if list(child.children()) or any(tuple(parameter.shape) != (size,) for parameter in parameters):
-            raise Unknown(f"{_joined(path, name)} ({type(child).__name__}) is not applied to each head alone")
+            raise Unknown(f"{_joined(path, name)} ({type(child).__name__}) is not applied per head")
         plan[_joined(path, name)] = "heads"
     if any(parameter is not None for parameter in module._parameters.values()):
-        raise Unknown(f"{where} has parameters of its own ({', '.join(module._parameters)})")
+        raise Unknown(f"{label} has parameters of its own ({', '.join(module._parameters)})")
     plan[path] = "gather_narrow" if _takes_width_of_input(type(module).forward) else "gather"
-    return plan, last.out_features
+    return plan, out_layer.out_features
 
 
 def _known_mlp(module: nn.Module, path: str, hidden: int) -> dict[str, str]:
     """The plan of the layers of a gated or plain MLP; empty for any other module."""
     parts = dict(module.named_modules())
-    held = [name for name, part in parts.items() if next(part.parameters(recurse=False), None) is not None]
-    layers = {next((outer for outer in around(name) if is_adapted(parts[outer])), name) for name in held}
-    for into, back in MLPS:
-        if layers == {*into, back} and all(_is_linear(module, name) for name in layers):
-            return _mlp(module, path, into, back, hidden)
+    owners = [name for name, part in parts.items() if next(part.parameters(recurse=False), None) is not None]
+    layers = {next((outer for outer in ancestors(name) if is_adapted(parts[outer])), name) for name in owners}
+    for in_layers, out_layer in MLPS:
+        if layers == {*in_layers, out_layer} and all(_is_linear(module, name) for name in layers):
+            return _mlp(module, path, in_layers, out_layer, hidden)
     return {}
 
 
-def _mlp(module: nn.Module, path: str, into: tuple[str, ...], back: str, hidden: int) -> dict[str, str]:
-    features = getattr(module, back).in_features
-    for name in into:
+def _mlp(module: nn.Module, path: str, in_layers: tuple[str, ...], out_layer: str, hidden: int) -> dict[str, str]:
+    features = getattr(module, out_layer).in_features
+    for name in in_layers:
         layer = getattr(module, name)
         if layer.in_features != hidden or layer.out_features != features * _PARTS[COLUMNS[name]]:
-            raise Unknown(f"{_joined(path, name)} has {layer.out_features} outputs, and {back} {features} inputs")
-    return {_joined(path, name): COLUMNS[name] for name in into} | {_joined(path, back): "row"}
+            raise Unknown(f"{_joined(path, name)} has {layer.out_features} outputs, and {out_layer} {features} inputs")
+    return {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layer): "row"}
 
 
 def _experts(module: nn.Module, path: str) -> str:
     experts = module.get_submodule("experts")
     if isinstance(experts, nn.ModuleList) or not list(experts.parameters(recurse=False)):
         raise Unknown(
-            f"{path} ({type(module).__name__}) keeps its experts as modules, of which each rank would train others: "
-            "their gradients could not be summed"
+            f"{path} ({type(module).__name__}) has its experts as separate modules: each rank would train others, so "
+            "gradients could not be summed"
         )
     return "sequence"
 
@@ -252,7 +253,7 @@ def _experts(module: nn.Module, path: str) -> str:
 def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str]) -> None:
     """Raise Unknown unless the parameters only scale or shift the features of each token."""
     if any(tuple(module.get_parameter(name).shape) != (hidden,) for name in names):
-        raise Unknown(f"{path} ({type(module).__name__}) is no attention, MLP or norm that is known")
+        raise Unknown(f"{path} ({type(module).__name__}) is not a supported attention, MLP or norm")
 
 
 @cache  # reading the source takes as long as the rest of a plan
@@ -269,17 +270,17 @@ def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
 # ---------------------------------------------------------------------- transformers' own plans
 
 
-def _agree(parts: dict[str, Any], path: str, plan: dict[str, str]) -> None:
+def _check_own_plan(parts: dict[str, Any], path: str, plan: dict[str, str]) -> None:
     """Raise Unknown if transformers' own plan keeps a layer whole that `plan` cuts."""
-    owner = next((parts[outer] for outer in around(path) if getattr(parts[outer], "config", None) is not None), None)
-    theirs: dict[str, str] = getattr(getattr(owner, "config", None), "base_model_tp_plan", None) or {}
-    for inside, style in plan.items():
-        if style not in ("column", "row") or not _inside(inside, path):
+    owner = next((parts[outer] for outer in ancestors(path) if getattr(parts[outer], "config", None) is not None), None)
+    own_plan: dict[str, str] = getattr(getattr(owner, "config", None), "base_model_tp_plan", None) or {}
+    for layer, style in plan.items():
+        if style not in ("column", "row") or not _inside(layer, path):
             continue
-        for pattern, meaning in theirs.items():
-            if fnmatch.fnmatchcase(f".{inside}", f"*.{pattern}") and meaning in _NOT_CUT.get(style, ()):
-                if not _follows_fused(inside, plan):
-                    raise Unknown(f"{inside} is left whole by transformers' own plan ({meaning!r})")
+        for pattern, own_style in own_plan.items():
+            if fnmatch.fnmatchcase(f".{layer}", f"*.{pattern}") and own_style in _NOT_CUT.get(style, ()):
+                if not _follows_fused(layer, plan):
+                    raise Unknown(f"{layer} is not sharded by transformers' own plan ({own_style!r})")
 
 
 _NOT_CUT = {
@@ -290,5 +291,5 @@ _NOT_CUT = {
 
 def _follows_fused(path: str, plan: dict[str, str]) -> bool:
     """True if a row layer follows fused halves or thirds. These are cut so that nothing has to be joined."""
-    around = path.rpartition(".")[0]
-    return any(_inside(other, around) and style in ("column_halves", "column_thirds") for other, style in plan.items())
+    parent = path.rpartition(".")[0]
+    return any(_inside(other, parent) and style in ("column_halves", "column_thirds") for other, style in plan.items())

@@ -29,7 +29,7 @@ class ParallelLayer(nn.Module):
         """Position of this rank's shard of a parameter in the whole. Sizes differ by one if they cannot be equal."""
         shape = self.sizes if key == "weight" else self.sizes[:1]
         if key not in self.cut:
-            return Region.whole(shape)
+            return Region.full(shape)
         dim = self.cut[key]
         size = shape[dim] // self.parts
         counts = self.ranks.counts(size)
@@ -41,18 +41,18 @@ class ParallelLayer(nn.Module):
             boxes.append(Box(offsets, lengths))
         return Region(shape, tuple(boxes), dim)
 
-    def piece(self, key: str, whole: Tensor) -> Tensor:
+    def piece(self, key: str, full: Tensor) -> Tensor:
         """This rank's shard of a parameter, of its gradient, or of optimizer state of its shape.
 
         A view, except for layers of several parts.
         """
-        return self.region(key).piece(whole)
+        return self.region(key).piece(full)
 
-    def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
+    def put(self, key: str, full: Tensor, piece: Tensor) -> None:
         """Write this rank's shard into the whole; the inverse of `piece`. Other ranks' shards are unchanged."""
-        self.region(key).put(whole, piece)
+        self.region(key).put(full, piece)
 
-    def whole(self, key: str, piece: Tensor) -> Tensor:
+    def gather(self, key: str, piece: Tensor) -> Tensor:
         """The whole parameter from all ranks' shards; the inverse of `piece`. Collective."""
         if key not in self.cut:
             return piece.detach()
@@ -61,18 +61,18 @@ class ParallelLayer(nn.Module):
         parts = [self.ranks.gather(part, dim, size) for part in piece.chunk(self.parts, dim)]
         return parts[0] if self.parts == 1 else torch.cat(parts, dim)
 
-    def take(self, whole: nn.Module) -> None:
-        """Copy this rank's shards of the parameters of `whole`. Keeps requires_grad and the training mode."""
-        for key, parameter in whole.named_parameters():
+    def take(self, layer: nn.Module) -> None:
+        """Copy this rank's shards of the parameters of `layer`. Keeps requires_grad and the training mode."""
+        for key, parameter in layer.named_parameters():
             piece = self.piece(key, parameter.detach()).clone(memory_format=torch.contiguous_format)
             self.register_parameter(key, nn.Parameter(piece, parameter.requires_grad))
-        self.train(whole.training)
+        self.train(layer.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for key, parameter in self.named_parameters():
-            given = state_dict.get(prefix + key)
-            if given is not None and key in self.cut and given.shape != parameter.shape:
-                if tuple(given.shape) == self.region(key).shape:  # otherwise nn.Module reports the mismatch
+            value = state_dict.get(prefix + key)
+            if value is not None and key in self.cut and value.shape != parameter.shape:
+                if tuple(value.shape) == self.region(key).shape:  # otherwise nn.Module reports the mismatch
                     # A copy: with load_state_dict(assign=True) a view would keep the whole tensor alive.
-                    state_dict[prefix + key] = self.piece(key, given).clone()
+                    state_dict[prefix + key] = self.piece(key, value).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)

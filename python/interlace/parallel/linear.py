@@ -72,10 +72,10 @@ class ParallelLinear(ParallelLayer):
         cut, name = (out_features, "out") if self.cut["weight"] == 0 else (in_features, "in")
         if cut < self.ranks.world or (self.equal and cut % self.ranks.world):
             raise ValueError(
-                f"{type(self).__name__}: {name}_features {cut} do not divide among {self.ranks.world} ranks"
+                f"{type(self).__name__}: {name}_features = {cut} is not divisible by {self.ranks.world} ranks"
             )
-        for key, there in (("weight", True), ("bias", bias)):
-            if not there:
+        for key, present in (("weight", True), ("bias", bias)):
+            if not present:
                 self.register_parameter(key, None)
             else:
                 local = torch.empty(self.region(key).sizes, device=device, dtype=dtype)
@@ -84,21 +84,21 @@ class ParallelLinear(ParallelLayer):
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
-            whole = nn.Linear(
+            initial = nn.Linear(
                 self.in_features, self.out_features, self.bias is not None,
                 device=self.weight.device, dtype=self.weight.dtype,
             )  # fmt: skip
             with torch.no_grad():
                 for key, parameter in self.named_parameters():
-                    parameter.copy_(self.piece(key, getattr(whole, key)))
+                    parameter.copy_(self.piece(key, getattr(initial, key)))
 
     @classmethod
-    def from_linear(cls: type[P], whole: nn.Linear, group: Group | Ranks = None, **options: Any) -> P:
-        """A copy of this rank's shard of `whole`. Frozen parameters stay frozen. Ranks must pass the same layer."""
+    def from_linear(cls: type[P], linear: nn.Linear, group: Group | Ranks = None, **options: Any) -> P:
+        """A copy of this rank's shard of `linear`. Frozen parameters stay frozen. Ranks must pass the same layer."""
         local = cls(
-            whole.in_features, whole.out_features, whole.bias is not None, group=group, device="meta", **options
+            linear.in_features, linear.out_features, linear.bias is not None, group=group, device="meta", **options
         )
-        local.take(whole)
+        local.take(linear)
         return local
 
     def _check(self, x: Tensor, width: int) -> None:
@@ -132,11 +132,11 @@ class ColumnParallelLinear(ParallelLinear):
         self.parts = parts
         super().__init__(*args, **options)
         self.gather_output, self.regather = gather_output, regather
-        self.handed: tuple[Tensor, Tensor] | None = None  # (an input, its product), from `SharedInput`
+        self.precomputed: tuple[Tensor, Tensor] | None = None  # (an input, its product), from `SharedInput`
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.handed is not None and x is self.handed[0]:
-            y = self.handed[1]
+        if self.precomputed is not None and x is self.precomputed[0]:
+            y = self.precomputed[1]
         else:
             self._check(x, self.in_features)
             if self.sequence_parallel:
@@ -172,8 +172,8 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         self._check(x, self.in_features // self.ranks.world)
         if self.sequence_parallel:
-            if self.fill and (missing := -x.shape[-2] % self.ranks.world):
-                x = pad(x, (0, 0, 0, missing))
+            if self.fill and (padding := -x.shape[-2] % self.ranks.world):
+                x = pad(x, (0, 0, 0, padding))
             y = matmul_reduce_scatter(
                 x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks, deferral=self.deferral
             )

@@ -22,7 +22,7 @@ from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolv
 from interlace.comm.collectives.one_operation import as_one_operation
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
 from interlace.comm.process.agreement import Arguments
-from interlace.comm.process.groups import Group, here
+from interlace.comm.process.groups import Group, current_transport
 from interlace.comm.transports.base import Copy, peers_of
 from interlace.comm.transports.choose import members
 
@@ -36,37 +36,37 @@ class Ranks:
     """
 
     def __init__(self, group: Group = None) -> None:
-        self.group = here() if group is None else group
+        self.group = current_transport() if group is None else group
         self.rank, self.world = members(self.group)
         self._to_compare: tuple[str, Arguments] | None = None
 
     @classmethod
     def at(cls, rank: int, world: int) -> Ranks:
         """Rank `rank` of `world`, for a module that is sharded before its ranks are connected. Call `connect` later."""
-        made = cls.__new__(cls)
-        made.group, made.rank, made.world, made._to_compare = None, rank, world, None
-        return made
+        ranks = cls.__new__(cls)
+        ranks.group, ranks.rank, ranks.world, ranks._to_compare = None, rank, world, None
+        return ranks
 
     def connect(self, transport: Transport) -> None:
         """Uses `transport` for all transfers from now on. Raises ValueError if its rank or world size differs."""
         if (transport.rank, transport.world) != (self.rank, self.world):
             raise ValueError(
-                f"the transport is of rank {transport.rank} of {transport.world}, but the module was cut for rank "
-                f"{self.rank} of {self.world}"
+                f"the transport has rank {transport.rank} of {transport.world}, but the module was sharded for rank "
+                f"{self.rank} of {self.world}: pass a transport of the same rank and world size"
             )
         self.group = transport
 
-    def must_agree(self, what: str, **values: object) -> None:
-        """Compares `values` of all ranks before the first transfer. what: the object that each rank created."""
-        self._to_compare = what, Arguments(**values)
+    def must_agree(self, label: str, **values: object) -> None:
+        """Compares `values` of all ranks before the first transfer. label: the object that each rank created."""
+        self._to_compare = label, Arguments(**values)
 
     @torch.compiler.disable
     def transport(self, tensor: Tensor) -> Transport:
-        found = resolve(self.group, tensor.device)
+        transport = resolve(self.group, tensor.device)
         if self._to_compare is not None:
-            (what, arguments), self._to_compare = self._to_compare, None
-            found.copy_batch([], [], what, None, arguments).wait()
-        return found
+            (label, arguments), self._to_compare = self._to_compare, None
+            transport.copy_batch([], [], label, None, arguments).wait()
+        return transport
 
     def piece(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's piece of `tensor`, a view. The first pieces have one more if the size is not divisible
@@ -90,30 +90,30 @@ class Ranks:
         all_gather_into_tensor(pieces, piece.detach().contiguous(), group=self.transport(piece))
         return torch.cat(pieces.unbind(), dim) if dim else pieces.flatten(0, 1)
 
-    def gather_rows(self, mine: Tensor, counts: Sequence[int], dim: int = -2) -> Tensor:
+    def gather_rows(self, piece: Tensor, counts: Sequence[int], dim: int = -2) -> Tensor:
         """The rows of all ranks, concatenated along `dim`. Rank r contributes `counts[r]` rows. No gradient."""
         if self.world == 1:
-            return mine
-        rows = mine.detach().movedim(dim, 0).contiguous()
-        whole = rows.new_empty(sum(counts), *rows.shape[1:])
-        pieces = whole.split(list(counts))
+            return piece
+        rows = piece.detach().movedim(dim, 0).contiguous()
+        gathered = rows.new_empty(sum(counts), *rows.shape[1:])
+        pieces = gathered.split(list(counts))
         pieces[self.rank].copy_(rows)
         peers = peers_of(self.rank, self.world)
         self.transport(rows).copy_batch(
             [Copy(peer, rows) for peer in peers], [Copy(peer, pieces[peer]) for peer in peers], "gather_rows"
         ).wait()
-        return whole.movedim(0, dim).contiguous()
+        return gathered.movedim(0, dim).contiguous()
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
 
 
-def whole_on_each(x: Tensor, ranks: Ranks) -> Tensor:
+def average_gradient(x: Tensor, ranks: Ranks) -> Tensor:
     """x, for a gradient that is whole on each rank although the backward pass of x sums over ranks.
 
     Divides the gradient by the number of ranks.
     """
-    return _mapped("whole_on_each", _WholeOnEach, x, ranks)
+    return _mapped("average_gradient", _AverageGradient, x, ranks)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
@@ -128,9 +128,9 @@ def split(x: Tensor, ranks: Ranks, dim: int, *, fill: bool = False) -> Tensor:
         must not depend on them.
     """
     if x.shape[dim] % ranks.world and not fill:
-        what = f"a sequence of {x.shape[dim]} tokens" if dim == -2 else f"a dimension of {x.shape[dim]}"
+        size = f"a sequence of {x.shape[dim]} tokens" if dim == -2 else f"a dimension of {x.shape[dim]}"
         raise ValueError(
-            f"{what} does not divide among {ranks.world} ranks: pad it to a multiple, or pass sequence_parallel=False"
+            f"{size} is not divisible by {ranks.world} ranks: pad it to a multiple, or pass sequence_parallel=False"
         )
     return _mapped("split", _Split, x, ranks, dim)
 
@@ -150,7 +150,7 @@ def _mapped(name: str, function: type[torch.autograd.Function], x: Tensor, ranks
     return function.apply(x, ranks, *rest)  # type: ignore[no-any-return]
 
 
-class _WholeOnEach(torch.autograd.Function):
+class _AverageGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.world = ranks.world

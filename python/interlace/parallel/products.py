@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from interlace.comm.collectives.one_operation import as_one_operation
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
-from interlace.comm.overlap.deferred import Deferral, PutOff, deferred_linear
+from interlace.comm.overlap.deferred import Deferral, DeferredWeights, deferred_linear
 from interlace.comm.overlap.matmul import cast_operands, chunking_of, weight_gradient
 from interlace.comm.overlap.tiles import Chunking, sum_products
 from interlace.comm.process.trace import computing
@@ -50,12 +50,14 @@ def copied_products(
             return x, [deferred_linear(x, weight, None, deferral) for weight in weights]
         return x, [linear(x, weight) for weight in weights]
     check_reverse_mode("copied_products", x, *weights)
-    given = weights
+    originals = weights
     x, *weights = cast_operands(x, *weights)
     transport = ranks.transport(x)
     chunking = _chunking("copied_products", x, x.shape, transport, num_chunks)
-    put_off = PutOff(deferral, given)
-    rows, *products = _CopiedProducts.apply(x, transport, chunking, put_off, put_off.anchor, *put_off.operands(weights))
+    deferred = DeferredWeights(deferral, originals)
+    rows, *products = _CopiedProducts.apply(
+        x, transport, chunking, deferred, deferred.anchor, *deferred.operands(weights)
+    )
     return rows, products
 
 
@@ -75,16 +77,16 @@ def sum_of_products(
     if ranks.world == 1:
         return linear(x, weight) if deferral is None else deferred_linear(x, weight, None, deferral)
     check_reverse_mode("sum_of_products", x, weight)
-    given = weight
+    original = weight
     x, weight = cast_operands(x, weight)
     transport = ranks.transport(x)
     shape = torch.Size((*x.shape[:-1], len(weight)))
     chunking = _chunking("sum_of_products", x, shape, transport, num_chunks)
-    put_off = PutOff(deferral, [given])
-    (operand,) = put_off.operands([weight])
+    deferred = DeferredWeights(deferral, [original])
+    (operand,) = deferred.operands([weight])
     with transport.used_for(chunking.label):
         return _SumOfProducts.apply(  # type: ignore[no-any-return]
-            x, operand, transport, chunking, put_off, put_off.anchor
+            x, operand, transport, chunking, deferred, deferred.anchor
         )
 
 
@@ -104,12 +106,12 @@ class _CopiedProducts(torch.autograd.Function):
         x: Tensor,
         transport: Transport,
         chunking: Chunking,
-        put_off: PutOff,
+        deferred: DeferredWeights,
         anchor: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        """put_off: the weights whose gradients are deferred."""
-        ctx.transport, ctx.chunking, ctx.put_off = transport, chunking, put_off
+        """deferred: the weights whose gradients are deferred."""
+        ctx.transport, ctx.chunking, ctx.deferred = transport, chunking, deferred
         ctx.save_for_backward(*weights, *((x,) if any(ctx.needs_input_grad[4:]) else ()))
         ctx.set_materialize_grads(False)
         rows = x.view_as(x)
@@ -121,20 +123,20 @@ class _CopiedProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
         transport, chunking = ctx.transport, ctx.chunking._replace(label=f"backward of {ctx.chunking.label}")
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         saved = ctx.saved_tensors  # read once: under activation checkpointing every access unpacks again
-        weights, kept = saved[: len(needs)], saved[len(needs) :]
+        weights, kept_x = saved[: len(needs_weights)], saved[len(needs_weights) :]
         grads = [None if grad is None else _rows(grad) for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
 
         def weight_gradients() -> None:
-            for place, (weight, grad) in enumerate(zip(ctx.put_off.weights, grads, strict=True)):
+            for index, (weight, grad) in enumerate(zip(ctx.deferred.weights, grads, strict=True)):
                 if weight is not None and grad is not None:
-                    ctx.put_off.add(place, partial(weight_gradient, grad, _rows(kept[0])))
+                    ctx.deferred.add(index, partial(weight_gradient, grad, _rows(kept_x[0])))
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
-                    if needs[i] and grad is not None:
-                        d_weights[i] = weight_gradient(grad, _rows(kept[0]))
+                    if needs_weights[i] and grad is not None:
+                        d_weights[i] = weight_gradient(grad, _rows(kept_x[0]))
 
         if not needs_x:
             weight_gradients()
@@ -157,12 +159,12 @@ class _SumOfProducts(torch.autograd.Function):
         weight: Tensor,
         transport: Transport,
         chunking: Chunking,
-        put_off: PutOff,
+        deferred: DeferredWeights,
         anchor: Tensor | None,
     ) -> Tensor:
-        """put_off: whether the weight's gradient is deferred."""
+        """deferred: whether the weight's gradient is deferred."""
         needs_x, *of_weight = ctx.needs_input_grad
-        ctx.put_off = put_off
+        ctx.deferred = deferred
         ctx.save_for_backward(x if any(of_weight) else None, weight if needs_x else None)
 
         def compute() -> list[Tensor]:
@@ -180,8 +182,8 @@ class _SumOfProducts(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             d_x = None if weight is None else grad @ weight
             d_weight = None
-            if ctx.put_off.anchor is not None:
-                ctx.put_off.add(0, partial(weight_gradient, _rows(grad), _rows(x)))
+            if ctx.deferred.anchor is not None:
+                ctx.deferred.add(0, partial(weight_gradient, _rows(grad), _rows(x)))
             elif x is not None:
                 d_weight = _rows(grad).t() @ _rows(x)
         return d_x, d_weight, None, None, None, None

@@ -19,9 +19,9 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The part of `whole` inside the box, a view."""
-        return whole[tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))]
+    def of(self, full: Tensor) -> Tensor:
+        """The part of `full` inside the box, a view."""
+        return full[tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))]
 
 
 class Region(NamedTuple):
@@ -35,7 +35,7 @@ class Region(NamedTuple):
     dim: int = 0
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    def full(cls, shape: Sequence[int]) -> Region:
         """The whole tensor as a region."""
         return cls(tuple(shape), (Box((0,) * len(shape), tuple(shape)),))
 
@@ -45,20 +45,20 @@ class Region(NamedTuple):
         length = sum(box.sizes[self.dim] for box in self.boxes) if self.shape else 0
         return tuple(length if i == self.dim else size for i, size in enumerate(self.boxes[0].sizes))
 
-    def piece(self, whole: Tensor) -> Tensor:
-        """The held part of `whole`: a view if it is one box."""
-        views = [box.of(whole) for box in self.boxes]
+    def piece(self, full: Tensor) -> Tensor:
+        """The held part of `full`: a view if it is one box."""
+        views = [box.of(full) for box in self.boxes]
         return views[0] if len(views) == 1 else torch.cat(views, self.dim)
 
-    def put(self, whole: Tensor, piece: Tensor) -> None:
-        """Write `piece` into `whole`; the inverse of `piece()`. The rest of `whole` is unchanged."""
+    def put(self, full: Tensor, piece: Tensor) -> None:
+        """Write `piece` into `full`; the inverse of `piece()`. The rest of `full` is unchanged."""
         for box, part in zip(self.boxes, self.parts(piece), strict=True):
-            box.of(whole).copy_(part)
+            box.of(full).copy_(part)
 
     def parts(self, piece: Tensor) -> list[Tensor]:
         """The part of `piece` in each box, as views. Raises ValueError for a tensor of another shape."""
         if tuple(piece.shape) != self.sizes:
-            raise ValueError(f"a tensor {list(piece.shape)} where {list(self.sizes)} of {list(self.shape)} are held")
+            raise ValueError(f"piece has shape {list(piece.shape)}, expected {list(self.sizes)} of {list(self.shape)}")
         if len(self.boxes) == 1:
             return [piece]
         return list(piece.split([box.sizes[self.dim] for box in self.boxes], self.dim))
@@ -69,7 +69,7 @@ class Region(NamedTuple):
         Raises ValueError for rows out of range and for an empty range.
         """
         if not 0 <= start < stop <= self.sizes[0]:
-            raise ValueError(f"rows {start} to {stop} are no part of the {self.sizes[0]} that are held")
+            raise ValueError(f"rows [{start}, {stop}) are empty or outside [0, {self.sizes[0]})")
         boxes, before = [], 0
         for box in self.boxes:
             first, last = (start, stop) if self.dim else (max(start - before, 0), min(stop - before, box.sizes[0]))

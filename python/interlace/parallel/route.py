@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 from interlace.schedule.table import StepTable
 
 Index = slice | Tensor
@@ -72,26 +72,26 @@ def parts_of_regions(regions: tuple[int, ...], senders: int, receivers: int, *, 
 
     The same number of adjacent ranks of that lane shares each region. A part may be empty.
     """
-    met = pairs(senders, receivers)
+    lane_pairs = pairs(senders, receivers)
     size = receivers if receives else senders
     regional: list[list[tuple[int, int]]] = [[] for _ in regions]
-    for sender, receiver in met:
+    for sender, receiver in lane_pairs:
         regional[(receiver if receives else sender) * len(regions) // size].append((sender, receiver))
-    found = []
+    parts = []
     first = 0
-    for rows, mine in zip(regions, regional, strict=True):
-        cuts = [first + part * rows // len(mine) for part in range(len(mine) + 1)]
-        found += [Part(*pair, *cut) for pair, cut in zip(mine, pairwise(cuts), strict=True)]
+    for rows, region_pairs in zip(regions, regional, strict=True):
+        cuts = [first + part * rows // len(region_pairs) for part in range(len(region_pairs) + 1)]
+        parts += [Part(*pair, *cut) for pair, cut in zip(region_pairs, pairwise(cuts), strict=True)]
         first += rows
-    return tuple(found)
+    return tuple(parts)
 
 
-def shares(parts: Sequence[Part], receivers: int) -> tuple[int, ...]:
+def rows_per_receiver(parts: Sequence[Part], receivers: int) -> tuple[int, ...]:
     """Number of rows that each receiver gets."""
-    found = [0] * receivers
+    counts = [0] * receivers
     for part in parts:
-        found[part.receiver] += part.stop - part.start
-    return tuple(found)
+        counts[part.receiver] += part.stop - part.start
+    return tuple(counts)
 
 
 class Routes:
@@ -114,33 +114,33 @@ class Routes:
     ) -> None:
         self._table, self._device, self._ranks, self._owners = table, torch.device(device), ranks, owners
         self._total: dict[tuple[str, int], int] = {}  # (encoder, reading chunk) -> total rows read
-        self._dealt: dict[tuple[str, int], _Dealt] = {}
+        self._owned: dict[tuple[str, int], _Owned] = {}
         self.sources: dict[int, list[int]] = {}
         """Chunk -> chunks whose rows it reads."""
         self.readers: dict[int, list[int]] = {}
         """Chunk -> chunks that read its rows."""
         self._pieces: dict[tuple[int, int], list[list[int]]] = {}
-        self._made: dict[tuple[int, int], Route] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
         for edge in table.edges:
             if len(edge.pieces):
                 _check_filled(table, edge.producer, edge.pieces)
             order = np.lexsort((edge.pieces[:, 3], edge.pieces[:, 2], edge.pieces[:, 0]))
             for piece in edge.pieces[order].tolist():
                 source, _, reader, _, count = piece
-                found = self._pieces.get((source, reader))
-                if found is None:
-                    found = self._pieces[source, reader] = []
+                pieces = self._pieces.get((source, reader))
+                if pieces is None:
+                    pieces = self._pieces[source, reader] = []
                     self.sources.setdefault(reader, []).append(source)
                     self.readers.setdefault(source, []).append(reader)
-                found.append(piece)
+                pieces.append(piece)
                 key = (edge.producer, reader)
                 self._total[key] = self._total.get(key, 0) + count
 
     def between(self, source: int, reader: int) -> Route:
         """The route from chunk `source` to chunk `reader`."""
-        route = self._made.get((source, reader))
+        route = self._routes.get((source, reader))
         if route is None:
-            route = self._made[source, reader] = self._route(source, reader)
+            route = self._routes[source, reader] = self._route(source, reader)
         return route
 
     def _route(self, source: int, reader: int) -> Route:
@@ -149,13 +149,13 @@ class Routes:
             length = sum(piece[4] for piece in pieces)
             return Route(self._joined(pieces, 1), (self._joined(pieces, 3),), length, (length,))
         rows, places = _rows(pieces, 1), _rows(pieces, 3)
-        dealt = self._dealt_of(self._table.chunks[source].module, reader)
-        owner = dealt.owner[places]
+        owned = self._owned_of(self._table.chunks[source].module, reader)
+        owner = owned.owner[places]
         order = np.argsort(owner, kind="stable")
-        rows, places = rows[order], dealt.place[places[order]]
+        rows, places = rows[order], owned.place[places[order]]
         regions = np.bincount(owner, minlength=self._ranks)
-        own = np.split(places, np.cumsum(regions)[:-1])
-        return Route(self._index(rows), tuple(map(self._index, own)), len(rows), tuple(regions.tolist()))
+        by_region = np.split(places, np.cumsum(regions)[:-1])
+        return Route(self._index(rows), tuple(map(self._index, by_region)), len(rows), tuple(regions.tolist()))
 
     def _joined(self, pieces: list[list[int]], column: int) -> Index:
         """The rows of the pieces on the side that starts at `column`. Fast path: one slice for consecutive pieces."""
@@ -167,28 +167,28 @@ class Routes:
         """Total rows that a context-parallel rank of chunk `reader` reads from encoder `producer`."""
         if self._owners is None:
             return self._total.get((producer, reader), 0)
-        return int(np.count_nonzero(self._dealt_of(producer, reader).owner == rank))
+        return int(np.count_nonzero(self._owned_of(producer, reader).owner == rank))
 
-    def _dealt_of(self, producer: str, reader: int) -> _Dealt:
-        found = self._dealt.get((producer, reader))
-        if found is None:
+    def _owned_of(self, producer: str, reader: int) -> _Owned:
+        owned = self._owned.get((producer, reader))
+        if owned is None:
             assert self._owners is not None
             owner = self._owners(reader, producer)
-            place = np.zeros(len(owner), np.int64)
+            index = np.zeros(len(owner), np.int64)
             for rank in range(self._ranks):
-                mine = owner == rank
-                place[mine] = np.arange(np.count_nonzero(mine))
-            found = self._dealt[producer, reader] = _Dealt(owner, place)
-        return found
+                of_rank = owner == rank
+                index[of_rank] = np.arange(np.count_nonzero(of_rank))
+            owned = self._owned[producer, reader] = _Owned(owner, index)
+        return owned
 
     def _index(self, rows: NDArray[np.int64]) -> Index:
         if (np.diff(rows) == 1).all():
             first = int(rows[0]) if len(rows) else 0
             return slice(first, first + len(rows))
-        return sent(torch.from_numpy(rows), self._device)
+        return to_device(torch.from_numpy(rows), self._device)
 
 
-class _Dealt(NamedTuple):
+class _Owned(NamedTuple):
     """For each placeholder of an encoder in a chunk: its rank, and its index among the placeholders of that rank."""
 
     owner: NDArray[np.int64]
@@ -203,15 +203,15 @@ def _rows(pieces: Sequence[Sequence[int]], column: int) -> NDArray[np.int64]:
 def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:
     """Raises ValueError unless pieces fill all placeholders once: unfilled rows would hold uninitialized memory."""
     pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]
-    due = np.zeros(len(pieces), np.int64)
+    expected = np.zeros(len(pieces), np.int64)
     follows = pieces[1:, 2] == pieces[:-1, 2]
-    due[1:][follows] = (pieces[:-1, 3].astype(np.int64) + pieces[:-1, 4])[follows]
-    wrong = pieces[:, 3] != due
+    expected[1:][follows] = (pieces[:-1, 3].astype(np.int64) + pieces[:-1, 4])[follows]
+    wrong = pieces[:, 3] != expected
     if wrong.any():
         _, _, reader, row, _ = pieces[wrong.argmax()].tolist()
         raise ValueError(
-            f"{table.chunks[reader]} has a piece of {producer} for placeholder {row} where that for "
-            f"{due[wrong.argmax()]} is due: each placeholder is filled once, from 0 on"
+            f"{table.chunks[reader]} has a piece of {producer} for placeholder {row}, expected one for "
+            f"{expected[wrong.argmax()]}: each placeholder must be filled once, from 0 on"
         )
 
 

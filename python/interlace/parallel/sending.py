@@ -9,7 +9,7 @@ from interlace import _device
 from interlace.attention.plan import AttentionPlan
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`. Copies from the host to a GPU use pinned memory and do not block."""
     if tensor.is_meta or tensor.device == device:
         return tensor
@@ -17,6 +17,6 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.contiguous().pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
 
 
-def sent_plan(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
+def plan_to_device(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
     """`plan` on `device`, without its cached results. Copies from the host to a GPU do not block."""
-    return plan if plan.device == device else plan.moved(lambda tensor: sent(tensor, device))
+    return plan if plan.device == device else plan.moved(lambda tensor: to_device(tensor, device))

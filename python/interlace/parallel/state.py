@@ -22,7 +22,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     Collective; cut parameters are gathered one by one.
     """
     return {
-        key: owner.whole(name, value) if isinstance(owner, ParallelLayer) else _plain(value)
+        key: owner.gather(name, value) if isinstance(owner, ParallelLayer) else _plain(value)
         for key, owner, name, value in _entries(module)
     }
 
@@ -38,28 +38,33 @@ def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if mesh.ndim != 1:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions: pass the one that the module is cut along, as mesh['tp']")
-    found: dict[str, Any] = {}
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions: pass the one that shards the module, for example mesh['tp']"
+        )
+    entries: dict[str, Any] = {}
     for key, owner, name, value in _entries(module):
         placement: Replicate | Shard = Replicate()
         if isinstance(owner, ParallelLayer) and name in owner.cut:
             if owner.ranks.world != mesh.size():
-                raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
+                raise ValueError(
+                    f"{key} is sharded among {owner.ranks.world} ranks, but mesh has {mesh.size()}: pass the mesh of "
+                    "these ranks"
+                )
             if owner.parts > 1 and owner.ranks.world > 1:
                 raise ValueError(
-                    f"{key} is {owner.parts} layers in one, each of them cut, which no DTensor says: "
-                    "save full_state_dict(module)"
+                    f"{key} is {owner.parts} layers fused in one, each of them sharded, which a DTensor "
+                    "cannot express: save full_state_dict(module)"
                 )
-            if (words := owner.sizes[owner.cut[name]]) % owner.ranks.world:
+            if (size := owner.sizes[owner.cut[name]]) % owner.ranks.world:
                 raise ValueError(
-                    f"{key} is cut into unequal pieces ({words} among {owner.ranks.world} ranks), other ones than a "
-                    "DTensor's: save full_state_dict(module)"
+                    f"{key} has uneven shards ({size} among {owner.ranks.world} ranks) unlike those of a DTensor: "
+                    "save full_state_dict(module)"
                 )
             placement = Shard(owner.cut[name])
         if isinstance(value, Tensor):
             value = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _plain(value: Any) -> Any:

@@ -53,18 +53,19 @@ from interlace.comm import all_gather_matmul
 from interlace.comm.process.agreement import Fingerprint
 from interlace.comm.process.groups import Group
 from interlace.parallel.adapters import APART, adapter_styles, is_adapted
-from interlace.parallel.families import around, plan_for
+from interlace.parallel.families import ancestors, plan_for
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from interlace.parallel.mappings import Ranks, SummedGradients, gather, split, whole_on_each
+from interlace.parallel.mappings import Ranks, SummedGradients, average_gradient, gather, split
 from interlace.parallel.products import copied_products
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
 PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 PARTS_APART = {f"{style}{APART}": parts for style, parts in PARTS.items()}
 CUT = (*PARTS, *PARTS_APART, "column_gathered", "vocabulary", "row")
-WHOLE = ("sequence", "heads", "replicate")
-AROUND = ("gather", "gather_narrow", "layers")
+REPLICATED = ("sequence", "heads", "replicate")
+CONTAINERS = ("gather", "gather_narrow", "layers")
+STYLES = (*CUT, *REPLICATED, *CONTAINERS)
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 HEAD_WIDTHS = ("embed_dim", "all_head_size")  # total width of all heads
 
@@ -106,7 +107,7 @@ def tensor_parallel(
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     styles, shared = _checked(module, plan, ranks)
-    of_rows = {"fill": length is not None, "sum_gradients": sum_gradients}
+    row_options = {"fill": length is not None, "sum_gradients": sum_gradients}
     ranks.must_agree(
         "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
         parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
@@ -115,7 +116,7 @@ def tensor_parallel(
     )  # fmt: skip
     parts = {
         path: _part(
-            module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, of_rows
+            module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, row_options
         )
         for path, style in styles.items()
         if style in CUT
@@ -132,20 +133,20 @@ def tensor_parallel(
     for path, style in styles.items():
         if style == "layers" and sequence_parallel:
             # A child without parameters may be a placeholder for a block of another stage: do not split rows there.
-            every = list(module.get_submodule(path).children())
-            blocks = [block for block in every if next(block.parameters(), None) is not None] or every
+            children = list(module.get_submodule(path).children())
+            blocks = [block for block in children if next(block.parameters(), None) is not None] or children
             blocks[0].register_forward_pre_hook(SplitInput(ranks, length), with_kwargs=True)
             blocks[-1].register_forward_hook(GatherOutput(ranks, length))
     for path, columns in shared.items():
-        there = module.get_submodule(path)
+        shared_module = module.get_submodule(path)
         names = [column[len(path) + 1 if path else 0 :] for column in columns]
         narrow = styles[path] == "gather_narrow"
         hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, narrow, length)
-        there.register_forward_pre_hook(hook, with_kwargs=True)
-        there.register_forward_hook(hook.release, always_call=True)
-        if hasattr(there, "head_dim"):
+        shared_module.register_forward_pre_hook(hook, with_kwargs=True)
+        shared_module.register_forward_hook(hook.release, always_call=True)
+        if hasattr(shared_module, "head_dim"):
             widths = [cast(ParallelLinear, parts[column]).out_features // PARTS[styles[column]] for column in columns]
-            _divide_heads(there, max(widths), ranks)
+            _divide_heads(shared_module, max(widths), ranks)
     return module
 
 
@@ -159,10 +160,10 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
     seen: set[tuple[str, str]] = set()  # layers checked so far; layers of other blocks are identical
     for path, style in styles.items():
         if style in CUT:
-            whole = module.get_submodule(path)
-            if (style, repr(whole)) not in seen:
-                seen.add((style, repr(whole)))
-                _part(_shapes(whole), path, style, ranks, False, "auto", False, shared, {})
+            layer = module.get_submodule(path)
+            if (style, repr(layer)) not in seen:
+                seen.add((style, repr(layer)))
+                _part(_shapes(layer), path, style, ranks, False, "auto", False, shared, {})
 
 
 def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:
@@ -179,13 +180,13 @@ def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_paralle
     }
     rows = [path for path, style in styles.items() if style == "row" and sequence_parallel]
     names |= {f"{path}.bias" for path in rows if _linear(module, path).bias is not None}
-    every = list(module.named_parameters(remove_duplicate=False))
-    held = {id(parameter): name for name, parameter in every if name in names}
-    for name, parameter in every:
-        if name not in names and id(parameter) in held:
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    partial = {id(parameter): name for name, parameter in parameters if name in names}
+    for name, parameter in parameters:
+        if name not in names and id(parameter) in partial:
             raise ValueError(
-                f"{name} and {held[id(parameter)]} are one weight, used there on all rows and here on those of a rank: "
-                "no sum over ranks is right for both, untie it"
+                f"{name} and {partial[id(parameter)]} are one weight, applied to all rows in one module and to "
+                "this rank's rows in the other; these need different gradient sums: untie the weight"
             )
     return names
 
@@ -195,7 +196,7 @@ def _in_part(module: nn.Module, styles: Mapping[str, str], sequence_parallel: bo
     for path, style in styles.items():
         if style == "heads" or (style == "sequence" and sequence_parallel):
             for name, _ in module.get_submodule(path).named_modules(prefix=path):
-                if path == next(outer for outer in (name, *around(name)) if outer in styles):
+                if path == next(outer for outer in (name, *ancestors(name)) if outer in styles):
                     yield name
 
 
@@ -214,34 +215,34 @@ def _linear(module: nn.Module, path: str) -> nn.Linear:
     return cast(nn.Linear, module.get_submodule(path))
 
 
-def _shapes(whole: nn.Module) -> nn.Module:
+def _shapes(layer: nn.Module) -> nn.Module:
     """A layer of the same shapes, on meta."""
-    if isinstance(whole, nn.Embedding):
-        return nn.Embedding(whole.num_embeddings, whole.embedding_dim, device="meta")
-    assert isinstance(whole, nn.Linear)
-    return nn.Linear(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
+    if isinstance(layer, nn.Embedding):
+        return nn.Embedding(layer.num_embeddings, layer.embedding_dim, device="meta")
+    assert isinstance(layer, nn.Linear)
+    return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
 
 
 def _part(
-    whole: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
-    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], of_rows: Mapping[str, bool],
+    layer: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
+    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], row_options: Mapping[str, bool],
 ) -> ParallelLayer:  # fmt: skip
     try:
-        if isinstance(whole, nn.Embedding):
-            return VocabularyEmbedding(whole, ranks)
-        assert isinstance(whole, nn.Linear)
+        if isinstance(layer, nn.Embedding):
+            return VocabularyEmbedding(layer, ranks)
+        assert isinstance(layer, nn.Linear)
         if style == "vocabulary":
-            return VocabularyHead.from_linear(whole, ranks)
+            return VocabularyHead.from_linear(layer, ranks)
         if style == "row":
             return RowParallelLinear.from_linear(
-                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **of_rows
+                layer, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **row_options
             )
         parts = (PARTS | PARTS_APART).get(style, 1)
-        if parts > 1 and whole.out_features % (parts * ranks.world):
-            raise ValueError(f"{whole.out_features} outputs in {parts} parts do not divide among {ranks.world}")
-        given_rows = style not in PARTS or any(path in columns for columns in shared.values())
+        if parts > 1 and layer.out_features % (parts * ranks.world):
+            raise ValueError(f"{layer.out_features} outputs in {parts} parts are not divisible by {ranks.world} ranks")
+        has_full_rows = style not in PARTS or any(path in columns for columns in shared.values())
         return ColumnParallelLinear.from_linear(
-            whole, ranks, sequence_parallel=sequence_parallel and not given_rows, num_chunks=num_chunks,
+            layer, ranks, sequence_parallel=sequence_parallel and not has_full_rows, num_chunks=num_chunks,
             gather_output=style == "column_gathered", regather=regather, parts=parts,
         )  # fmt: skip
     except ValueError as error:
@@ -270,13 +271,13 @@ class SplitInput:
         self.ranks, self.length = ranks, length
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _hidden(module, args, kwargs)
-        if self.length is not None and (rows := given.shape[-2]) != (due := self.length()):
+        hidden = _hidden(module, args, kwargs)
+        if self.length is not None and (rows := hidden.shape[-2]) != (length := self.length()):
             raise ValueError(
-                f"{type(module).__name__} is given {rows} rows, where the sequence is said to have {due}: its rows "
-                "cannot be cut among ranks, pass sequence_parallel=False"
+                f"{type(module).__name__} got {rows} rows, but length() returned {length}: its rows cannot be sharded, "
+                "pass sequence_parallel=False"
             )
-        return _replaced(args, kwargs, given, split(given, self.ranks, -2, fill=self.length is not None))
+        return _replaced(args, kwargs, hidden, split(hidden, self.ranks, -2, fill=self.length is not None))
 
 
 class GatherOutput:
@@ -286,8 +287,8 @@ class GatherOutput:
         self.ranks, self.length = ranks, length
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        mine = output[0] if isinstance(output, tuple) else output
-        rows = gather(mine, self.ranks, -2)
+        hidden = output[0] if isinstance(output, tuple) else output
+        rows = gather(hidden, self.ranks, -2)
         if self.length is not None:
             rows = rows[..., : self.length(), :]
         return (rows, *output[1:]) if isinstance(output, tuple) else rows
@@ -309,28 +310,28 @@ class SharedInput:
         self.sequence_parallel, self.num_chunks, self.regather = sequence_parallel, num_chunks, regather
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _hidden(module, args, kwargs)
+        hidden = _hidden(module, args, kwargs)
         columns = self._layers(module)
         weights = [column.weight for column in columns]
         deferral = next((column.deferral for column in columns if column.deferral is not None), None)
         if self.sequence_parallel:
             rows, products = all_gather_matmul(
-                given, weights, group=self.ranks.transport(given), num_chunks=self.num_chunks, regather=self.regather,
+                hidden, weights, group=self.ranks.transport(hidden), num_chunks=self.num_chunks, regather=self.regather,
                 deferral=deferral,
             )  # fmt: skip
-            if self.length is not None and rows.shape[-2] != (due := self.length()):
-                rows, *products = (tensor[..., :due, :].contiguous() for tensor in (rows, *products))
+            if self.length is not None and rows.shape[-2] != (length := self.length()):
+                rows, *products = (tensor[..., :length, :].contiguous() for tensor in (rows, *products))
         else:
-            rows, products = copied_products(given, weights, self.ranks, self.num_chunks, deferral)
+            rows, products = copied_products(hidden, weights, self.ranks, self.num_chunks, deferral)
         # Tensors derived from these rows reach column layers through copied_products, which sums gradients.
-        handed = whole_on_each(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
+        shared_rows = average_gradient(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
-            column.handed = (handed, product)
-        return _replaced(args, kwargs, given, handed)
+            column.precomputed = (shared_rows, product)
+        return _replaced(args, kwargs, hidden, shared_rows)
 
     def release(self, module: nn.Module, args: Any, output: Any) -> None:
         for column in self._layers(module):
-            column.handed = None
+            column.precomputed = None
 
     def _layers(self, module: nn.Module) -> list[ColumnParallelLinear]:
         # By name: copies of a module share its hooks.
@@ -338,19 +339,19 @@ class SharedInput:
 
 
 def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
-    if not isinstance(given, Tensor):
+    hidden = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
+    if not isinstance(hidden, Tensor):
         raise TypeError(
-            f"{type(module).__name__}: the tensor to be cut among ranks must be the first argument, or be named "
+            f"{type(module).__name__} got no hidden state to shard: pass a tensor as the first argument or as "
             "hidden_states"
         )
-    return given
+    return hidden
 
 
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, new: Tensor) -> Any:
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
     if args:
         return (new, *args[1:]), kwargs
-    return args, {key: new if value is given else value for key, value in kwargs.items()}
+    return args, {key: new if value is old else value for key, value in kwargs.items()}
 
 
 # ---------------------------------------------------------------------- reading and checking the plan
@@ -359,21 +360,23 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, new:
 def _styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Path -> style of the modules that a pattern matches. For a layer with an adapter: of its inner layers."""
     paths = [path for path, _ in module.named_modules()]
-    known, found = set(paths), {}
+    known, styles = set(paths), {}
     for pattern, style in plan.items():
-        if style not in (*CUT, *WHOLE, *AROUND):
-            raise ValueError(f"plan: {pattern!r} is {style!r}, which is none of {', '.join((*CUT, *WHOLE, *AROUND))}")
+        if style not in STYLES:
+            raise ValueError(f"plan: {pattern!r} has the unknown style {style!r}: use one of {', '.join(STYLES)}")
         if any(character in pattern for character in "*?["):
             matched = [path for path in paths if _matches(path, pattern)]
         else:
             matched = [pattern] if pattern in known else []
         if not matched:
-            raise ValueError(f"plan: {pattern!r} matches no module of {type(module).__name__}")
-        found.update(dict.fromkeys(matched, style))
-    for path in [path for path, style in found.items() if style in CUT and is_adapted(module.get_submodule(path))]:
-        outer = {each: found[each] for each in around(path) if each in found}
-        found |= adapter_styles(module.get_submodule(path), path, found.pop(path), outer)
-    return found
+            raise ValueError(
+                f"plan: {pattern!r} matches no module of {type(module).__name__}: correct or remove the pattern"
+            )
+        styles.update(dict.fromkeys(matched, style))
+    for path in [path for path, style in styles.items() if style in CUT and is_adapted(module.get_submodule(path))]:
+        outer = {block: styles[block] for block in ancestors(path) if block in styles}
+        styles |= adapter_styles(module.get_submodule(path), path, styles.pop(path), outer)
+    return styles
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -386,67 +389,70 @@ def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
         path
         for path, part in module.named_modules()
         if any(parameter is not None for parameter in part._parameters.values())
-        and styles.get(path) not in (*CUT, *WHOLE)
-        and not any(styles.get(outer) in WHOLE for outer in around(path))
+        and styles.get(path) not in (*CUT, *REPLICATED)
+        and not any(styles.get(outer) in REPLICATED for outer in ancestors(path))
     ]
     if missing:
         listed = ", ".join(repr(path) for path in missing[:8]) + (" ..." if len(missing) > 8 else "")
         raise ValueError(
-            f"no pattern of the plan says what becomes of {listed}, which hold parameters: add for instance "
-            f'{{{missing[0]!r}: "replicate"}} for what works on all rows, "sequence" for a norm between blocks'
+            f"no pattern of the plan matches {listed}, which have parameters: add for example "
+            f'{{{missing[0]!r}: "replicate"}} for a module that works on all rows, "sequence" for a norm between blocks'
         )
     owners: dict[int, set[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for parameter in part._parameters.values():
             owners.setdefault(id(parameter), set()).add(path)
     for path, style in styles.items():
-        there = module.get_submodule(path)
+        target = module.get_submodule(path)
         if style in CUT:
-            _check_cut(there, path, style, styles, owners)
-        if style == "layers" and not (isinstance(there, nn.ModuleList) and len(there)):
-            raise ValueError(f'{path} is a {type(there).__name__}: only a ModuleList of blocks can be "layers"')
+            _check_cut(target, path, style, styles, owners)
+        if style == "layers" and not (isinstance(target, nn.ModuleList) and len(target)):
+            raise ValueError(f'{path} is a {type(target).__name__}: only a ModuleList of blocks can be "layers"')
 
 
 def _check_cut(
-    there: nn.Module, path: str, style: str, styles: Mapping[str, str], owners: Mapping[int, set[str]]
+    layer: nn.Module, path: str, style: str, styles: Mapping[str, str], owners: Mapping[int, set[str]]
 ) -> None:
     """Raise ValueError for a layer that cannot have this style. owners: id of a parameter -> paths."""
-    embeds = style == "vocabulary" and isinstance(there, nn.Embedding)
+    embeds = style == "vocabulary" and isinstance(layer, nn.Embedding)
     kind = nn.Embedding if embeds else nn.Linear
-    if not is_plain(there, kind) or not path:
-        what = "nn.Linear, or a plain or scaled nn.Embedding," if style == "vocabulary" else "nn.Linear"
+    if not is_plain(layer, kind) or not path:
+        expected = "nn.Linear or plain or scaled nn.Embedding" if style == "vocabulary" else "nn.Linear"
         raise ValueError(
-            f"{path or 'the module itself'} is a {type(there).__name__}: only an {what} inside a module can be "
+            f"{path or 'the module itself'} is a {type(layer).__name__}: only an {expected} inside a module can be "
             f'"{style}"'
         )
-    if set(there._parameters) != {"weight", *(() if embeds else ("bias",))} or has_hooks(there):
+    if set(layer._parameters) != {"weight", *(() if embeds else ("bias",))} or has_hooks(layer):
         raise ValueError(
-            f"{path} has hooks or parameters that an ordinary nn.{kind.__name__} has not (weight_norm has both): once "
-            f'"{style}" it would lose them; add them afterwards, to the cut layer'
+            f"{path} has hooks or parameters that a plain nn.{kind.__name__} lacks (for example of weight_norm); as "
+            f'"{style}" it would lose them: add them to the sharded layer afterwards'
         )
-    if embeds and not can_be_cut(there, kind):
+    if embeds and not can_be_cut(layer, kind):
         raise ValueError(
-            f"{path} has max_norm, scale_grad_by_freq, sparse gradients or a forward of its own, which it would lose "
-            'once "vocabulary": make it "replicate"'
+            f"{path} has max_norm, scale_grad_by_freq, sparse gradients or its own forward, which it would lose as "
+            '"vocabulary": use "replicate"'
         )
-    for parameter in there.parameters():
+    for parameter in layer.parameters():
         tied = sorted(owners[id(parameter)])
         if len(tied) > 1 and not all(styles.get(other) == "vocabulary" for other in tied):
-            mend = 'make them "replicate"' + ', or all of them "vocabulary"' * (style == "vocabulary")
-            raise ValueError(f"{', '.join(tied)} share a parameter, which cannot be cut: {mend}")
+            advice = 'use "replicate"' + ', or "vocabulary" for all of them' * (style == "vocabulary")
+            raise ValueError(f"{', '.join(tied)} share a parameter, which cannot be sharded: {advice}")
 
 
 def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:
     """Module that gathers its input -> its column layers."""
-    found: dict[str, list[str]] = {path: [] for path, style in styles.items() if style.startswith("gather")}
+    shared: dict[str, list[str]] = {path: [] for path, style in styles.items() if style.startswith("gather")}
     for path, style in styles.items():
-        inner = next((outer for outer in around(path) if outer in found), None)
-        if style in PARTS and inner is not None:
-            found[inner].append(path)
-    for path, columns in found.items():
+        gathering = next((outer for outer in ancestors(path) if outer in shared), None)
+        if style in PARTS and gathering is not None:
+            shared[gathering].append(path)
+    for path, columns in shared.items():
         if not columns:
-            raise ValueError(f'{path} is "{styles[path]}", but no layer inside it is "column"')
-    return found
+            raise ValueError(
+                f'{path} is "{styles[path]}": no layer inside it is "column"; use another style, or '
+                'make its layers "column"'
+            )
+    return shared
 
 
 def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], styles: Mapping[str, str], ranks: Ranks) -> None:
@@ -457,7 +463,7 @@ def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], styles: Map
             if not isinstance(size, int) or features % size or (features // size) % ranks.world == 0:
                 continue
             heads = features // size
-            mend = f"use a number of ranks that divides {heads}"
+            advice = f"use a number of ranks that divides {heads}"
             if heads < ranks.world:
-                mend += f", or repeat the weights of each head so that there are {ranks.world}"
-            raise ValueError(f"{column} has {heads} heads, which do not divide among {ranks.world} ranks: {mend}")
+                advice += f", or repeat the weights of each head to get {ranks.world} heads"
+            raise ValueError(f"{column} has {heads} heads, not divisible by {ranks.world} ranks: {advice}")

@@ -35,36 +35,38 @@ class VocabularyEmbedding(ParallelLayer):
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     weight: nn.Parameter
 
-    def __init__(self, whole: nn.Embedding, ranks: Ranks) -> None:
-        """A copy of this rank's rows of `whole`. Raises ValueError if the vocabulary has fewer rows than there are
+    def __init__(self, layer: nn.Embedding, ranks: Ranks) -> None:
+        """A copy of this rank's rows of `layer`. Raises ValueError if the vocabulary has fewer rows than there are
         ranks.
         """
         super().__init__()
-        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.padding_idx, self.ranks = whole.padding_idx, ranks
-        self.sizes = whole.num_embeddings, whole.embedding_dim
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        self.padding_idx, self.ranks = layer.padding_idx, ranks
+        self.sizes = layer.num_embeddings, layer.embedding_dim
         if self.num_embeddings < ranks.world:
-            raise ValueError(f"{self.num_embeddings} words do not reach for {ranks.world} ranks")
-        scale: Any = getattr(whole, "embed_scale", None)
+            raise ValueError(
+                f"the vocabulary has {self.num_embeddings} tokens, fewer than {ranks.world} ranks: use fewer ranks"
+            )
+        scale: Any = getattr(layer, "embed_scale", None)
         self.narrow_scale = isinstance(scale, Tensor)  # Gemma: has the dtype of the weight
         # Prefer `scalar_embed_scale`: on meta the tensor has no value yet.
-        self.scale = None if scale is None else float(getattr(whole, "scalar_embed_scale", scale))
-        self.take(whole)
+        self.scale = None if scale is None else float(getattr(layer, "scalar_embed_scale", scale))
+        self.take(layer)
         self.first = self.region("weight").boxes[0].offsets[0]  # this rank's first token id
 
     def forward(self, ids: Tensor) -> Tensor:
-        known = (ids >= 0) & (ids < self.num_embeddings)
+        valid = (ids >= 0) & (ids < self.num_embeddings)
         # Otherwise no rank would own the id, and its embedding would silently be 0. Does not wait for a GPU.
-        torch._assert_async(known.all(), f"an id is outside the vocabulary of {self.num_embeddings} words")
-        mine, padding = ids - self.first, None
-        others = (mine < 0) | (mine >= len(self.weight))
+        torch._assert_async(valid.all(), f"an id is outside the vocabulary of {self.num_embeddings} tokens")
+        local_ids, padding = ids - self.first, None
+        outside = (local_ids < 0) | (local_ids >= len(self.weight))
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first < len(self.weight):
             padding = self.padding_idx - self.first  # gets no gradient
-        rows = embedding(mine.masked_fill(others, 0), self.weight, padding)
+        rows = embedding(local_ids.masked_fill(outside, 0), self.weight, padding)
         if self.scale is not None:
             exact = torch.full((), self.scale, dtype=torch.float32, device=rows.device)
             rows = rows * (exact.to(rows.dtype) if self.narrow_scale else self.scale)
-        return sum_over_ranks(rows.masked_fill(others.unsqueeze(-1), 0), self.ranks)
+        return sum_over_ranks(rows.masked_fill(outside.unsqueeze(-1), 0), self.ranks)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rank={self.ranks.rank}/{self.ranks.world}"

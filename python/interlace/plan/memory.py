@@ -60,9 +60,9 @@ class WeightSize:
     sharable: bool = True
     beside: bool = False
 
-    def count(self, place: int) -> int:
-        """Elements on the rank at `place` of a lane."""
-        return self.rows[place] * self.width
+    def count(self, tp_index: int) -> int:
+        """Elements on the rank with tensor-parallel index `tp_index` of a lane."""
+        return self.rows[tp_index] * self.width
 
 
 class Load(NamedTuple):
@@ -129,13 +129,13 @@ class Activations:
         """Bytes that the stage of layers [start, stop) keeps for a chunk."""
         if not self.backward[stop - 1]:
             return 0.0
-        ends, last = (start, stop), stop == len(self.backward)
+        ends, is_last = (start, stop), stop == len(self.backward)
         total = load.features * self.feature if start == 0 else 0.0
         for kept in self.kept:
             inside = start < kept.between < stop or any(start <= layer < stop for layer in kept.layers)
             if inside or kept.edge in ends:
                 total += kept.bytes(load)
-        if last and self._in_parts(load):  # keeps a norm per row instead of the logits' exponentials
+        if is_last and self._in_parts(load):  # keeps a norm per row instead of the logits' exponentials
             total -= load.targets * 4 * (self.words - 1)
         return total
 
@@ -225,16 +225,16 @@ def activation_bytes(
     chunks: `StepTable.chunks`. loads: load of a chunk by its index there, else by its module. deferred: returns the
     bytes that replace a forward's activations from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
-    found, kept = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
-    known: dict[Any, float] = {}  # shared by replicas with equal layers and loads
-    for place, chunk in enumerate(chunks):
-        load = _share(layout.spec(chunk.module), loads.get(place, loads.get(chunk.module, Load(0))))
+    sizes, bytes_of = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
+    cache: dict[Any, float] = {}  # shared by replicas with equal layers and loads
+    for index, chunk in enumerate(chunks):
+        load = _local_load(layout.spec(chunk.module), loads.get(index, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
             key = chunk.module, stage.start, stage.stop, load
-            if key not in known:
-                known[key] = kept(activations[chunk.module], stage.start, stage.stop, load)
-            found[chunk.module, stage.index, place] = known[key]
-    return found
+            if key not in cache:
+                cache[key] = bytes_of(activations[chunk.module], stage.start, stage.stop, load)
+            sizes[chunk.module, stage.index, index] = cache[key]
+    return sizes
 
 
 def rank_memory(
@@ -242,7 +242,7 @@ def rank_memory(
     weights: Sequence[WeightSize],
     activations: Mapping[str, Activations],
     loads: Mapping[str, Load],
-    held: Sequence[tuple[int, float]],
+    peaks: Sequence[tuple[int, float]],
     *,
     bucket_bytes: int,
     offload_optimizer: bool = False,
@@ -251,7 +251,7 @@ def rank_memory(
 ) -> tuple[RankMemory, ...]:
     """Memory of every rank of `layout`.
 
-    weights: weights of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank,
+    weights: weights of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. peaks: per rank,
     the most chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: size of gradient buckets.
     offload_optimizer: whether optimizer state is in host memory. state: optimizer state of each trained weight, by name
     (default: that of AdamW). by_layer: pairs (rank, module) whose weights the step gathers layer by layer.
@@ -268,41 +268,50 @@ def rank_memory(
     for reduction in layout.reduce_groups(in_part):
         for rank in reduction.ranks:
             reductions.setdefault(rank, []).append(reduction)
-    found = []
-    known: dict[Any, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
-    for rank, (in_flight, kept) in enumerate(held):
+    memories = []
+    cache: dict[Any, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
+    for rank, (in_flight, activation_bytes) in enumerate(peaks):
         stages = layout.of_rank(rank)
-        likeness = (
+        key = (
             tuple((s.module, s.index, s.start, s.stop, s.lane_of(rank).ranks.index(rank)) for s in stages),
             tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards.get(rank, ())),
             tuple((r.module, r.start, r.stop, r.in_part) for r in reductions.get(rank, ())),
             tuple((rank, s.module) in by_layer for s in stages),
         )
-        if likeness in known:
-            found.append(replace(known[likeness], rank=rank, activations=math.ceil(kept), in_flight=in_flight))
+        if key in cache:
+            memories.append(
+                replace(cache[key], rank=rank, activations=math.ceil(activation_bytes), in_flight=in_flight)
+            )
             continue
-        own: list[_Own] = []
-        total = _State(*(0,) * len(_State._fields))
+        parts: list[_OwnedWeight] = []
+        total = _StateBytes(*(0,) * len(_StateBytes._fields))
         for name in dict.fromkeys(stage.module for stage in stages):
-            mine = list(_owned(layout, rank, name, by_module[name], shards.get(rank, ())))
+            module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards.get(rank, ())))
             layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
-            more = _state(mine, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
-            total = _State(*(a + b for a, b in zip(total, more, strict=True)))
-            own += mine
-        shares = [(stage, activations[stage.module], _share_of(layout, stage, loads)) for stage in stages]
-        buckets = (_largest_bucket(_summed(own, reduction), bucket_bytes) for reduction in reductions.get(rank, ()))
-        found.append(
+            added = _state_bytes(module_parts, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
+            total = _StateBytes(*(a + b for a, b in zip(total, added, strict=True)))
+            parts += module_parts
+        shares = [(stage, activations[stage.module], _load_of_stage(layout, stage, loads)) for stage in stages]
+        buckets = (
+            _largest_bucket(_reduced_weights(parts, reduction), bucket_bytes) for reduction in reductions.get(rank, ())
+        )
+        memories.append(
             RankMemory(
                 rank=rank,
                 parameters=total.parameters,
                 weights=total.weights,
                 gradients=total.gradients,
                 optimizer=0 if offload_optimizer else total.optimizer,
-                activations=math.ceil(kept),
+                activations=math.ceil(activation_bytes),
                 in_flight=in_flight,
                 messages=math.ceil(sum(_messages(layout, shares))),
                 sums=max(buckets, default=0),
-                workspace=math.ceil(max(what.workspace(stage.start, stage.stop, load) for stage, what, load in shares)),
+                workspace=math.ceil(
+                    max(
+                        module_activations.workspace(stage.start, stage.stop, load)
+                        for stage, module_activations, load in shares
+                    )
+                ),
                 weights_once=total.weights_once,
                 gradients_once=total.gradients_once,
                 weights_run=total.weights_run,
@@ -310,11 +319,11 @@ def rank_memory(
                 host=total.optimizer if offload_optimizer else 0,
             )
         )
-        known[likeness] = found[-1]
-    return tuple(found)
+        cache[key] = memories[-1]
+    return tuple(memories)
 
 
-class _Own(NamedTuple):
+class _OwnedWeight(NamedTuple):
     """A rank's part of a weight.
 
     home: first of the weight's layers on the rank. whole: bytes without sharding. part: bytes of the rank's own shard,
@@ -329,7 +338,7 @@ class _Own(NamedTuple):
     sharers: int
 
 
-class _State(NamedTuple):
+class _StateBytes(NamedTuple):
     parameters: int
     weights: int
     gradients: int
@@ -340,68 +349,72 @@ class _State(NamedTuple):
     gradients_run: int
 
 
-def _owned(
+def _owned_weights(
     layout: Layout, rank: int, module: str, weights: Iterable[WeightSize], shards: Iterable[Shard]
-) -> Iterator[_Own]:
+) -> Iterator[_OwnedWeight]:
     """Weights of a module on `rank`. shards: shards of which it is an owner."""
-    tp, places = layout.spec(module).tp, {}
+    tp, tp_index_of = layout.spec(module).tp, {}
     for stage in layout.of_rank(rank):
         if stage.module == module:
-            place, _ = stage.lane_of(rank).places(rank, tp)
-            places.update(dict.fromkeys(range(stage.start, stage.stop), place))
-    sharing = {i: len(each.owners) for each in shards if each.module == module for i in range(each.start, each.stop)}
+            tp_index, _ = stage.lane_of(rank).indices(rank, tp)
+            tp_index_of.update(dict.fromkeys(range(stage.start, stage.stop), tp_index))
+    sharing = {
+        i: len(shard.owners) for shard in shards if shard.module == module for i in range(shard.start, shard.stop)
+    }
     for weight in weights:
-        home = next((layer for layer in weight.layers if layer in places), None)
-        if home is None:
+        first_layer = next((layer for layer in weight.layers if layer in tp_index_of), None)
+        if first_layer is None:
             continue
-        place, size = places[home], weight.width * weight.itemsize
-        rows, sharers = weight.rows[place], sharing.get(home, 1) if weight.sharable else 1
+        tp_index, size = tp_index_of[first_layer], weight.width * weight.itemsize
+        rows, sharers = weight.rows[tp_index], sharing.get(first_layer, 1) if weight.sharable else 1
         # Size on the owner with the most rows: surplus rows go to different owners, weight by weight.
-        yield _Own(weight, home, weight.count(place), rows * size, -(-rows // sharers) * size, sharers)
+        yield _OwnedWeight(
+            weight, first_layer, weight.count(tp_index), rows * size, -(-rows // sharers) * size, sharers
+        )
 
 
-def _state(
-    own: Sequence[_Own], stages: Sequence[range], shard: str, by_layer: bool, state: Mapping[str, StateSize]
-) -> _State:
+def _state_bytes(
+    owned: Sequence[_OwnedWeight], stages: Sequence[range], shard: str, by_layer: bool, state: Mapping[str, StateSize]
+) -> _StateBytes:
     """stages: the layers of each stage of the rank."""
-    trained = [each for each in own if each.weight.trainable]
-    count = sum(each.elements for each in own)
-    sizes = [(each.part, state.get(each.weight.name, ADAMW)) for each in trained]
-    optimizer = sum(size.moments * part + size.bytes for part, size in sizes)
-    whole, gradients = (sum(each.whole for each in some) for some in (own, trained))
+    trained = [entry for entry in owned if entry.weight.trainable]
+    count = sum(entry.elements for entry in owned)
+    sizes = [(entry.part, state.get(entry.weight.name, ADAMW)) for entry in trained]
+    optimizer = sum(size.moments * shard_size + size.bytes for shard_size, size in sizes)
+    whole, gradients = (sum(entry.whole for entry in selected) for selected in (owned, trained))
     if shard != "full":
-        return _State(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
-    shared, shared_trained = ([each for each in some if each.sharers > 1] for some in (own, trained))
-    parts = sum(each.part for each in own)
+        return _StateBytes(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
+    shared, shared_trained = ([entry for entry in selected if entry.sharers > 1] for selected in (owned, trained))
+    shard_bytes = sum(entry.part for entry in owned)
     # Layer by layer, gradients are summed in fp32, and each bucket of sums is freed once it is a gradient.
-    sums = sum(each.part * max(SUM_BYTES // each.weight.itemsize, 1) for each in shared_trained)
-    sums += sum(each.part for each in trained if each.sharers == 1)
-    layered = parts + _at_a_time(shared, stages), sums + _at_a_time(shared_trained, stages)
-    once = parts + sum(each.whole for each in shared), gradients
-    return _State(count, *layered, optimizer, *once, *(layered if by_layer else once))
+    sums = sum(entry.part * max(SUM_BYTES // entry.weight.itemsize, 1) for entry in shared_trained)
+    sums += sum(entry.part for entry in trained if entry.sharers == 1)
+    layered = shard_bytes + _largest_stage_bytes(shared, stages), sums + _largest_stage_bytes(shared_trained, stages)
+    once = shard_bytes + sum(entry.whole for entry in shared), gradients
+    return _StateBytes(count, *layered, optimizer, *once, *(layered if by_layer else once))
 
 
-def _at_a_time(own: Sequence[_Own], stages: Sequence[range]) -> int:
+def _largest_stage_bytes(parts: Sequence[_OwnedWeight], stages: Sequence[range]) -> int:
     """The most bytes of any stage for its weights outside repeated layers and for two consecutive layers."""
 
     def of(layers: range, beside: bool) -> int:
-        some = (each for each in own if each.weight.beside is beside)
-        return sum(each.whole for each in some if any(layer in layers for layer in each.weight.layers))
+        selected = (part for part in parts if part.weight.beside is beside)
+        return sum(part.whole for part in selected if any(layer in layers for layer in part.weight.layers))
 
     return max(of(stage, True) + max(of(stage[i : i + 2], False) for i in range(len(stage))) for stage in stages)
 
 
-def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:
+def _reduced_weights(parts: Iterable[_OwnedWeight], reduction: Reduction) -> list[_OwnedWeight]:
     """Weights of a rank whose gradients are part of a reduction."""
     return [
-        each
-        for each in own
-        if each.weight.module == reduction.module and reduction.start <= each.home < reduction.stop
-        if each.weight.trainable and each.weight.in_part == reduction.in_part
+        part
+        for part in parts
+        if part.weight.module == reduction.module and reduction.start <= part.home < reduction.stop
+        if part.weight.trainable and part.weight.in_part == reduction.in_part
     ]
 
 
-def _share(spec: ParallelSpec, load: Load) -> Load:
+def _local_load(spec: ParallelSpec, load: Load) -> Load:
     """Load of a chunk on one context-parallel rank."""
     if spec.cp == 1:
         return load
@@ -409,49 +422,52 @@ def _share(spec: ParallelSpec, load: Load) -> Load:
     return Load(rows_per_rank(math.ceil(load.rows), spec.cp), targets, features, load.rows)
 
 
-def _share_of(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> Load:
-    return _share(layout.spec(stage.module), loads.get(stage.module, Load(0)))
+def _load_of_stage(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> Load:
+    return _local_load(layout.spec(stage.module), loads.get(stage.module, Load(0)))
 
 
 def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
     """Largest incoming and largest outgoing message of a rank, in bytes."""
-    *encoders, last = layout.modules
+    *encoders, language_model = layout.modules
     arriving, leaving = [0.0], [0.0]
-    here = {(stage.module, stage.index) for stage, _, _ in shares}
+    local_stages = {(stage.module, stage.index) for stage, _, _ in shares}
 
-    def apart(encoder: str) -> bool:
+    def sends_between_ranks(encoder: str) -> bool:
         """True if output of the encoder is sent between ranks, to this rank or from it."""
         spec = layout.spec(encoder)
-        return spec.dp != layout.spec(last).dp or not {(encoder, spec.stages - 1), (last, 0)} <= here
+        return (
+            spec.dp != layout.spec(language_model).dp
+            or not {(encoder, spec.stages - 1), (language_model, 0)} <= local_stages
+        )
 
-    for stage, what, load in shares:
-        final = stage.index == layout.spec(stage.module).stages - 1
-        if stage.index and (stage.module, stage.index - 1) not in here:
-            arriving.append(what.edges[stage.start] * load.rows)
-        if not stage.index and stage.module == last and any(map(apart, encoders)):
-            arriving.append(what.feature * load.features)
-        if not final and (stage.module, stage.index + 1) not in here:
-            leaving.append(what.edges[stage.stop] * load.rows)
-        if final and stage.module != last and apart(stage.module):
-            leaving.append(what.edges[stage.stop] * load.rows)
+    for stage, module_activations, load in shares:
+        is_last = stage.index == layout.spec(stage.module).stages - 1
+        if stage.index and (stage.module, stage.index - 1) not in local_stages:
+            arriving.append(module_activations.edges[stage.start] * load.rows)
+        if not stage.index and stage.module == language_model and any(map(sends_between_ranks, encoders)):
+            arriving.append(module_activations.feature * load.features)
+        if not is_last and (stage.module, stage.index + 1) not in local_stages:
+            leaving.append(module_activations.edges[stage.stop] * load.rows)
+        if is_last and stage.module != language_model and sends_between_ranks(stage.module):
+            leaving.append(module_activations.edges[stage.stop] * load.rows)
     yield max(arriving)
     yield max(leaving)
 
 
-def _largest_bucket(own: Sequence[_Own], most: int) -> int:
+def _largest_bucket(parts: Sequence[_OwnedWeight], bucket_bytes: int) -> int:
     """Bytes of the largest gradient bucket. Buckets are in order of the gradients and have one itemsize each.
 
     Each owner of slices is sent as many bytes as the owner with the largest slice.
     """
     largest = 0
-    for itemsize in {each.weight.itemsize for each in own}:
-        size, travels = most, 0
-        for each in (each for each in own if each.weight.itemsize == itemsize):
-            if size + each.whole > most:
-                size = travels = 0
-            size += each.whole
-            travels += each.part * each.sharers
-            largest = max(largest, travels)
+    for itemsize in {part.weight.itemsize for part in parts}:
+        size, sent = bucket_bytes, 0
+        for part in (part for part in parts if part.weight.itemsize == itemsize):
+            if size + part.whole > bucket_bytes:
+                size = sent = 0
+            size += part.whole
+            sent += part.part * part.sharers
+            largest = max(largest, sent)
     return largest
 
 
@@ -464,10 +480,10 @@ def summed_bytes(layout: Layout, weights: Iterable[WeightSize], reduction: Reduc
         ends = (reduction.start, reduction.stop - 1)
         tied = (w for w in weights if w.module == reduction.module and w.trainable and len(w.layers) > 1)
         return sum(w.count(0) * w.itemsize for w in tied if (min(w.layers), max(w.layers)) == ends)
-    mine = (w for w in weights if w.module == reduction.module)
-    own = _owned(layout, reduction.ranks[0], reduction.module, mine, ())
-    together = (e for e in _summed(own, reduction) if not layout.uneven(reduction.module, e.weight.layers))
-    return sum(each.whole for each in together)
+    of_module = (w for w in weights if w.module == reduction.module)
+    parts = _owned_weights(layout, reduction.ranks[0], reduction.module, of_module, ())
+    summed = (e for e in _reduced_weights(parts, reduction) if not layout.uneven(reduction.module, e.weight.layers))
+    return sum(part.whole for part in summed)
 
 
 class SharedBytes(NamedTuple):
@@ -491,20 +507,21 @@ class SharedBytes(NamedTuple):
 def shared_bytes(layout: Layout, weights: Iterable[WeightSize], shard: Shard) -> SharedBytes:
     """Weights that the owners of `shard` gather: all sharable weights, or with ZeRO-1 the trained ones."""
     rank = shard.owners[0]
-    mine = (w for w in weights if w.module == shard.module and w.sharable and (shard.full or w.trainable))
-    own = [e for e in _owned(layout, rank, shard.module, mine, ()) if shard.start <= e.home < shard.stop]
+    of_module = (w for w in weights if w.module == shard.module and w.sharable and (shard.full or w.trainable))
+    parts = [e for e in _owned_weights(layout, rank, shard.module, of_module, ()) if shard.start <= e.home < shard.stop]
 
-    def of(some: Sequence[_Own]) -> tuple[int, tuple[int, ...]]:
+    def of(selected: Sequence[_OwnedWeight]) -> tuple[int, tuple[int, ...]]:
         layers = [
-            sum(e.whole for e in some if e.home == i and not e.weight.beside) for i in range(shard.start, shard.stop)
+            sum(e.whole for e in selected if e.home == i and not e.weight.beside)
+            for i in range(shard.start, shard.stop)
         ]
-        return sum(e.whole for e in some if e.weight.beside), tuple(layers)
+        return sum(e.whole for e in selected if e.weight.beside), tuple(layers)
 
-    return SharedBytes(*of(own), *of([e for e in own if e.weight.trainable]))
+    return SharedBytes(*of(parts), *of([e for e in parts if e.weight.trainable]))
 
 
 def trained_bytes(layout: Layout, weights: Sequence[WeightSize], rank: int, shards: Sequence[Shard]) -> int:
     """Bytes of the weights that the optimizer of `rank` updates; of sharded weights only its slices."""
     names = dict.fromkeys(stage.module for stage in layout.of_rank(rank))
-    own = (e for n in names for e in _owned(layout, rank, n, (w for w in weights if w.module == n), shards))
-    return sum(each.part for each in own if each.weight.trainable)
+    parts = (e for n in names for e in _owned_weights(layout, rank, n, (w for w in weights if w.module == n), shards))
+    return sum(part.part for part in parts if part.weight.trainable)

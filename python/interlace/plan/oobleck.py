@@ -47,7 +47,7 @@ def node_counts(nodes: int, faults: int, min_nodes: int) -> NDArray[np.int32]:
     if nodes < (faults + 1) * min_nodes:
         raise ValueError(
             f"{nodes} nodes cannot hold {faults + 1} pipelines of {min_nodes} nodes: "
-            f"use at least {(faults + 1) * min_nodes} nodes or tolerate fewer faults"
+            f"use at least {(faults + 1) * min_nodes} nodes, or fewer faults"
         )
     return np.arange(min_nodes, nodes - faults * min_nodes + 1, dtype=np.int32)
 
@@ -116,14 +116,14 @@ def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> 
     exponential, so this is for small cases; `instantiate` does not list them.
     """
 
-    def rest(index: int, left: int, needed: int) -> Iterator[tuple[int, ...]]:
+    def rest(index: int, remaining: int, needed_pipelines: int) -> Iterator[tuple[int, ...]]:
         if index == len(node_counts) - 1:
-            count, over = divmod(left, node_counts[index])
-            if not over and count >= needed:
+            count, over = divmod(remaining, node_counts[index])
+            if not over and count >= needed_pipelines:
                 yield (count,)
             return
-        for count in range(left // node_counts[index], -1, -1):
-            for tail in rest(index + 1, left - count * node_counts[index], needed - count):
+        for count in range(remaining // node_counts[index], -1, -1):
+            for tail in rest(index + 1, remaining - count * node_counts[index], needed_pipelines - count):
                 yield (count, *tail)
 
     return rest(0, nodes, pipelines) if len(node_counts) else iter(())

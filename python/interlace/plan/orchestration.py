@@ -112,7 +112,7 @@ def orchestrate(
         raise ValueError(f"no module {language_model!r} among {', '.join(map(repr, names)) or 'none'}")
     for name, work in modules.items():
         if len(work.forward) != len(tp):
-            raise ValueError(f"{name}: forward has {len(work.forward)} times for {len(tp)} tensor-parallel sizes")
+            raise ValueError(f"{name}: forward has {len(work.forward)} times, but tp has {len(tp)} sizes")
     works = list(modules.values())
     time, degrees = _core.orchestrate(
         np.array([work.forward for work in works], dtype=np.float64),

@@ -52,54 +52,58 @@ def reconfigure(
     Raises:
         ValueError: a node is in two pipelines, sizes are not consecutive, or the survivors are too few.
     """
-    least, largest = _least_and_largest(node_counts)
-    home = _homes(pipelines)
-    gone = set(failed)
-    left = [[node for node in pipeline if node not in gone] for pipeline in pipelines]
-    total = sum(map(len, left))
-    if total < max(1, (faults + 1) * least):
+    smallest, largest = _smallest_and_largest(node_counts)
+    pipeline_of = _pipeline_of(pipelines)
+    lost = set(failed)
+    remaining = [[node for node in pipeline if node not in lost] for pipeline in pipelines]
+    total = sum(map(len, remaining))
+    if total < max(1, (faults + 1) * smallest):
         raise ValueError(
-            f"{total} nodes are left, but {faults + 1} pipelines of at least {least} nodes are needed: restart from a "
-            "checkpoint with fewer faults to survive, or wait for nodes"
+            f"{total} nodes remain, too few for {faults + 1} pipelines of at least {smallest} nodes: restart from a "
+            "checkpoint with a lower `faults`, or wait for nodes"
         )
-    for index, nodes in enumerate(left):
+    for index, nodes in enumerate(remaining):
         if len(nodes) > largest:
-            raise ValueError(f"pipelines[{index}] keeps {len(nodes)} nodes, but the largest template has {largest}")
+            raise ValueError(f"pipelines[{index}] keeps {len(nodes)} nodes, more than the largest template ({largest})")
 
     change: list[Change] = [
-        "kept" if len(now) == len(old) else "shrunk" for now, old in zip(left, pipelines, strict=True)
+        "kept" if len(new) == len(old) else "shrunk" for new, old in zip(remaining, pipelines, strict=True)
     ]
-    sources = [[index] for index in range(len(left))]
-    alive = [index for index in range(len(left)) if left[index]]
+    sources = [[index] for index in range(len(remaining))]
+    active = [index for index in range(len(remaining)) if remaining[index]]
     # Empty pipelines are restored only up to the required number of pipelines.
-    empty = [index for index in range(len(left)) if not left[index]]
-    alive = sorted(alive + empty[: max(0, faults + 1 - len(alive))])
+    empty = [index for index in range(len(remaining)) if not remaining[index]]
+    active = sorted(active + empty[: max(0, faults + 1 - len(active))])
 
-    while broken := [index for index in alive if len(left[index]) < least]:
+    while broken := [index for index in active if len(remaining[index]) < smallest]:
         # The pipeline that lacks the fewest nodes borrows first, so that spare nodes repair as many pipelines as
         # possible. A merged pipeline lacks fewer nodes than its parts, so it may borrow when they could not.
-        index = min(broken, key=lambda i: (least - len(left[i]), i))
-        if sum(max(0, len(left[i]) - least) for i in alive) >= least - len(left[index]):
-            while len(left[index]) < least:
-                lender = max((i for i in alive if len(left[i]) > least), key=lambda i: (len(left[i]), -i))
-                node = left[lender].pop()
-                left[index].append(node)
+        index = min(broken, key=lambda i: (smallest - len(remaining[i]), i))
+        if sum(max(0, len(remaining[i]) - smallest) for i in active) >= smallest - len(remaining[index]):
+            while len(remaining[index]) < smallest:
+                lender = max((i for i in active if len(remaining[i]) > smallest), key=lambda i: (len(remaining[i]), -i))
+                node = remaining[lender].pop()
+                remaining[index].append(node)
                 change[lender] = "lent" if change[lender] == "kept" else change[lender]
-                sources[index] += [home[node]] if home[node] not in sources[index] else []
+                sources[index] += [pipeline_of[node]] if pipeline_of[node] not in sources[index] else []
             change[index] = "borrowed" if change[index] != "merged" else "merged"
             continue
-        others = [i for i in alive if i != index]
-        other = min(others, key=lambda i: (len(left[i]) >= least, len(left[i]), i))
-        keeper, joined = sorted((index, other))
-        left[keeper] += left[joined]
+        candidates = [i for i in active if i != index]
+        partner = min(candidates, key=lambda i: (len(remaining[i]) >= smallest, len(remaining[i]), i))
+        keeper, joined = sorted((index, partner))
+        remaining[keeper] += remaining[joined]
         sources[keeper] += [source for source in sources[joined] if source not in sources[keeper]]
         change[keeper] = "merged"
-        alive.remove(joined)
-    return [Reconfigured(tuple(left[index]), tuple(sources[index]), change[index]) for index in alive]
+        active.remove(joined)
+    return [Reconfigured(tuple(remaining[index]), tuple(sources[index]), change[index]) for index in active]
 
 
 def admit(
-    pipelines: Sequence[Sequence[Node]], joined: Sequence[Node], node_counts: Sequence[int], *, most: int | None = None
+    pipelines: Sequence[Sequence[Node]],
+    joined: Sequence[Node],
+    node_counts: Sequence[int],
+    *,
+    max_pipelines: int | None = None,
 ) -> list[Reconfigured[Node]]:
     """Adds joined nodes to the pipelines, and changes as few existing pipelines as possible.
 
@@ -111,7 +115,7 @@ def admit(
         pipelines: nodes of each pipeline, as returned by `reconfigure`.
         joined: nodes that are in no pipeline.
         node_counts: sizes of the pipeline templates, consecutive.
-        most: most pipelines, such as the microbatches of a batch, since each pipeline needs one.
+        max_pipelines: most pipelines, such as the microbatches of a batch, since each pipeline needs one.
 
     Returns:
         The old pipelines in their order, then the new ones. Nodes for which no template has room are in none.
@@ -119,24 +123,26 @@ def admit(
     Raises:
         ValueError: a node is given twice, or sizes are not consecutive.
     """
-    least, largest = _least_and_largest(node_counts)
-    _homes([*pipelines, joined])
-    fresh = len(joined) // least
-    if most is not None:
-        fresh = min(fresh, max(0, most - len(pipelines)))
-    nodes = [*map(list, pipelines), *(list(joined[i * least : (i + 1) * least]) for i in range(fresh))]
-    for node in joined[fresh * least :]:
+    smallest, largest = _smallest_and_largest(node_counts)
+    _pipeline_of([*pipelines, joined])
+    new_pipelines = len(joined) // smallest
+    if max_pipelines is not None:
+        new_pipelines = min(new_pipelines, max(0, max_pipelines - len(pipelines)))
+    nodes = [*map(list, pipelines), *(list(joined[i * smallest : (i + 1) * smallest]) for i in range(new_pipelines))]
+    for node in joined[new_pipelines * smallest :]:
         index = min(range(len(nodes)), key=lambda i: (len(nodes[i]), i), default=-1)
         if index < 0 or len(nodes[index]) >= largest:
             break
         nodes[index].append(node)
-    found: list[Reconfigured[Node]] = []
-    for index, now in enumerate(nodes):
+    result: list[Reconfigured[Node]] = []
+    for index, members in enumerate(nodes):
         if index >= len(pipelines):
-            found.append(Reconfigured(tuple(now), (), "new"))
+            result.append(Reconfigured(tuple(members), (), "new"))
         else:
-            found.append(Reconfigured(tuple(now), (index,), "kept" if len(now) == len(pipelines[index]) else "grown"))
-    return found
+            result.append(
+                Reconfigured(tuple(members), (index,), "kept" if len(members) == len(pipelines[index]) else "grown")
+            )
+    return result
 
 
 def regroup(
@@ -146,7 +152,7 @@ def regroup(
     node_counts: Sequence[int],
     *,
     faults: int = 0,
-    most: int | None = None,
+    max_pipelines: int | None = None,
 ) -> list[tuple[Node, ...]] | None:
     """Pipelines after simultaneous failures and joins: `reconfigure`, then `admit`.
 
@@ -154,39 +160,39 @@ def regroup(
     waiting nodes first replace failed ones.
 
     Args:
-        pipelines, failed, node_counts, faults: as in `reconfigure`. most: as in `admit`.
+        pipelines, failed, node_counts, faults: as in `reconfigure`. max_pipelines: as in `admit`.
         nodes: all live nodes, in order of arrival.
 
     Returns:
         The nodes of each pipeline; None if fewer than (faults + 1) times the smallest template's nodes are left.
     """
-    least, largest = _least_and_largest(node_counts)
-    gone, inside = set(failed), {node for pipeline in pipelines for node in pipeline}
-    spare = iter([node for node in nodes if node not in inside and node not in gone])
-    replaced = [[next(spare, node) if node in gone else node for node in pipeline] for pipeline in pipelines]
+    smallest, largest = _smallest_and_largest(node_counts)
+    lost, assigned = set(failed), {node for pipeline in pipelines for node in pipeline}
+    spare = iter([node for node in nodes if node not in assigned and node not in lost])
+    replaced = [[next(spare, node) if node in lost else node for node in pipeline] for pipeline in pipelines]
     for start in (pipelines, replaced):
-        if sum(node not in gone for pipeline in start for node in pipeline) >= max(1, (faults + 1) * least):
+        if sum(node not in lost for pipeline in start for node in pipeline) >= max(1, (faults + 1) * smallest):
             # A merged pipeline may be longer than the largest template: its surplus nodes wait.
-            cut = [each.nodes[:largest] for each in reconfigure(start, gone, node_counts, faults=faults)]
-            inside = {node for pipeline in cut for node in pipeline}
-            rest = [node for node in nodes if node not in inside and node not in gone]
-            return [each.nodes for each in admit(cut, rest, node_counts, most=most)]
+            cut = [repaired.nodes[:largest] for repaired in reconfigure(start, lost, node_counts, faults=faults)]
+            assigned = {node for pipeline in cut for node in pipeline}
+            rest = [node for node in nodes if node not in assigned and node not in lost]
+            return [repaired.nodes for repaired in admit(cut, rest, node_counts, max_pipelines=max_pipelines)]
     return None
 
 
-def _least_and_largest(node_counts: Sequence[int]) -> tuple[int, int]:
+def _smallest_and_largest(node_counts: Sequence[int]) -> tuple[int, int]:
     sizes = sorted(node_counts)
     if not sizes or sizes[0] < 1 or sizes != list(range(sizes[0], sizes[-1] + 1)):
         raise ValueError(f"node_counts must be consecutive positive integers, got {list(node_counts)}")
     return sizes[0], sizes[-1]
 
 
-def _homes(pipelines: Sequence[Sequence[Node]]) -> dict[Node, int]:
+def _pipeline_of(pipelines: Sequence[Sequence[Node]]) -> dict[Node, int]:
     """The pipeline of each node."""
-    home: dict[Node, int] = {}
+    pipeline_of: dict[Node, int] = {}
     for index, pipeline in enumerate(pipelines):
         for node in pipeline:
-            if node in home:
-                raise ValueError(f"pipelines[{index}] repeats node {node!r}: a node runs in one pipeline")
-            home[node] = index
-    return home
+            if node in pipeline_of:
+                raise ValueError(f"pipelines[{index}] repeats node {node!r}: use each node in one pipeline")
+            pipeline_of[node] = index
+    return pipeline_of

@@ -139,7 +139,8 @@ def search_configuration(
         raise ValueError(f"no module {language_model!r} among {', '.join(map(repr, modules)) or 'none'}")
     if gpus < 1 or microbatch < 1 or batch < 1 or batch % microbatch:
         raise ValueError(
-            f"batch {batch} must be a multiple of microbatch {microbatch}, both and gpus ({gpus}) positive"
+            f"batch is {batch}, microbatch {microbatch}, gpus {gpus}: all must be positive, and batch a multiple of "
+            f"microbatch"
         )
     if allocation not in ("any", "proportional"):
         raise ValueError(f"unknown allocation {allocation!r}: use 'any' or 'proportional'")
@@ -154,14 +155,14 @@ def search_configuration(
     ]
     groupings = {"parallel": [[name] for name in order], "colocated": [encoders, [language_model]]}
     # With at most one encoder, both placements are the same.
-    wanted = [p for p in placements if len(encoders) > 1 or p == "parallel" or "parallel" not in placements]
+    searched = [p for p in placements if len(encoders) > 1 or p == "parallel" or "parallel" not in placements]
     if not encoders:
-        wanted = ["parallel"] if placements else []
+        searched = ["parallel"] if placements else []
     shares = {
         placement: [_shares(modules, groupings[placement], gpus // d, allocation) for d in degrees]
-        for placement in wanted
+        for placement in searched
     }
-    time, found_dp, colocated, groups = _core.search_configuration(
+    time, best_dp, colocated, groups = _core.search_configuration(
         [_arrays(modules[name]) for name in order],
         gpus,
         batch,
@@ -171,7 +172,7 @@ def search_configuration(
         (tensor_link.latency, tensor_link.per_byte),
         (data_link.latency, data_link.per_byte),
         degrees,
-        [bool(again) for again in recompute],
+        [bool(flag) for flag in recompute],
         shares.get("parallel", []),
         shares.get("colocated", []),
     )
@@ -179,15 +180,15 @@ def search_configuration(
         raise ValueError(
             f"no configuration fits {gpus} GPUs of {gpu_memory:.3g} bytes: allow other degrees or more GPUs"
         )
-    chosen = "colocated" if colocated else "parallel"
-    return _configuration(modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch)
+    best = "colocated" if colocated else "parallel"
+    return _configuration(modules, language_model, groupings[best], best, best_dp, groups, time, batch, microbatch)
 
 
 def _check(modules: Mapping[str, SearchModule]) -> None:
     for name, module in modules.items():
         layers = len(module.weight_bytes)
         if not module.forward or set(module.forward) != set(module.backward):
-            raise ValueError(f"{name}: forward and backward need the same (tp, cp), one at least")
+            raise ValueError(f"{name}: forward and backward need the same keys (tp, cp), at least one")
         for degrees in module.forward:
             if len(degrees) != 2 or any(operator.index(degree) < 1 for degree in degrees):
                 raise ValueError(f"{name}: forward has the key {degrees}: it must be (tp, cp), both positive")
@@ -208,12 +209,12 @@ def _check(modules: Mapping[str, SearchModule]) -> None:
 def _arrays(module: SearchModule) -> tuple[NDArray[Any], Floats, Floats, Floats]:
     keys = sorted(module.forward)
     reduces = np.zeros(len(module.weight_bytes)) if module.tensor_reduces is None else module.tensor_reduces
-    each = [getattr(module, name) for name in _BYTES] + [reduces]
+    per_layer = [getattr(module, name) for name in _BYTES] + [reduces]
     return (
         np.array(keys, dtype=np.int64),
         np.array([module.forward[key] for key in keys], dtype=np.float64),
         np.array([module.backward[key] for key in keys], dtype=np.float64),
-        np.array(each, dtype=np.float64),
+        np.array(per_layer, dtype=np.float64),
     )
 
 
@@ -227,8 +228,8 @@ def _shares(
         return [-1] * len(groups)
     work = []
     for group in groups:
-        least = {name: min(modules[name].forward) for name in group}
-        work.append(sum(float((modules[n].forward[k] + modules[n].backward[k]).sum()) for n, k in least.items()))
+        smallest = {name: min(modules[name].forward) for name in group}
+        work.append(sum(float((modules[n].forward[k] + modules[n].backward[k]).sum()) for n, k in smallest.items()))
     return [int(share) for share in proportional_allocation(budget, work)]
 
 
@@ -238,33 +239,33 @@ def _configuration(
     groups: Sequence[Sequence[str]],
     placement: str,
     dp: int,
-    chosen: Sequence[tuple[int, int, int, bool, Sequence[NDArray[np.int32]], float]],
+    results: Sequence[tuple[int, int, int, bool, Sequence[NDArray[np.int32]], float]],
     time: float,
     batch: int,
     microbatch: int,
 ) -> Configuration:
     """Configuration of a search result, with encoders first. Ranks are numbered as in `Layout.from_specs`."""
-    width = sum(tp * cp * pp for tp, cp, pp, *_ in chosen)
+    width = sum(tp * cp * pp for tp, cp, pp, *_ in results)
     pipelines: dict[str, tuple[Pipeline, ...]] = {}
     specs, recompute, peaks = {}, {}, {}
-    first = 0
-    for names, (tp, cp, pp, again, cuts, peak) in zip(groups, chosen, strict=True):
-        for name, own in zip(names, cuts, strict=True):
+    first_rank = 0
+    for names, (tp, cp, pp, recomputed, cuts, peak) in zip(groups, results, strict=True):
+        for name, cuts_of in zip(names, cuts, strict=True):
             specs[name] = ParallelSpec(tp, cp, pp, dp)
-            recompute[name] = again
+            recompute[name] = recomputed
             peaks[name] = peak
-            pipelines[name] = tuple(_pipeline(name, r, own, r * width + first, tp * cp) for r in range(dp))
-        first += tp * cp * pp
-    layout = Layout({name: (specs[name], own) for name, own in pipelines.items()}, width * dp, placement)
+            pipelines[name] = tuple(_pipeline(name, r, cuts_of, r * width + first_rank, tp * cp) for r in range(dp))
+        first_rank += tp * cp * pp
+    layout = Layout({name: (specs[name], cuts_of) for name, cuts_of in pipelines.items()}, width * dp, placement)
     throughput = batch / time if time > 0 else float("inf")
     return Configuration(layout, specs, recompute, peaks, batch // (dp * microbatch), time, throughput)
 
 
-def _pipeline(name: str, replica: int, cuts: NDArray[np.int32], first: int, lane_size: int) -> Pipeline:
-    """Stages on consecutive lanes, starting at rank `first`."""
+def _pipeline(name: str, replica: int, cuts: NDArray[np.int32], first_rank: int, lane_size: int) -> Pipeline:
+    """Stages on consecutive lanes, starting at rank `first_rank`."""
     stages = []
     for index in range(len(cuts) - 1):
-        start = first + index * lane_size
+        start = first_rank + index * lane_size
         lane = Lane(tuple(range(start, start + lane_size)))
         stages.append(Stage(name, index, int(cuts[index]), int(cuts[index + 1]), lane))
     return Pipeline(name, replica, tuple(stages))

@@ -41,12 +41,14 @@ def proportional_allocation(gpus: int, workloads: ArrayLike, *, unit: int = 1) -
     weights = np.asarray(workloads, dtype=np.float64)
     gpus, unit = operator.index(gpus), operator.index(unit)
     if weights.ndim < 1 or not weights.shape[-1]:
-        raise ValueError("workloads is empty: one module at least is needed")
+        raise ValueError("workloads is empty: give at least one module")
     if not np.isfinite(weights).all() or (weights < 0).any() or not (weights.sum(axis=-1) > 0).all():
         raise ValueError("workloads must be finite, not negative and not all 0")
     modules = weights.shape[-1]
     if unit < 1 or gpus % unit or gpus // unit < modules:
-        raise ValueError(f"{gpus} GPUs in units of {unit} cannot give each of {modules} modules a unit")
+        raise ValueError(
+            f"gpus is {gpus}: it must be a multiple of unit = {unit}, with a unit for each of {modules} modules"
+        )
     total = gpus // unit
     exact = total * weights / weights.sum(axis=-1, keepdims=True)
     counts = np.maximum(1, np.floor(exact)).astype(np.int64)
@@ -125,6 +127,6 @@ def stable_batch_size(
             return StableBatch(size, reference, trials)
         size *= 2
     raise ValueError(
-        f"no batch of up to {largest} samples gives one allocation of {gpus} GPUs: the mean workload lies on the "
-        "border between two; take either, or change the number of GPUs"
+        f"no batch of up to {largest} samples gives a stable allocation of {gpus} GPUs: the mean workload is on the "
+        "boundary between two. Use either of them, or change the number of GPUs"
     )

@@ -15,7 +15,7 @@ class PipelineError(RuntimeError):
 def wait_of(error: BaseException | None) -> CommError | None:
     """The CommError behind `error` that lists the ranks waited for without success; None if there is no such cause."""
     while error is not None:
-        if isinstance(error, CommError) and error.waited:
+        if isinstance(error, CommError) and error.missing:
             return error
         error = error.__cause__ or error.__context__
     return None

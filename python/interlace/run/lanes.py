@@ -32,8 +32,8 @@ from interlace.model.rows import PACKED
 from interlace.model.stages.attention_switch import NAMES
 from interlace.model.stages.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
-from interlace.parallel.families import Unknown, around, derived_plan
-from interlace.parallel.tensor import AROUND
+from interlace.parallel.families import Unknown, ancestors, derived_plan
+from interlace.parallel.tensor import CONTAINERS
 from interlace.parallel.vocabulary import vocabulary_plan
 from interlace.schedule import StageGraph
 
@@ -50,7 +50,7 @@ class Place:
     @classmethod
     def of(cls, number: int, lane: Lane, tp: int) -> Place:
         """The place of rank `number`; its groups are not connected yet."""
-        size, (tensor, context) = len(lane.ranks), lane.places(number, tp)
+        size, (tensor, context) = len(lane.ranks), lane.indices(number, tp)
         everyone = Ranks.at(lane.ranks.index(number), size)
         return cls(lane.ranks, everyone, Ranks.at(tensor, tp), Ranks.at(context, size // tp))
 
@@ -220,7 +220,7 @@ def plan_of(stage: StageModule) -> dict[str, str]:
     plan = derived_plan(stage)
     for path, part in stage.named_modules():
         if any(parameter is not None for parameter in part._parameters.values()):
-            if not any(plan.get(outer, "layers") not in AROUND for outer in (path, *around(path))):
+            if not any(plan.get(outer, "layers") not in CONTAINERS for outer in (path, *ancestors(path))):
                 plan[path] = "replicate"
     if not stage.is_encoder and stage.ends_with_head:
         plan |= vocabulary_plan(stage.language_model, "language_model")

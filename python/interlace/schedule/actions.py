@@ -110,7 +110,7 @@ def rows_of(actions: Sequence[Action], modules: Sequence[str]) -> NDArray[np.int
     number = {name: i for i, name in enumerate(modules)}
     unknown = next((a.module for a in actions if a.module not in number), None)
     if unknown is not None:
-        raise ValueError(f"an action names the module {unknown!r}; modules: {', '.join(modules)}")
+        raise ValueError(f"an action has the unknown module {unknown!r}: use one of {', '.join(modules)}")
     rows = [(CODES[a.op], number[a.module], a.stage, a.chunk, a.other, a.peer, int(a.grad)) for a in actions]
     return np.array(rows, np.int32).reshape(-1, 7)
 

@@ -57,7 +57,9 @@ def check(
     """
     graph, ranks = schedule.graph, schedule.graph.layout.world
     if len(schedule.first) - 1 != ranks:
-        raise ScheduleError(f"the schedule has lists for {len(schedule.first) - 1} ranks, its graph {ranks}")
+        raise ScheduleError(
+            f"the schedule has lists for {len(schedule.first) - 1} ranks, but its graph has {ranks} ranks"
+        )
     if memory_limit is not None and activation_bytes is None:
         raise ValueError("memory_limit needs activation_bytes: bytes per (module, stage)")
     step = step_arrays(graph, schedule.table)
@@ -66,13 +68,13 @@ def check(
         check_names(graph, schedule.table, activation_bytes)
         sizes = job_bytes(jobs_of(step, schedule.backward), graph.modules, activation_bytes)
     limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, ranks)
-    found = _core.schedule_check(
+    result = _core.schedule_check(
         *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits, schedule.dispatch
     )
-    if found["fault"] is not None:
-        raise _error(schedule, found["fault"], limits, found["peak_memory"])
+    if result["fault"] is not None:
+        raise _error(schedule, result["fault"], limits, result["peak_memory"])
     messages = int(np.count_nonzero(schedule.rows[:, 0] == _SEND))
-    return CheckReport(tuple(found["peak_in_flight"]), tuple(found["peak_memory"]), len(schedule.rows), messages)
+    return CheckReport(tuple(result["peak_in_flight"]), tuple(result["peak_memory"]), len(schedule.rows), messages)
 
 
 _SEND = list(Op).index(Op.SEND)
@@ -89,41 +91,41 @@ def _error(
         case "times":
             text = f"rank {rank} has {action} {fault['count']} times"
         case "besides":
-            text = f"rank {rank} has {action} besides {other}, of which it is a part"
+            text = f"rank {rank} has both {action} and {other}, which contains it"
         case "lacks":
             text = f"rank {rank} lacks {action}"
         case "half":
             text = f"rank {rank} lacks {action}, the other half of {other}"
         case "extra":
-            text = f"rank {rank} must not have {action}: {_why_not(schedule, rank, action)}"
+            text = f"rank {rank} must not have {action}: {_reason_against(schedule, rank, action)}"
         case "lane_order":
             text = (
-                f"{runs} where rank {fault['other_rank']} of its lane runs {other}: the ranks of a lane run its "
+                f"{runs}, but rank {fault['other_rank']} of its lane runs {other}: the ranks of a lane must run its "
                 "forwards and backwards in one order"
             )
         case "after_reduction":
             text = f"{runs} after the REDUCE_GRAD of its stage, {other}"
         case "after_tied":
-            text = f"{runs} after {other}: tied weights are summed after all others"
+            text = f"{runs} after {other}: tied weights must be summed after all others"
         case "reduction_order":
-            text = f"{runs} before {other}, other ranks do not; all ranks must sum and gather in one common order"
+            text = f"{runs} before {other}, but other ranks after it: all ranks must sum and gather in one common order"
         case "two_ways":
             text = (
-                f"{runs} where rank {fault['other_rank']} runs {other}: all ranks gather weights once, or all of them "
-                "layer by layer"
+                f"{runs}, but rank {fault['other_rank']} runs {other}: either all ranks gather weights once, or all of "
+                "them layer by layer"
             )
         case "meeting_order":
             text = (
-                f"{runs} where rank {fault['other_rank']} does not: ranks that gather weights layer by layer run "
+                f"{runs}, but rank {fault['other_rank']} does not: ranks that gather weights layer by layer must run "
                 "equally many forwards and backwards with them in one order"
             )
         case "message_order":
             text = (
-                f"rank {rank} expects {action} but the next message from lane {action.peer} is {other}: receives must "
-                "stand in the order of the sends between two lanes"
+                f"rank {rank} expects {action}, but the next message from lane {action.peer} is {other}: receives must "
+                "be in the order of the sends between two lanes"
             )
         case "send_forward":
-            text = f"{runs} before the forward that makes it"
+            text = f"{runs} before the forward that produces it"
         case "send_backward":
             text = f"{runs} before the backward of {source}"
         case "no_forward":
@@ -135,12 +137,12 @@ def _error(
         case "no_gradient":
             text = f"{runs} before it has the gradient from {source}"
         case "no_unshard":
-            text = f"{runs} before {other}, which makes weights whole that it needs"
+            text = f"{runs} before {other}, which gathers weights that it needs"
         case "after_reshard":
-            text = f"{runs} after {other}, which gives up weights that it needs"
+            text = f"{runs} after {other}, which releases weights that it needs"
         case "deadlock":
             lines = "\n".join(f"  {_explain(schedule, fault['at'], *stuck)}" for stuck in fault["stuck"])
-            text = f"deadlock: these ranks wait for ever\n{lines}"
+            text = f"deadlock: these ranks wait forever\n{lines}"
         case _:
             text = (
                 f"rank {rank} holds {fault['bytes']:.0f} bytes ({fault['count']} forwards in flight) at {action}, over "
@@ -150,26 +152,26 @@ def _error(
     return ScheduleError(text, rank, action)
 
 
-def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
+def _reason_against(schedule: Schedule, rank: int, action: Action) -> str:
     """Reason why an unexpected action is not needed."""
     graph, chunks = schedule.graph, schedule.table.chunks
     if action.op is Op.REDUCE_GRAD:
-        return "that rank takes part in no such reduction in this step"
+        return "the rank has no such reduction in this step"
     if action.op is Op.UNSHARD_LAYERS and 0 <= action.other < len(graph.shards):
         shard = graph.shards[action.other]
         if rank in shard.owners and not graph.by_layer(shard):
             return (
-                "its ranks have such weights in other stages too, or not sharded in full, or its module may run a "
-                "layer several times for one chunk: gather them once"
+                "its ranks have such weights in other stages too, or they are not fully sharded, or its module may run "
+                "a layer several times per chunk: gather them once"
             )
     if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS, Op.RESHARD):
-        return "that rank keeps no slices of such weights in this step"
+        return "the rank has no shard of such weights in this step"
     if action.op is Op.DISPATCH:
         if not schedule.dispatch:
-            return "nothing travels to the coming step: only a step of streams has it"
-        return "a rank's DISPATCH is named after the first of its stages"
+            return "the schedule was made without dispatch, which only steps of streams have"
+        return "the DISPATCH of a rank is labelled with its first stage"
     if action.op not in COMPUTE | {Op.SEND, Op.RECV}:
-        return f"this version runs no {action.op.name}"
+        return f"this version does not support {action.op.name}"
     if not 0 <= action.stage < len(graph.layout.pipelines(action.module)[0].stages):
         return f"its graph has no stage {action.module}/{action.stage}"
     if not 0 <= action.chunk < len(chunks):
@@ -184,17 +186,17 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
         ranks = ", ".join(map(str, stage.ranks))
         return f"{stage} of replica {chunk.replica} is on {'ranks' if ', ' in ranks else 'rank'} {ranks}"
     if action.op is Op.FORWARD:
-        return "a forward names no other chunk, peer or gradient"
-    return f"{stage} has no backward there for this chunk"
+        return "a forward has no other chunk, peer or gradient"
+    return f"{stage} has no backward for this chunk on that rank"
 
 
-def _explain(schedule: Schedule, at: Sequence[int], rank: int, waits_for: int) -> str:
-    action = schedule.actions[rank][at[rank]]
-    whom = f"rank {waits_for}"
+def _explain(schedule: Schedule, positions: Sequence[int], rank: int, waits_for: int) -> str:
+    action = schedule.actions[rank][positions[rank]]
+    awaited = f"rank {waits_for}"
     if action.op is Op.RECV and len(schedule.graph.layout.lanes()[action.peer].ranks) > 1:
-        whom += f" of lane {action.peer}"
-    if at[waits_for] == len(schedule.actions[waits_for]):
+        awaited += f" of lane {action.peer}"
+    if positions[waits_for] == len(schedule.actions[waits_for]):
         state = "which has finished its list"
     else:
-        state = f"which is at {schedule.actions[waits_for][at[waits_for]]}"
-    return f"rank {rank}: {action} (action {at[rank]}) waits for {whom}, {state}"
+        state = f"which is at {schedule.actions[waits_for][positions[waits_for]]}"
+    return f"rank {rank}: {action} (action {positions[rank]}) waits for {awaited}, {state}"

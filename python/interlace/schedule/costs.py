@@ -48,7 +48,9 @@ def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
         if seconds is None:
             seconds = float(look_up(op, module, stage, chunk))
             if not (seconds >= 0.0 and math.isfinite(seconds)):
-                raise ValueError(f"{op.name} of {module}/{stage}, chunk {chunk} costs {seconds} seconds")
+                raise ValueError(
+                    f"{op.name} of {module}/{stage}, chunk {chunk} costs {seconds} seconds: it must be finite and >= 0"
+                )
             cache[key] = seconds
         return seconds
 
@@ -63,25 +65,25 @@ def seconds_of(durations: Durations, work: NDArray[np.integer[Any]], modules: Se
     """
     if isinstance(durations, np.ndarray):
         op, _, stage, chunk = work.T
-        every = np.asarray(durations[op, stage, chunk])
-        wrong = ~((every >= 0.0) & np.isfinite(every))
+        seconds = np.asarray(durations[op, stage, chunk])
+        wrong = ~((seconds >= 0.0) & np.isfinite(seconds))
         if wrong.any():
             first = work[wrong.argmax()].tolist()
             duration_of(durations)(OPS[first[0]], modules[first[1]], *first[2:])  # raises
-        return every
-    one_for_all = not callable(durations) and not any(isinstance(key, tuple) and len(key) == 4 for key in durations)
+        return seconds
+    chunk_free = not callable(durations) and not any(isinstance(key, tuple) and len(key) == 4 for key in durations)
     columns = work.astype(np.int64)
-    if one_for_all:
+    if chunk_free:
         columns[:, 3] = 0
     sizes = columns.max(axis=0, initial=0) + 1
     kind = ((columns[:, 0] * sizes[1] + columns[:, 1]) * sizes[2] + columns[:, 2]) * sizes[3] + columns[:, 3]
     _, first, number = np.unique(kind, return_index=True, return_inverse=True)
     cost = duration_of(durations)
-    found = np.zeros(len(first))
+    costs = np.zeros(len(first))
     for k in np.argsort(first).tolist():  # in order, so that the error names the first action without a cost
         op, module, stage, chunk = work[first[k]].tolist()
-        found[k] = cost(OPS[op], modules[module], stage, chunk)
-    return np.asarray(found[number.reshape(-1)])
+        costs[k] = cost(OPS[op], modules[module], stage, chunk)
+    return np.asarray(costs[number.reshape(-1)])
 
 
 def bytes_held(activation_bytes: ActivationBytes, module: str, stage: int, chunk: int) -> float:

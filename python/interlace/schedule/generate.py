@@ -83,7 +83,7 @@ def make(
     cannot be kept within the limits.
     """
     if in_flight is not None and in_flight < 1:
-        raise ValueError(f"in_flight is {in_flight}: a stage must hold at least 1 forward")
+        raise ValueError(f"in_flight is {in_flight}: it must be at least 1")
     kind, step = KINDS[name], step_arrays(graph, table)
     limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, graph.layout.world)
     seconds = sizes = np.zeros(0)

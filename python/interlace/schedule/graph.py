@@ -98,27 +98,29 @@ class StageGraph:
         self._number.update({name: i for i, name in enumerate(self.modules)})
         for name in self.modules:
             if not valid_module_name(name):
-                raise ValueError(f'module name {name!r} must not hold white space or any of , ; / @ + < > = "')
+                raise ValueError(f'module name {name!r} must not contain white space or any of , ; / @ + < > = "')
             layers = self.layout.pipelines(name)[0].num_layers
             if len(self.trainable.get(name, ())) != layers:
-                raise ValueError(f"trainable[{name!r}] must say of each of its {layers} layers whether it is trained")
+                raise ValueError(f"trainable[{name!r}] needs one flag for each of its {layers} layers")
         for link in self.links:
             for name in link:
                 if name not in self._number:
-                    raise ValueError(f"link {link} names {name!r}; modules: {', '.join(self.modules)}")
+                    raise ValueError(
+                        f"link {link} has the unknown module {name!r}: use one of {', '.join(self.modules)}"
+                    )
             if any(stage.copies for stage in self.layout.pipelines(link[1])[0].stages):
                 raise ValueError(
-                    f"{link[1]} reads {link[0]} and has copies: only a module that reads none may have them"
+                    f"{link[1]} reads {link[0]} and has copies: only modules that read no other module may have copies"
                 )
         if len(set(self.links)) != len(self.links):
-            raise ValueError("a link is given twice")
+            raise ValueError(f"links has duplicates: {self.links}")
         for group in self.tied:
             names = {name for name, _ in group}
             if len(set(group)) < 2 or len(names) > 1:
-                raise ValueError(f"tied names {group}: a group is two or more layers of one module")
+                raise ValueError(f"tied has the group {group}: a group needs two or more layers of one module")
             for name, layer in group:
                 if not 0 <= layer < len(self.trainable.get(name, ())):
-                    raise ValueError(f"tied names layer {layer} of {name!r}, which is none")
+                    raise ValueError(f"tied has layer {layer} of {name!r}, which does not exist")
         self.module_order  # noqa: B018 (raises for a cycle)
 
     @cached_property
@@ -130,13 +132,13 @@ class StageGraph:
     def module_order(self) -> tuple[str, ...]:
         """Modules in topological order, producers first. Raises ValueError for a cycle."""
         order: list[str] = []
-        left = list(self.modules)
-        while left:
-            free = [n for n in left if not any(b == n and a in left for a, b in self.links)]
+        remaining = list(self.modules)
+        while remaining:
+            free = [n for n in remaining if not any(b == n and a in remaining for a, b in self.links)]
             if not free:
-                raise ValueError(f"the modules {', '.join(left)} feed each other in a cycle")
+                raise ValueError(f"the links of the modules {', '.join(remaining)} form a cycle")
             order.append(free[0])
-            left.remove(free[0])
+            remaining.remove(free[0])
         return tuple(order)
 
     @cached_property
@@ -167,7 +169,7 @@ class StageGraph:
     def reductions(self) -> tuple[Reduction, ...]:
         """Possible gradient reductions of a step: those of layers with trained weights, then those of tied weights."""
         layout = self.layout
-        found = [g for g in layout.reduce_groups(self.in_part) if any(self.trainable[g.module][g.start : g.stop])]
+        reductions = [g for g in layout.reduce_groups(self.in_part) if any(self.trainable[g.module][g.start : g.stop])]
         for number, group in enumerate(self.tied):
             module = group[0][0]
             tp = layout.spec(module).tp
@@ -177,14 +179,14 @@ class StageGraph:
                 for same_weights in zip(*(layout.same_weights(module, layer) for layer in layers), strict=True):
                     sets.append(tuple(sorted({rank for ranks in same_weights for rank in ranks})))
             for pipeline in layout.pipelines(module) if number not in self.uneven else ():
-                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for layer in layers]
-                for same_weights in zip(*(lane.cp_groups(tp) for lane in held), strict=True):
+                lanes = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for layer in layers]
+                for same_weights in zip(*(lane.cp_groups(tp) for lane in lanes), strict=True):
                     # Context-parallel ranks have the same sum by now, so each reduces with ranks of its own place.
                     sets += [tuple(sorted(set(same_place))) for same_place in zip(*same_weights, strict=True)]
-            found += [
+            reductions += [
                 Reduction(module, min(layers), max(layers) + 1, ranks, number) for ranks in sets if len(ranks) > 1
             ]
-        return tuple(found)
+        return tuple(reductions)
 
     @cached_property
     def uneven(self) -> frozenset[int]:
@@ -221,13 +223,13 @@ class StageGraph:
     @cached_property
     def _nodes_on(self) -> dict[tuple[str, int], list[int]]:
         """(module, rank) -> nodes of the module whose lane includes the rank, in order."""
-        found: dict[tuple[str, int], list[int]] = {}
+        nodes: dict[tuple[str, int], list[int]] = {}
         lanes = self.layout.lanes()
         for number, node in enumerate(self.nodes):
             module = self.pipelines[node.pipeline].module
             for rank in lanes[node.lane].ranks:
-                found.setdefault((module, rank), []).append(number)
-        return found
+                nodes.setdefault((module, rank), []).append(number)
+        return nodes
 
     def stage_of(self, node: int) -> Stage:
         """Stage of a node. node: index in `nodes`."""
@@ -235,13 +237,13 @@ class StageGraph:
 
     def _holding(self, module: str, layers: set[int], ranks: Iterable[int]) -> list[int]:
         """The nodes of a module that hold one of `layers` on one of `ranks`, in order."""
-        seen: dict[int, bool] = {}
+        holds_layers: dict[int, bool] = {}
         for rank in ranks:
             for number in self._nodes_on.get((module, rank), ()):
-                if number not in seen:
+                if number not in holds_layers:
                     stage = self.stage_of(number)
-                    seen[number] = not layers.isdisjoint(range(stage.start, stage.stop))
-        return sorted(number for number, holds in seen.items() if holds)
+                    holds_layers[number] = not layers.isdisjoint(range(stage.start, stage.stop))
+        return sorted(number for number, holds in holds_layers.items() if holds)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -273,16 +275,18 @@ class StageGraph:
 
     def _by_layer(self, shard: Shard, members: Sequence[int]) -> bool:
         stages = [self.stage_of(node) for node in members]
-        alike = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
-        return shard.full and shard.module not in self.repeating and alike
+        same_layers = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
+        return shard.full and shard.module not in self.repeating and same_layers
 
     def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
         """For each rank of each group in order, its first node among the group's members."""
-        first = []
-        for group, found in zip(groups, members, strict=True):
-            chosen = set(found)
-            first += [next(n for n in self._nodes_on[group.module, rank] if n in chosen) for rank in group.ranks]
-        return first
+        first_nodes = []
+        for group, group_members in zip(groups, members, strict=True):
+            candidates = set(group_members)
+            first_nodes += [
+                next(n for n in self._nodes_on[group.module, rank] if n in candidates) for rank in group.ranks
+            ]
+        return first_nodes
 
     @cached_property
     def arrays(self) -> GraphArrays:
@@ -306,15 +310,15 @@ class StageGraph:
             _ints([rank for reduction in self.reductions for rank in reduction.ranks]),
             _ints(self._first_nodes(self.reductions, members)),
             _ints([reduction.tied >= 0 for reduction in self.reductions]),
-            _starts([len(found) for found in members]),
-            _ints([node for found in members for node in found]),
+            _starts([len(of_group) for of_group in members]),
+            _ints([node for of_group in members for node in of_group]),
             _starts([len(shard.ranks) for shard in self.shards]),
             _ints([rank for shard in self.shards for rank in shard.ranks]),
             _ints(self._first_nodes(self.shards, users)),
             _ints([shard.full for shard in self.shards]),
-            _ints([self._by_layer(shard, found) for shard, found in zip(self.shards, users, strict=True)]),
-            _starts([len(found) for found in users]),
-            _ints([node for found in users for node in found]),
+            _ints([self._by_layer(shard, of_group) for shard, of_group in zip(self.shards, users, strict=True)]),
+            _starts([len(of_group) for of_group in users]),
+            _ints([node for of_group in users for node in of_group]),
         )
 
     @classmethod
@@ -335,27 +339,32 @@ class StageGraph:
             StageGraph.build({"vision": [0], "audio": [1], "language_model": [2, 3]},
                              [("vision", "language_model"), ("audio", "language_model")])
         """
-        ranks = [[(at,) if isinstance(at, int) else tuple(at) for at in places] for places in modules.values()]
-        per_replica = 1 + max((rank for places in ranks for at in places for rank in at), default=-1)
-        made = {}
+        ranks = [
+            [(held_by,) if isinstance(held_by, int) else tuple(held_by) for held_by in stage_ranks]
+            for stage_ranks in modules.values()
+        ]
+        per_replica = 1 + max(
+            (rank for stage_ranks in ranks for held_by in stage_ranks for rank in held_by), default=-1
+        )
+        specs = {}
         flags: dict[str, tuple[bool, ...]] = {}
-        for (name, places), stages in zip(modules.items(), ranks, strict=True):
-            if not places:
+        for (name, stage_ranks), stages in zip(modules.items(), ranks, strict=True):
+            if not stage_ranks:
                 raise ValueError(f"module {name!r} has no stages")
-            given = True if trainable is None else trainable.get(name, True)
-            flags[name] = (given,) * len(places) if isinstance(given, bool) else tuple(map(bool, given))
+            trained = True if trainable is None else trainable.get(name, True)
+            flags[name] = (trained,) * len(stage_ranks) if isinstance(trained, bool) else tuple(map(bool, trained))
             pipelines = []
             for replica in range(replicas):
-                lanes = [[Lane((replica * per_replica + rank,)) for rank in at] for at in stages]
+                lanes = [[Lane((replica * per_replica + rank,)) for rank in held_by] for held_by in stages]
                 pipelines.append(
                     Pipeline(
                         name,
                         replica,
-                        tuple(Stage(name, i, i, i + 1, own, tuple(copies)) for i, (own, *copies) in enumerate(lanes)),
+                        tuple(Stage(name, i, i, i + 1, lane, tuple(copies)) for i, (lane, *copies) in enumerate(lanes)),
                     )
                 )
-            made[name] = (ParallelSpec(pp=len(places), dp=replicas), tuple(pipelines))
-        layout = Layout(made, per_replica * replicas)
+            specs[name] = (ParallelSpec(pp=len(stage_ranks), dp=replicas), tuple(pipelines))
+        layout = Layout(specs, per_replica * replicas)
         return cls(layout, tuple(links), flags, tuple(tuple(group) for group in tied))
 
 

@@ -30,26 +30,26 @@ def held_after(
     deferred_bytes: bytes that replace its activations from BACKWARD_INPUT to BACKWARD_WEIGHT (default: the same bytes).
     """
     bytes_of = activation_bytes or {}
-    later = bytes_of if deferred_bytes is None else deferred_bytes
+    deferred_of = bytes_of if deferred_bytes is None else deferred_bytes
     released = {(a.module, a.stage, a.chunk) for a in actions if a.op is Op.BACKWARD or a.op is Op.BACKWARD_WEIGHT}
     count, size = 0, 0.0
-    for place, a in enumerate(actions):
+    for index, a in enumerate(actions):
         if a.op is Op.FORWARD:
-            own = bytes_held(bytes_of, a.module, a.stage, a.chunk)
+            chunk_bytes = bytes_held(bytes_of, a.module, a.stage, a.chunk)
             if (a.module, a.stage, a.chunk) in released:
                 count += 1
-                size += own
-                yield place, count, size
-            elif own:
-                yield place, count, size + own
-        elif a.op is Op.BACKWARD_INPUT and later is not bytes_of:
-            size += bytes_held(later, a.module, a.stage, a.chunk)
+                size += chunk_bytes
+                yield index, count, size
+            elif chunk_bytes:
+                yield index, count, size + chunk_bytes
+        elif a.op is Op.BACKWARD_INPUT and deferred_of is not bytes_of:
+            size += bytes_held(deferred_of, a.module, a.stage, a.chunk)
             size -= bytes_held(bytes_of, a.module, a.stage, a.chunk)
-            yield place, count, size
+            yield index, count, size
         elif a.op is Op.BACKWARD or a.op is Op.BACKWARD_WEIGHT:
             count -= 1
-            size -= bytes_held(bytes_of if a.op is Op.BACKWARD else later, a.module, a.stage, a.chunk)
-            yield place, count, size
+            size -= bytes_held(bytes_of if a.op is Op.BACKWARD else deferred_of, a.module, a.stage, a.chunk)
+            yield index, count, size
 
 
 def peak(
@@ -58,7 +58,7 @@ def peak(
     deferred_bytes: ActivationBytes | None = None,
 ) -> Peak:
     """Peak of the list of one rank. Arguments: see `held_after`."""
-    most, largest = 0, 0.0
+    forwards, peak_bytes = 0, 0.0
     for _, count, size in held_after(actions, activation_bytes, deferred_bytes):
-        most, largest = max(most, count), max(largest, size)
-    return Peak(most, largest)
+        forwards, peak_bytes = max(forwards, count), max(peak_bytes, size)
+    return Peak(forwards, peak_bytes)

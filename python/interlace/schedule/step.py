@@ -36,7 +36,9 @@ def step_arrays(graph: StageGraph, table: StepTable) -> StepArrays:
         chunk = next(c for c in table.chunks if (c.module, c.replica) not in number)
         replicas = {module: graph.layout.spec(module).dp for module in graph.modules}
         known = ", ".join(f"{module} has {count}" for module, count in replicas.items())
-        raise ValueError(f"the step has {chunk}, which no pipeline of the layout runs; replicas: {known}") from None
+        raise ValueError(
+            f"the step has {chunk}, which no pipeline of the layout runs; replicas of the layout: {known}"
+        ) from None
     arrays = graph.arrays
     allowed = np.zeros((len(graph.modules), len(graph.modules)), bool)
     allowed[tuple(arrays.module_links.T)] = True
@@ -45,7 +47,7 @@ def step_arrays(graph: StageGraph, table: StepTable) -> StepArrays:
     if wrong.any():
         producer, consumer = (table.chunks[i] for i in table.links[wrong.argmax()])
         raise ValueError(
-            f"{consumer} reads {producer}, but the graph has no link ({producer.module!r}, {consumer.module!r})"
+            f"{consumer} reads {producer}: add the link ({producer.module!r}, {consumer.module!r}) to the graph"
         )
     return StepArrays(arrays, pipelines, table.links)
 
@@ -93,13 +95,16 @@ def check_names(graph: StageGraph, table: StepTable, activation_bytes: Activatio
     for key in activation_bytes:
         module, stage, *chunk = key
         if not 0 <= stage < stages.get(module, 0) or not all(0 <= c < len(table.chunks) for c in chunk):
-            raise ValueError(f"activation_bytes names {key}, which is no (module, stage) or (module, stage, chunk)")
+            raise ValueError(
+                f"activation_bytes has the key {key}, which is not a (module, stage) or (module, stage, chunk) of the "
+                "step"
+            )
 
 
 def job_bytes(jobs: Jobs, modules: Sequence[str], activation_bytes: ActivationBytes) -> NDArray[np.float64]:
     """Activation bytes of each job, float64 [jobs]."""
-    alike = not any(len(key) == 3 for key in activation_bytes)
-    kinds, kind = np.unique(jobs.work[:, :2] if alike else jobs.work, axis=0, return_inverse=True)
+    chunk_free = not any(len(key) == 3 for key in activation_bytes)
+    kinds, kind = np.unique(jobs.work[:, :2] if chunk_free else jobs.work, axis=0, return_inverse=True)
     sizes = [bytes_held(activation_bytes, modules[m], stage, *(chunk or [-1])) for m, stage, *chunk in kinds.tolist()]
     return np.asarray(np.array(sizes, np.float64)[kind.reshape(-1)])
 
@@ -112,5 +117,5 @@ def rank_limits(memory_limit: float | Sequence[float], ranks: int) -> NDArray[np
     scalar = isinstance(memory_limit, (int, float))
     limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
     if limits.shape != (ranks,):
-        raise ValueError(f"memory_limit has {len(limits)} entries for {ranks} ranks")
+        raise ValueError(f"memory_limit has {len(limits)} entries, expected one or {ranks} (ranks)")
     return limits

@@ -72,14 +72,14 @@ class StepTable:
         following: dict[tuple[str, int], int] = {}
         for chunk in self.chunks:
             key = (chunk.module, chunk.replica)
-            due = following.get(key, 0)
-            if chunk.index != due:
-                raise ValueError(f"{chunk} stands where chunk {due} of its replica is due")
-            following[key] = due + 1
+            expected = following.get(key, 0)
+            if chunk.index != expected:
+                raise ValueError(f"got {chunk}, expected chunk {expected} of its replica")
+            following[key] = expected + 1
         if self.targets is not None and self.targets.shape != (len(self.chunks),):
-            raise ValueError(f"targets has shape {self.targets.shape} for {len(self.chunks)} chunks")
+            raise ValueError(f"targets has shape {self.targets.shape}, expected ({len(self.chunks)},)")
         if self.work is not None and (self.work.shape != (len(self.chunks),) or self.work.min() < 0):
-            raise ValueError(f"work must be a number from 0 up for each of {len(self.chunks)} chunks, got {self.work}")
+            raise ValueError(f"work must have a number >= 0 for each of {len(self.chunks)} chunks, got {self.work}")
         modules = np.array([chunk.module for chunk in self.chunks])
         for edge in self.edges:
             pieces = edge.pieces
@@ -88,12 +88,12 @@ class StepTable:
             if len(pieces) == 0:
                 continue
             if pieces.min() < 0 or pieces[:, 4].min() < 1 or pieces[:, [0, 2]].max() >= len(self.chunks):
-                raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names a chunk or rows that are none")
+                raise ValueError(f"a piece from {edge.producer} to {edge.consumer} has a chunk or rows out of range")
             for column, module in ((0, edge.producer), (2, edge.consumer)):
                 wrong = (modules != module)[pieces[:, column]]  # compares names once per chunk, not per piece
                 if wrong.any():
                     chunk = self.chunks[int(pieces[wrong.argmax(), column])]
-                    raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names {chunk}")
+                    raise ValueError(f"a piece from {edge.producer} to {edge.consumer} has {chunk}, of another module")
 
     @cached_property
     def links(self) -> NDArray[np.int32]:

@@ -81,7 +81,7 @@ def simulate_arrays(
     """
     n = len(schedule.rows)
     arrays = schedule.graph.arrays
-    found = _core.simulate(
+    result = _core.simulate(
         schedule.rows,
         schedule.first,
         step_arrays(schedule.graph, schedule.table).chunk_pipeline,
@@ -102,9 +102,9 @@ def simulate_arrays(
         np.zeros(n) if memory is None else np.asarray(memory),
         np.zeros(n) if scratch is None else np.asarray(scratch),
     )
-    if not found["complete"]:
-        raise _deadlock(schedule, found)
-    return Simulated(*(found[name] for name in ("start", "finish", "rank_busy", "peak_memory")))
+    if not result["complete"]:
+        raise _deadlock(schedule, result)
+    return Simulated(*(result[name] for name in ("start", "finish", "rank_busy", "peak_memory")))
 
 
 def memory_and_scratch(
@@ -118,56 +118,56 @@ def memory_and_scratch(
     rows, modules = schedule.rows, schedule.graph.modules
     op = rows[:, OP]
     frees, forward = np.isin(op, _FREES), op == CODES[Op.FORWARD]
-    own = np.flatnonzero(frees | forward)
-    kinds, kind = np.unique(rows[own][:, [MODULE, STAGE, CHUNK]], axis=0, return_inverse=True)
+    selected = np.flatnonzero(frees | forward)
+    kinds, kind = np.unique(rows[selected][:, [MODULE, STAGE, CHUNK]], axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     names = [(modules[module], stage, chunk) for module, stage, chunk in kinds.tolist()]
     bytes_of = np.array([bytes_held(activation_bytes, *name) for name in names], float)
     size = np.zeros(len(rows))
-    size[own] = bytes_of[kind]
+    size[selected] = bytes_of[kind]
 
     rank = np.repeat(np.arange(len(schedule.first) - 1), np.diff(schedule.first))
     key = np.full(len(rows), -1, np.int64)
-    key[own] = rank[own] * max(1, len(kinds)) + kind
+    key[selected] = rank[selected] * max(1, len(kinds)) + kind
     held = forward & np.isin(key, key[frees])
     memory = np.where(held, size, 0.0) - np.where(frees, size, 0.0)
     return memory, np.where(forward & ~held, size, 0.0)
 
 
-def _deadlock(schedule: Schedule, found: Mapping[str, Any]) -> ScheduleError:
+def _deadlock(schedule: Schedule, result: Mapping[str, Any]) -> ScheduleError:
     """Error with the waits of unfinished ranks, or else of reductions."""
     modules, lanes = schedule.graph.modules, schedule.graph.layout.lanes()
-    at = schedule.first[:-1] + found["reached"]
+    next_row = schedule.first[:-1] + result["reached"]
     stuck = {
-        rank: action_of(schedule.rows[at[rank]].tolist(), modules)
-        for rank in range(len(at))
-        if at[rank] < schedule.first[rank + 1]
+        rank: action_of(schedule.rows[next_row[rank]].tolist(), modules)
+        for rank in range(len(next_row))
+        if next_row[rank] < schedule.first[rank + 1]
     }
 
-    def waiting(rank: int, others: tuple[int, ...]) -> str:
-        states = [f"rank {r}, which {f'is at {stuck[r]}' if r in stuck else 'has finished its list'}" for r in others]
-        place = found["reached"][rank]
-        return f"  rank {rank}: {stuck[rank]} (action {place}) waits for {' and for '.join(states)}"
+    def waiting(rank: int, peers: tuple[int, ...]) -> str:
+        states = [f"rank {r}, which {f'is at {stuck[r]}' if r in stuck else 'has finished its list'}" for r in peers]
+        reached = result["reached"][rank]
+        return f"  rank {rank}: {stuck[rank]} (action {reached}) waits for {' and for '.join(states)}"
 
     lines = []
     for rank, action in stuck.items():
-        others = lanes[action.peer if action.op is Op.RECV else found["lane"][at[rank]]].ranks
-        meeting = found["meeting"][at[rank]] if len(found["meeting"]) else -1
+        peers = lanes[action.peer if action.op is Op.RECV else result["lane"][next_row[rank]]].ranks
+        meeting = result["meeting"][next_row[rank]] if len(result["meeting"]) else -1
         if meeting >= 0:  # includes ranks of other lanes, each at its own action
-            there = found["meeting_rank"][slice(*found["meeting_first"][meeting : meeting + 2])].tolist()
-            others = tuple(r for r in there if r not in stuck or found["meeting"][at[r]] != meeting)
-            others = others or tuple(r for r in there if r != rank)  # all have arrived, but at different actions
+            members = result["meeting_rank"][slice(*result["meeting_first"][meeting : meeting + 2])].tolist()
+            peers = tuple(r for r in members if r not in stuck or result["meeting"][next_row[r]] != meeting)
+            peers = peers or tuple(r for r in members if r != rank)  # all have arrived, but at different actions
         elif action.op is not Op.RECV:
-            others = tuple(other for other in others if other != rank and stuck.get(other) != action)
-        lines.append(waiting(rank, others))
-    where: tuple[int, Action] | None = next(iter(stuck.items()), None)
+            peers = tuple(other for other in peers if other != rank and stuck.get(other) != action)
+        lines.append(waiting(rank, peers))
+    first_stuck: tuple[int, Action] | None = next(iter(stuck.items()), None)
     if not stuck:
-        for row in np.flatnonzero(np.isinf(found["finish"])).tolist():
+        for row in np.flatnonzero(np.isinf(result["finish"])).tolist():
             rank = int(np.searchsorted(schedule.first, row, side="right")) - 1
             action = action_of(schedule.rows[row].tolist(), modules)
-            where = where or (rank, action)
+            first_stuck = first_stuck or (rank, action)
             ranks = "+".join(map(str, schedule.graph.reductions[action.other].ranks))
             lines.append(f"  rank {rank}: {action} (action {row - schedule.first[rank]}) waits for ranks {ranks}")
-        lines.append("and a rank that takes part lacks it")
-    assert where is not None
-    return ScheduleError("deadlock: these ranks wait for ever\n" + "\n".join(lines), *where)
+        lines.append("a rank of these reductions does not have them in its list")
+    assert first_stuck is not None
+    return ScheduleError("deadlock: these ranks wait forever\n" + "\n".join(lines), *first_stuck)

@@ -71,22 +71,24 @@ class Job:
         self.saved, self.loaded = saved, loaded
         self.layers = len(self.forward)
         if len(self.backward) != self.layers or len(self.copied) != self.layers:
-            raise ValueError("forward, backward and copied are of different numbers of layers")
+            raise ValueError("forward, backward and copied have different numbers of layers")
         if least_nodes * stages_per_node > self.layers:
             raise ValueError(
-                f"{least_nodes} nodes of {stages_per_node} stages are more than the model's {self.layers} layers"
+                f"{least_nodes} nodes of {stages_per_node} stages need more than the model's {self.layers} layers"
             )
         if microbatches <= faults:
-            raise ValueError(f"{microbatches} microbatches are less than one for each of {faults + 1} pipelines")
+            raise ValueError(
+                f"{microbatches} microbatches are too few for {faults + 1} pipelines: use at least one for each"
+            )
         counts = node_counts(nodes, faults, least_nodes)
         self.sizes = [int(n) for n in counts if n * stages_per_node <= self.layers]
         self._templates: dict[int, PipelineTemplate] = {}
         self._makespans: dict[tuple[int, int, bool], float] = {}
-        self._chosen: dict[int, tuple[int, ...]] = {}
+        self._best_pipelines: dict[int, tuple[int, ...]] = {}
         self._grids: dict[tuple[int, bool], Grid] = {}
 
     @property
-    def fewest(self) -> int:
+    def min_nodes(self) -> int:
         """Fewest nodes for faults + 1 pipelines."""
         return (self.faults + 1) * self.least_nodes
 
@@ -97,7 +99,7 @@ class Job:
             self._templates[nodes] = pipeline_template(costs, nodes, self.stages_per_node, widths=[1])
         return self._templates[nodes]
 
-    def held(self, nodes: int) -> list[range]:
+    def layers_of_nodes(self, nodes: int) -> list[range]:
         """Layers of each node of a pipeline of `nodes` nodes."""
         cuts = self.template(nodes).boundaries[:: self.stages_per_node].tolist()
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
@@ -123,27 +125,30 @@ class Job:
             self._makespans[key] = simulate_arrays(schedule, seconds[schedule.rows[:, OP], rank]).makespan
         return self._makespans[key]
 
-    def chosen(self, nodes: int) -> tuple[int, ...]:
+    def best_pipelines(self, nodes: int) -> tuple[int, ...]:
         """Nodes of each pipeline of the best combination. It uses all nodes unless layers or microbatches are too few.
 
-        nodes: at least `fewest`.
+        nodes: at least `min_nodes`.
         """
-        if nodes not in self._chosen:
+        if nodes not in self._best_pipelines:
             times = [self._per_microbatch(size) for size in self.sizes]
-            least, most = self.sizes[0], self.sizes[-1]  # consecutive: k pipelines have k * least to k * most nodes
+            smallest, largest = (
+                self.sizes[0],
+                self.sizes[-1],
+            )  # consecutive: k pipelines have k * least to k * most nodes
             used = max(
-                min(nodes, k * most) for k in range(self.faults + 1, self.microbatches + 1) if k * least <= nodes
+                min(nodes, k * largest) for k in range(self.faults + 1, self.microbatches + 1) if k * smallest <= nodes
             )
-            found = instantiate(self.sizes, times, used, faults=self.faults, microbatches=self.microbatches)
-            self._chosen[nodes] = tuple(int(n) for n in np.repeat(self.sizes, found.counts))
-        return self._chosen[nodes]
+            best = instantiate(self.sizes, times, used, faults=self.faults, microbatches=self.microbatches)
+            self._best_pipelines[nodes] = tuple(int(n) for n in np.repeat(self.sizes, best.counts))
+        return self._best_pipelines[nodes]
 
     def iteration(self, sizes: Sequence[int]) -> float:
         """Makespan of the slowest of the pipelines of `sizes` nodes, which share the batch by speed."""
         ordered = sorted(sizes)
         shares = split_batch([self._per_microbatch(size) for size in ordered], self.microbatches)
-        alike = {(size, int(share)) for size, share in zip(ordered, shares, strict=True)}
-        return max(self.pipeline_seconds(size, share) for size, share in alike)
+        distinct = {(size, int(share)) for size, share in zip(ordered, shares, strict=True)}
+        return max(self.pipeline_seconds(size, share) for size, share in distinct)
 
     def grid(self, nodes: int, *, redundant: bool = False) -> Grid:
         """The fastest grid on at most `nodes` nodes. Raises ValueError for too few nodes.
@@ -152,26 +157,26 @@ class Job:
         """
         key = nodes, redundant
         if key not in self._grids:
-            least, most = self.grid_depths(nodes, redundant=redundant)
-            found = []
-            for depth in range(least, most + 1):
-                wide = min(nodes // depth, self.microbatches)
-                seconds = self.pipeline_seconds(depth, -(-self.microbatches // wide), redundant=redundant)
-                found.append(Grid(seconds, wide, depth))
-            if not found:
-                raise ValueError(f"{nodes} nodes do not hold the model: a pipeline has {least} at least")
-            best = min(found, key=lambda grid: (grid.seconds, grid.nodes))
+            min_depth, max_depth = self.grid_depths(nodes, redundant=redundant)
+            grids = []
+            for depth in range(min_depth, max_depth + 1):
+                pipelines = min(nodes // depth, self.microbatches)
+                seconds = self.pipeline_seconds(depth, -(-self.microbatches // pipelines), redundant=redundant)
+                grids.append(Grid(seconds, pipelines, depth))
+            if not grids:
+                raise ValueError(f"{nodes} nodes cannot hold the model: a pipeline needs at least {min_depth}")
+            best = min(grids, key=lambda grid: (grid.seconds, grid.nodes))
             if redundant:
-                once = self.pipeline_seconds(best.depth, -(-self.microbatches // best.pipelines))
-                best = best._replace(redundant=1.0 - once / best.seconds)
+                plain_seconds = self.pipeline_seconds(best.depth, -(-self.microbatches // best.pipelines))
+                best = best._replace(redundant=1.0 - plain_seconds / best.seconds)
             self._grids[key] = best
         return self._grids[key]
 
     def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
         """Least and most nodes per pipeline of a grid on `nodes` nodes. No grid is possible if least exceeds most."""
-        least = self.least_nodes * (2 if redundant else 1)
-        return least, min(nodes, self.layers // self.stages_per_node)
+        min_depth = self.least_nodes * (2 if redundant else 1)
+        return min_depth, min(nodes, self.layers // self.stages_per_node)
 
     def _per_microbatch(self, nodes: int) -> float:
-        made = self.template(nodes)
-        return made.iteration_time / (_PER_STAGE * (len(made.boundaries) - 1))
+        template = self.template(nodes)
+        return template.iteration_time / (_PER_STAGE * (len(template.boundaries) - 1))

@@ -91,20 +91,20 @@ def simulate(
         for i in np.flatnonzero(op == CODES[Op.SEND]).tolist():
             travel[i] = _non_negative("transfer", transfer(action(i), int(ranks[i]), action(i).peer))
     try:
-        found = simulate_arrays(schedule, seconds, transfer=travel)
+        result = simulate_arrays(schedule, seconds, transfer=travel)
     except ValueError:
         check(schedule)  # often gives the cause, not only the place
         raise
-    start, finish = _per_rank(found.start, schedule), _per_rank(found.finish, schedule)
+    start, finish = _per_rank(result.start, schedule), _per_rank(result.finish, schedule)
     return Timeline(lists, start, finish, schedule.name, schedule.table)
 
 
 def _per_rank(times: NDArray[np.float64], schedule: Schedule) -> list[list[float]]:
-    every, first = times.tolist(), schedule.first.tolist()
-    return [every[a:b] for a, b in pairwise(first)]
+    flat, first = times.tolist(), schedule.first.tolist()
+    return [flat[a:b] for a, b in pairwise(first)]
 
 
 def _non_negative(name: str, seconds: float) -> float:
     if not 0.0 <= seconds < inf:
-        raise ValueError(f"{name} is {seconds} seconds; it must be a number from 0 upwards")
+        raise ValueError(f"{name} is {seconds} seconds; it must be a number >= 0")
     return seconds

@@ -48,80 +48,82 @@ def read_trace(lines: Iterable[str], source: str) -> list[Change]:
     for a failure of an absent node, and for a join of a present one.
     """
     header: list[str] | None = None
-    found: list[Change] = []
-    last: dict[str, tuple[str, int]] = {}  # node -> its last event and its line
+    changes: list[Change] = []
+    last_event: dict[str, tuple[str, int]] = {}  # node -> its last event and its line
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"{source}:{number}"
+        position = f"{source}:{number}"
         cells = [cell.strip() for cell in next(csv.reader([line]))]
         if header is None:
-            header = _header(cells, where)
+            header = _header(cells, position)
             continue
-        change = _change(cells, header, where)
-        if found and change.time < found[-1].time:
-            raise TraceError(f"{where}: time {change.time:g} is before that of the line above: sort the lines by time")
-        event, before = last.get(change.node, ("", 0))
+        change = _change(cells, header, position)
+        if changes and change.time < changes[-1].time:
+            raise TraceError(
+                f"{position}: time {change.time:g} is before that of the previous line: sort the lines by time"
+            )
+        event, earlier_line = last_event.get(change.node, ("", 0))
         if event == change.event:
             raise TraceError(
-                f"{where}: node {change.node!r} is to {change.event}, but it did so in line {before} already and "
-                f"nothing else since: leave one of them out, or say when it {'came' if event == 'fail' else 'failed'}"
+                f"{position}: node {change.node!r} has two {change.event} events in a row (line {earlier_line}): "
+                f"remove one, or add the {'join' if event == 'fail' else 'fail'} event between them"
             )
-        last[change.node] = change.event, number
-        found.append(change)
+        last_event[change.node] = change.event, number
+        changes.append(change)
     if header is None:
-        raise TraceError(f"{source}:1: no header: the first line is {','.join(REQUIRED)}")
-    return found
+        raise TraceError(f"{source}:1: no header: the first line must be {','.join(REQUIRED)}")
+    return changes
 
 
-def _header(cells: list[str], where: str) -> list[str]:
+def _header(cells: list[str], position: str) -> list[str]:
     if sorted(cells) not in (sorted(REQUIRED), sorted(COLUMNS)):
         raise TraceError(
-            f"{where}: the columns are {','.join(cells)}: the first line is {','.join(REQUIRED)}, and may have "
-            f"{COLUMNS[-1]}, too"
+            f"{position}: the columns are {','.join(cells)}: they must be {','.join(REQUIRED)}, optionally with "
+            f"{COLUMNS[-1]}"
         )
     return cells
 
 
-def _change(cells: list[str], header: list[str], where: str) -> Change:
+def _change(cells: list[str], header: list[str], position: str) -> Change:
     if len(cells) != len(header):
-        raise TraceError(f"{where}: {len(cells)} cells, but the columns are {','.join(header)}")
+        raise TraceError(f"{position}: {len(cells)} cells, but the columns are {','.join(header)}")
     row = dict(zip(header, cells, strict=True))
-    time, warning = (_seconds(row.get(name) or "0", name, where) for name in ("time", "warning"))
+    time, warning = (_seconds(row.get(name) or "0", name, position) for name in ("time", "warning"))
     if not row["time"]:
-        raise TraceError(f"{where}: no time: give seconds from the start")
+        raise TraceError(f"{position}: no time: give the seconds since the start")
     if not row["node"]:
-        raise TraceError(f"{where}: no node: give its name")
+        raise TraceError(f"{position}: no node: give its name")
     if row["event"] not in ("fail", "join"):
-        raise TraceError(f"{where}: event {row['event']!r}: it is fail or join")
+        raise TraceError(f"{position}: event {row['event']!r}: it must be fail or join")
     return Change(time, row["node"], cast(Literal["fail", "join"], row["event"]), warning)
 
 
-def _seconds(text: str, name: str, where: str) -> float:
+def _seconds(text: str, name: str, position: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0.0 <= value < math.inf:
-        raise TraceError(f"{where}: {name} {text!r}: a number of seconds, 0 or more")
+        raise TraceError(f"{position}: {name} {text!r}: it must be a number of seconds >= 0")
     return value
 
 
 def at_once(changes: Iterable[Change]) -> Iterator[list[Change]]:
     """Groups changes by time. A second change of a node at the same time starts a new group."""
-    found: list[Change] = []
+    group: list[Change] = []
     for change in changes:
-        if found and (change.time != found[0].time or any(change.node == other.node for other in found)):
-            yield found
-            found = []
-        found.append(change)
-    if found:
-        yield found
+        if group and (change.time != group[0].time or any(change.node == other.node for other in group)):
+            yield group
+            group = []
+        group.append(change)
+    if group:
+        yield group
 
 
 def trace_lines(changes: Iterable[Change]) -> list[str]:
     """Lines of a trace file, the inverse of `read_trace`."""
-    rows = (f"{each.time!r},{each.node},{each.event},{each.warning:g}" for each in changes)
+    rows = (f"{change.time!r},{change.node},{change.event},{change.warning:g}" for change in changes)
     return [",".join(COLUMNS), *rows]
 
 
@@ -131,46 +133,48 @@ def nodes_at_start(changes: Sequence[Change], nodes: int) -> list[str]:
     These are the nodes whose first event is fail, and numbered nodes that are not in the trace. Numbers are sorted as
     numbers, before other names. Raises ValueError if the first event of more than `nodes` nodes is fail.
     """
-    first = {change.node: change.event for change in reversed(changes)}
-    found = [node for node, event in first.items() if event == "fail"]
-    if len(found) > nodes:
-        raise ValueError(f"{len(found)} nodes of the trace are there from the start, more than {nodes}")
+    first_event = {change.node: change.event for change in reversed(changes)}
+    names = [node for node, event in first_event.items() if event == "fail"]
+    if len(names) > nodes:
+        raise ValueError(f"{len(names)} nodes of the trace are present at the start, more than {nodes}")
     number = 0
-    while len(found) < nodes:
-        if str(number) not in first:
-            found.append(str(number))
+    while len(names) < nodes:
+        if str(number) not in first_event:
+            names.append(str(number))
         number += 1
-    return sorted(found, key=lambda node: (0, int(node), node) if node.isdecimal() else (1, 0, node))
+    return sorted(names, key=lambda node: (0, int(node), node) if node.isdecimal() else (1, 0, node))
 
 
 def spot_trace(
-    nodes: int, every: float, hours: float, seed: int, *, warning: float = 0.0, least: int | None = None
+    nodes: int, every: float, hours: float, seed: int, *, warning: float = 0.0, min_nodes: int | None = None
 ) -> list[Change]:
-    """Random preemptions and additions of single nodes, equally often, with between `least` and `nodes` nodes present.
+    """Random preemptions and additions of single nodes, equally often, with `min_nodes` to `nodes` nodes present.
 
-    every: mean seconds between preemptions, the only known property of the traces of dissertation 2.7.3. least:
+    every: mean seconds between preemptions, the only known property of the traces of dissertation 2.7.3. min_nodes:
     by default half of the nodes. Events that would leave this range are dropped, while time advances: with 30 nodes,
     preemptions are 7 % less frequent than `every`. The preempted node is random; the node absent for longest joins.
 
     Raises ValueError for fewer than 2 nodes, and for `every` or `hours` that are not positive.
     """
-    least = nodes // 2 if least is None else least
-    if nodes < 2 or not 0 <= least < nodes:
-        raise ValueError(f"{nodes} nodes, at least {least}: give 2 nodes or more, and a least number below that")
+    min_nodes = nodes // 2 if min_nodes is None else min_nodes
+    if nodes < 2 or not 0 <= min_nodes < nodes:
+        raise ValueError(
+            f"nodes is {nodes}, min_nodes {min_nodes}: nodes must be at least 2, and min_nodes below nodes"
+        )
     if not 0 < every < math.inf or not 0 < hours < math.inf:
-        raise ValueError(f"a preemption every {every:g} seconds for {hours:g} hours: both are more than 0")
-    when, who = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    there, gone = [str(node) for node in range(nodes)], []
-    found: list[Change] = []
+        raise ValueError(f"a preemption every {every:g} seconds for {hours:g} hours: both must be above 0")
+    time_rng, node_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    present, absent = [str(node) for node in range(nodes)], []
+    changes: list[Change] = []
     now = 0.0
-    while (now := now + float(when.exponential(every / 2))) < hours * 3600:
-        change = int(when.choice((-1, 1)))
-        if not least <= len(there) + change <= nodes:
+    while (now := now + float(time_rng.exponential(every / 2))) < hours * 3600:
+        step = int(time_rng.choice((-1, 1)))
+        if not min_nodes <= len(present) + step <= nodes:
             continue
-        if change < 0:
-            gone.append(there.pop(int(who.integers(len(there)))))
-            found.append(Change(now, gone[-1], "fail", warning))
+        if step < 0:
+            absent.append(present.pop(int(node_rng.integers(len(present)))))
+            changes.append(Change(now, absent[-1], "fail", warning))
         else:
-            there.append(gone.pop(0))
-            found.append(Change(now, there[-1], "join"))
-    return found
+            present.append(absent.pop(0))
+            changes.append(Change(now, present[-1], "join"))
+    return changes

@@ -35,35 +35,35 @@ class RankGroups:
         return np.bincount(self.of_rank, minlength=len(self.names))
 
     @classmethod
-    def of(cls, layout: Layout, most: int = MOST_GROUPS) -> RankGroups:
+    def of(cls, layout: Layout, max_groups: int = MOST_GROUPS) -> RankGroups:
         """Groups ranks by replica of the whole model if all modules have the same dp.
 
         Otherwise by replica of the last module of each rank. Small replicas are merged with their neighbours until a
-        group is as large as the largest replica and there are about `most` groups or fewer.
+        group is as large as the largest replica and there are about `max_groups` groups or fewer.
         """
         modules = list(layout.modules)
-        alike = len(set(layout.data_parallel.values())) == 1
-        home: list[tuple[int, int]] = []
+        one_dp = len(set(layout.data_parallel.values())) == 1
+        keys: list[tuple[int, int]] = []
         for rank in range(layout.world):
             module = layout.of_rank(rank)[-1].module
             replica = layout.replica(rank, module)
             assert replica is not None
-            home.append((0 if alike else modules.index(module), replica))
-        units, unit, count = np.unique(np.array(home), axis=0, return_inverse=True, return_counts=True)
-        wanted = max(int(count.max()), layout.world // most)
+            keys.append((0 if one_dp else modules.index(module), replica))
+        units, unit, count = np.unique(np.array(keys), axis=0, return_inverse=True, return_counts=True)
+        target_size = max(int(count.max()), layout.world // max_groups)
         names: list[str] = []
         group_of = np.zeros(len(units), np.int64)
         for kind in np.unique(units[:, 0]).tolist():
-            what = "replica" if alike else modules[kind]
-            size, first = 0, 0
-            mine = np.flatnonzero(units[:, 0] == kind)
-            for place, number in enumerate(mine.tolist()):
+            label = "replica" if one_dp else modules[kind]
+            size, first_index = 0, 0
+            members = np.flatnonzero(units[:, 0] == kind)
+            for index, number in enumerate(members.tolist()):
                 group_of[number] = len(names)
                 size += int(count[number])
-                if size >= wanted or place == len(mine) - 1:
-                    a, b = (int(units[mine[i], 1]) for i in (first, place))
-                    names.append(f"{what} {a}" if a == b else f"{what} {a}-{b}")
-                    size, first = 0, place + 1
+                if size >= target_size or index == len(members) - 1:
+                    a, b = (int(units[members[i], 1]) for i in (first_index, index))
+                    names.append(f"{label} {a}" if a == b else f"{label} {a}-{b}")
+                    size, first_index = 0, index + 1
         return cls(tuple(names), group_of[unit.reshape(-1)])
 
 
@@ -83,22 +83,22 @@ class Utilisation:
     over_time: Floats
 
     @classmethod
-    def of(cls, schedule: Schedule, found: Simulated, groups: RankGroups, bins: int = 400) -> Utilisation:
+    def of(cls, schedule: Schedule, simulated: Simulated, groups: RankGroups, bins: int = 400) -> Utilisation:
         """Utilisation in a simulated step, O(actions). Raises ValueError for no bins."""
         if bins < 1:
-            raise ValueError(f"bins is {bins}: at least 1")
-        span, count, modules = found.makespan, len(groups.names), len(schedule.graph.modules)
-        share = found.rank_busy / span if span else np.zeros(len(found.rank_busy))
-        least, most = np.full(count, np.inf), np.zeros(count)
-        np.minimum.at(least, groups.of_rank, share)
-        np.maximum.at(most, groups.of_rank, share)
+            raise ValueError(f"bins is {bins}: it must be at least 1")
+        span, count, modules = simulated.makespan, len(groups.names), len(schedule.graph.modules)
+        share = simulated.rank_busy / span if span else np.zeros(len(simulated.rank_busy))
+        minimum, maximum = np.full(count, np.inf), np.zeros(count)
+        np.minimum.at(minimum, groups.of_rank, share)
+        np.maximum.at(maximum, groups.of_rank, share)
         mean = np.bincount(groups.of_rank, weights=share, minlength=count) / groups.sizes
-        at = compute_rows(schedule)
-        rank = np.searchsorted(schedule.first, at, side="right") - 1
-        row = groups.of_rank[rank] * modules + schedule.rows[at, MODULE]
-        busy = _covered(row, found.start[at], found.finish[at], span, count * modules, bins)
+        computing = compute_rows(schedule)
+        rank = np.searchsorted(schedule.first, computing, side="right") - 1
+        row = groups.of_rank[rank] * modules + schedule.rows[computing, MODULE]
+        busy = _covered(row, simulated.start[computing], simulated.finish[computing], span, count * modules, bins)
         over_time = busy.reshape(count, modules, bins) / (groups.sizes[:, None, None] * (span / bins or 1.0))
-        return cls(span, least, mean, most, over_time)
+        return cls(span, minimum, mean, maximum, over_time)
 
 
 def compute_rows(schedule: Schedule) -> NDArray[np.int64]:
@@ -109,12 +109,12 @@ def compute_rows(schedule: Schedule) -> NDArray[np.int64]:
 def _covered(row: NDArray[np.int64], start: Floats, finish: Floats, span: float, rows: int, bins: int) -> Floats:
     """Total seconds of each bin covered by the intervals [start, finish) of each row, float64 [rows, bins]."""
     width = span / bins if span else 1.0
-    covered, later = np.zeros(rows * bins), np.zeros(rows * (bins + 1))
+    covered, covered_later = np.zeros(rows * bins), np.zeros(rows * (bins + 1))
     for moment, sign in ((start, 1.0), (finish, -1.0)):  # a start adds all later time, a finish subtracts it
-        place = np.minimum((moment / width).astype(np.int64), bins - 1)
-        covered += np.bincount(row * bins + place, sign * ((place + 1) * width - moment), rows * bins)
-        later += np.bincount(row * (bins + 1) + place + 1, np.full(len(row), sign * width), rows * (bins + 1))
-    total = covered.reshape(rows, bins) + np.cumsum(later.reshape(rows, bins + 1), axis=1)[:, :bins]
+        index = np.minimum((moment / width).astype(np.int64), bins - 1)
+        covered += np.bincount(row * bins + index, sign * ((index + 1) * width - moment), rows * bins)
+        covered_later += np.bincount(row * (bins + 1) + index + 1, np.full(len(row), sign * width), rows * (bins + 1))
+    total = covered.reshape(rows, bins) + np.cumsum(covered_later.reshape(rows, bins + 1), axis=1)[:, :bins]
     return np.asarray(np.maximum(total, 0.0))  # rounding
 
 

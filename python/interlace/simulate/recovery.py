@@ -46,12 +46,12 @@ class Spent:
         return self.samples / self.total if self.total else 0.0
 
     @classmethod
-    def sum(cls, each: Iterable[Spent]) -> Spent:
+    def sum(cls, runs: Iterable[Spent]) -> Spent:
         """Sum of seconds and samples of several runs."""
         total = cls()
-        for one in each:
+        for run in runs:
             for field in fields(cls):
-                setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+                setattr(total, field.name, getattr(total, field.name) + getattr(run, field.name))
         return total
 
 
@@ -121,28 +121,28 @@ def book(
     change is announced early enough for a save before it.
     """
     spent = Spent(restarting=min(recovery, seconds))
-    left = seconds - spent.restarting
+    remaining = seconds - spent.restarting
     if pace is None:
-        spent.waiting = left
+        spent.waiting = remaining
         return spent, 0
     if not pace.whole:
-        spent.samples = left / pace.iteration * batch
-        spent.effective, spent.redundant = left * (1 - pace.redundant), left * pace.redundant
+        spent.samples = remaining / pace.iteration * batch
+        spent.effective, spent.redundant = remaining * (1 - pace.redundant), remaining * pace.redundant
         return spent, 0
-    each = pace.every * pace.iteration + pace.save
-    rounds = int(left // each)
-    rest = left - rounds * each
-    done, spent.saving = rounds * pace.every, rounds * pace.save
-    if saves_at_end and rest > pace.save:
-        more = min(pace.every, int((rest - pace.save) // pace.iteration))
-        done += more
-        spent.saving += pace.save if more else 0.0
-    counted = max(done - redo, 0)
+    round_seconds = pace.every * pace.iteration + pace.save
+    rounds = int(remaining // round_seconds)
+    partial = remaining - rounds * round_seconds
+    completed, spent.saving = rounds * pace.every, rounds * pace.save
+    if saves_at_end and partial > pace.save:
+        extra = min(pace.every, int((partial - pace.save) // pace.iteration))
+        completed += extra
+        spent.saving += pace.save if extra else 0.0
+    counted = max(completed - redo, 0)
     spent.effective = counted * pace.iteration * (1 - pace.redundant)
     spent.redundant = counted * pace.iteration * pace.redundant
-    spent.fallback = left - counted * pace.iteration - spent.saving
+    spent.fallback = remaining - counted * pace.iteration - spent.saving
     spent.samples = counted * batch
-    return spent, done
+    return spent, completed
 
 
 class System(Protocol):
@@ -156,11 +156,11 @@ class System(Protocol):
         notice: seconds of advance notice of the change (inf: planned).
         """
 
-    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        """Applies a change: nodes `gone` are lost and nodes `came` join."""
+    def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
+        """Applies a change: nodes `failed` are lost and nodes `joined` join."""
 
 
-class _Alive(ABC):
+class _InMemory(ABC):
     """Base of systems that keep their state in the nodes' memory.
 
     A checkpoint is written every `every` iterations, in parallel to training, and read only if a layer is lost.
@@ -170,9 +170,9 @@ class _Alive(ABC):
         self.job, self.rates = job, rates
         self.alive = list(nodes)
         self.pipelines: Pipelines = []
-        self.had: dict[Hashable, set[int]] = {}  # layers in memory of live nodes
-        self._coming: dict[Hashable, set[int]] = {}  # layers after the recovery
-        self._recovery, self._since, self._redo = 0.0, 0, 0
+        self.layers_held: dict[Hashable, set[int]] = {}  # layers in memory of live nodes
+        self._next_layers: dict[Hashable, set[int]] = {}  # layers after the recovery
+        self._recovery, self._since_checkpoint, self._repeated = 0.0, 0, 0
 
     @abstractmethod
     def pace(self) -> Pace:
@@ -181,44 +181,46 @@ class _Alive(ABC):
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
         pace = self.pace() if self.pipelines else None
         if pace and seconds >= self._recovery:  # else the recovery did not finish
-            self.had = self._coming
-        spent, done = book(seconds, pace, self.job.batch, recovery=self._recovery, redo=self._redo)
-        again = min(self._redo, done)
-        self._redo -= again
+            self.layers_held = self._next_layers
+        spent, completed = book(seconds, pace, self.job.batch, recovery=self._recovery, redo=self._repeated)
+        repeated = min(self._repeated, completed)
+        self._repeated -= repeated
         self._recovery = max(self._recovery - seconds, 0.0)
-        self._since = (self._since + done) % self.rates.every
-        return spent, again * pace.iteration if pace else 0.0
+        self._since_checkpoint = (self._since_checkpoint + completed) % self.rates.every
+        return spent, repeated * pace.iteration if pace else 0.0
 
-    def _settle(self, after: Pipelines, lost: bool = False) -> None:
-        """Gives nodes the layers of their new pipelines. lost: always restart from the checkpoint."""
-        needs = self._needs(after)
-        lost = lost or len(set().union(*self.had.values())) < self.job.layers
-        if lost:
-            self.had = {}
-        if after and lost:
+    def _assign_layers(self, pipelines: Pipelines, from_checkpoint: bool = False) -> None:
+        """Gives nodes the layers of their new pipelines. from_checkpoint: always restart from the checkpoint."""
+        needed = self._layers_of(pipelines)
+        from_checkpoint = from_checkpoint or len(set().union(*self.layers_held.values())) < self.job.layers
+        if from_checkpoint:
+            self.layers_held = {}
+        if pipelines and from_checkpoint:
             self._recovery = self.rates.start + self.job.loaded / self.rates.load
-            self._redo, self._since = self._redo + self._since, 0
-        elif after:
-            lacks = (sum(self.job.copied[layer] for layer in needs[n] - self.had.get(n, set())) for n in needs)
-            self._recovery = self.rates.regroup + float(max(lacks, default=0.0)) / self.rates.network
+            self._repeated, self._since_checkpoint = self._repeated + self._since_checkpoint, 0
+        elif pipelines:
+            missing = (
+                sum(self.job.copied[layer] for layer in needed[n] - self.layers_held.get(n, set())) for n in needed
+            )
+            self._recovery = self.rates.regroup + float(max(missing, default=0.0)) / self.rates.network
         else:  # survivors keep their layers and wait
             self._recovery = 0.0
-        self._coming = needs
-        self.pipelines = after
+        self._next_layers = needed
+        self.pipelines = pipelines
 
-    def _needs(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
+    def _layers_of(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
         return {
             node: set(layers)
             for nodes in pipelines
-            for node, layers in zip(nodes, self.job.held(len(nodes)), strict=True)
+            for node, layers in zip(nodes, self.job.layers_of_nodes(len(nodes)), strict=True)
         }
 
-    def _live(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        self.alive = [node for node in self.alive if node not in gone] + list(came)
-        self.had = {node: layers for node, layers in self.had.items() if node not in gone}
+    def _update_nodes(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
+        self.alive = [node for node in self.alive if node not in failed] + list(joined)
+        self.layers_held = {node: layers for node, layers in self.layers_held.items() if node not in failed}
 
 
-class Oobleck(_Alive):
+class Oobleck(_InMemory):
     """Continues with the remaining nodes: the iteration in progress is lost, and missing layers are copied.
 
     Pipelines are repaired, and joining nodes added, by `plan.regroup`, as in a real run. With fewer than
@@ -228,26 +230,26 @@ class Oobleck(_Alive):
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
-        self.pipelines = self._anew(nodes)
-        self.had = self._coming = self._needs(self.pipelines)
+        self.pipelines = self._new_pipelines(nodes)
+        self.layers_held = self._next_layers = self._layers_of(self.pipelines)
 
     def pace(self) -> Pace:
         return Pace(self.rates.unit * self.job.iteration([len(nodes) for nodes in self.pipelines]))
 
-    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        self._live(gone, came)
+    def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
+        self._update_nodes(failed, joined)
         if not self.pipelines:
-            self._settle(self._anew(self.alive))
+            self._assign_layers(self._new_pipelines(self.alive))
             return
-        own = self.job
-        found = regroup(self.pipelines, gone, self.alive, own.sizes, faults=own.faults, most=own.microbatches)
-        self._settle([list(nodes) for nodes in found or ()])
+        job = self.job
+        new = regroup(self.pipelines, failed, self.alive, job.sizes, faults=job.faults, max_pipelines=job.microbatches)
+        self._assign_layers([list(nodes) for nodes in new or ()])
 
-    def _anew(self, nodes: Sequence[Hashable]) -> Pipelines:
-        return _dealt(nodes, self.job.chosen(len(nodes))) if len(nodes) >= self.job.fewest else []
+    def _new_pipelines(self, nodes: Sequence[Hashable]) -> Pipelines:
+        return _split_nodes(nodes, self.job.best_pipelines(len(nodes))) if len(nodes) >= self.job.min_nodes else []
 
 
-class Redundant(_Alive):
+class Redundant(_InMemory):
     """A grid in which each stage also computes the forward of the next one.
 
     A lost node costs one iteration and the copy of layers that nodes lack in the new grid. Simultaneous failure of two
@@ -256,28 +258,30 @@ class Redundant(_Alive):
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
-        self.pipelines = self._anew()
-        self.had = self._coming = self._needs(self.pipelines)
+        self.pipelines = self._new_pipelines()
+        self.layers_held = self._next_layers = self._layers_of(self.pipelines)
 
     def pace(self) -> Pace:
         grid = self.job.grid(len(self.alive), redundant=True)
         return Pace(self.rates.unit * grid.seconds, redundant=grid.redundant)
 
-    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        both = any(a in gone and b in gone for nodes in self.pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1]))
-        self._live(gone, came)
-        self._settle(self._anew(), lost=both)
+    def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
+        neighbours_lost = any(
+            a in failed and b in failed for nodes in self.pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])
+        )
+        self._update_nodes(failed, joined)
+        self._assign_layers(self._new_pipelines(), from_checkpoint=neighbours_lost)
 
-    def _needs(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
-        own = super()._needs(pipelines)
-        return {a: own[a] | own[b] for nodes in pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])}
+    def _layers_of(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
+        needed = super()._layers_of(pipelines)
+        return {a: needed[a] | needed[b] for nodes in pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])}
 
-    def _anew(self) -> Pipelines:
-        least, most = self.job.grid_depths(len(self.alive), redundant=True)
-        if least > most:
+    def _new_pipelines(self) -> Pipelines:
+        min_depth, max_depth = self.job.grid_depths(len(self.alive), redundant=True)
+        if min_depth > max_depth:
             return []
         grid = self.job.grid(len(self.alive), redundant=True)
-        return _dealt(self.alive, [grid.depth] * grid.pipelines)
+        return _split_nodes(self.alive, [grid.depth] * grid.pipelines)
 
 
 class Checkpoints:
@@ -290,7 +294,7 @@ class Checkpoints:
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         self.job, self.rates = job, rates
         self.alive = list(nodes)
-        self.pipelines = self._anew()
+        self.pipelines = self._new_pipelines()
         self._recovery = 0.0
 
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
@@ -303,20 +307,20 @@ class Checkpoints:
         self._recovery = max(self._recovery - seconds, 0.0)
         return spent, 0.0
 
-    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        self.alive = [node for node in self.alive if node not in gone] + list(came)
-        self.pipelines = self._anew()
+    def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
+        self.alive = [node for node in self.alive if node not in failed] + list(joined)
+        self.pipelines = self._new_pipelines()
         self._recovery = self.rates.start + self.job.loaded / self.rates.load if self.pipelines else 0.0
 
-    def _anew(self) -> Pipelines:
-        least, most = self.job.grid_depths(len(self.alive))
-        if least > most:
+    def _new_pipelines(self) -> Pipelines:
+        min_depth, max_depth = self.job.grid_depths(len(self.alive))
+        if min_depth > max_depth:
             return []
         grid = self.job.grid(len(self.alive))
-        return _dealt(self.alive, [grid.depth] * grid.pipelines)
+        return _split_nodes(self.alive, [grid.depth] * grid.pipelines)
 
 
-def _dealt(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
+def _split_nodes(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
     """Assigns nodes in order, `counts` nodes per pipeline; the rest are idle."""
     edges = np.cumsum([0, *counts]).tolist()
     return [list(nodes[a:b]) for a, b in itertools.pairwise(edges)]
@@ -324,23 +328,23 @@ def _dealt(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
 
 def replay(system: System, changes: Iterable[Change], until: float) -> list[Stretch]:
     """Runs a system from second 0 to `until`, change by change; see `failure_trace.at_once`."""
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
 
-    def go_on(stop: float, notice: float) -> None:
-        start = found[-1].stop if found else 0.0
+    def run_until(stop: float, notice: float) -> None:
+        start = stretches[-1].stop if stretches else 0.0
         if stop > start:
             nodes = tuple(map(tuple, system.pipelines))
-            found.append(Stretch(start, stop, nodes, *system.run(stop - start, notice)))
+            stretches.append(Stretch(start, stop, nodes, *system.run(stop - start, notice)))
 
-    for at in at_once(changes):
-        time = at[0].time
+    for group in at_once(changes):
+        time = group[0].time
         if time >= until:
             break
-        gone = [change for change in at if change.event == "fail"]
-        go_on(time, min((change.warning for change in gone), default=math.inf))
-        system.change({change.node for change in gone}, [change.node for change in at if change.event == "join"])
-    go_on(until, math.inf)
-    return found
+        failures = [change for change in group if change.event == "fail"]
+        run_until(time, min((change.warning for change in failures), default=math.inf))
+        system.change({change.node for change in failures}, [change.node for change in group if change.event == "join"])
+    run_until(until, math.inf)
+    return stretches
 
 
 def samples_over_time(stretches: Iterable[Stretch]) -> tuple[Floats, Floats]:

@@ -33,29 +33,29 @@ def simulate_in_python(
     cost = duration_of(durations)
     _non_negative("overhead", overhead)
     own_lane = _lane_finder(schedule)
-    met = _meeting_finder(schedule, own_lane)
+    meeting_of = _meeting_finder(schedule, own_lane)
 
-    at = [0] * len(lists)
+    next_index = [0] * len(lists)
     clocks = [0.0] * len(lists)
     starts: list[list[float]] = [[0.0] * len(actions) for actions in lists]
     finishes: list[list[float]] = [[0.0] * len(actions) for actions in lists]
     arrivals: dict[tuple[Lane, Lane, int], list[float]] = {}  # (from, to, sending rank) -> arrival times, in order
-    taken: dict[tuple[Lane, Lane, int], int] = {}  # (from, to, receiving rank) -> messages
+    received: dict[tuple[Lane, Lane, int], int] = {}  # (from, to, receiving rank) -> messages
 
     moving = True
     while moving:
         moving = False
         for rank, actions in enumerate(lists):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
+            while next_index[rank] < len(actions):
+                action = actions[next_index[rank]]
                 begin, end = clocks[rank], clocks[rank]
                 if action.op is Op.RECV:
                     source, target = lanes[action.peer], own_lane(rank, action)
-                    n = taken.get((source, target, rank), 0)
+                    n = received.get((source, target, rank), 0)
                     parts = [arrivals.get((source, target, sender), []) for sender in source.ranks]
                     if any(len(part) <= n for part in parts):
                         break
-                    taken[source, target, rank] = n + 1
+                    received[source, target, rank] = n + 1
                     end = max(begin, *(part[n] for part in parts)) + overhead
                 elif action.op is Op.SEND:
                     end = begin + overhead
@@ -65,31 +65,31 @@ def simulate_in_python(
                 elif action.op is Op.UNSHARD:
                     end = begin + _non_negative("unshard", unshard(action) if callable(unshard) else unshard)
                 elif action.op in COMPUTE:
-                    where, together = met(rank, action)
-                    doing = {r: lists[r][at[r]] for r in together if at[r] < len(lists[r])}
-                    if len(together) > 1:
-                        if len(doing) < len(together) or any(a.op is not action.op for a in doing.values()):
+                    meeting, members = meeting_of(rank, action)
+                    current = {r: lists[r][next_index[r]] for r in members if next_index[r] < len(lists[r])}
+                    if len(members) > 1:
+                        if len(current) < len(members) or any(a.op is not action.op for a in current.values()):
                             break
-                        if any(met(r, a)[0] != where for r, a in doing.items()):
+                        if any(meeting_of(r, a)[0] != meeting for r, a in current.items()):
                             break
-                        if any(doing[r] != a for other, a in doing.items() for r in own_lane(other, a).ranks):
+                        if any(current[r] != a for peer, a in current.items() for r in own_lane(peer, a).ranks):
                             break
-                        begin = max(clocks[r] for r in together)
-                    end = begin + max(cost(a.op, a.module, a.stage, a.chunk) for a in doing.values())
-                    for other in together:
-                        if other != rank:
-                            starts[other][at[other]], finishes[other][at[other]] = begin, end
-                            clocks[other] = end
-                            at[other] += 1
-                starts[rank][at[rank]], finishes[rank][at[rank]] = begin, end
+                        begin = max(clocks[r] for r in members)
+                    end = begin + max(cost(a.op, a.module, a.stage, a.chunk) for a in current.values())
+                    for peer in members:
+                        if peer != rank:
+                            starts[peer][next_index[peer]], finishes[peer][next_index[peer]] = begin, end
+                            clocks[peer] = end
+                            next_index[peer] += 1
+                starts[rank][next_index[rank]], finishes[rank][next_index[rank]] = begin, end
                 clocks[rank] = end
-                at[rank] += 1
+                next_index[rank] += 1
                 moving = True
-    finished = all(i == len(actions) for i, actions in zip(at, lists, strict=True))
+    finished = all(i == len(actions) for i, actions in zip(next_index, lists, strict=True))
     if (
         not finished
         or not _reduce(schedule, starts, finishes, reduce_grad)
-        or not _meet(schedule, starts, finishes, dispatch)
+        or not _exchange_items(schedule, starts, finishes, dispatch)
     ):
         check(schedule)  # raises with the waiting ranks
         raise ScheduleError("the schedule never finishes")
@@ -125,10 +125,16 @@ def _meeting_finder(
     meetings: dict[tuple[str, int], list[set[int]]] = {}  # (module, first layer of the stages) -> sets of ranks
     for shard in (graph.shards[number] for number in sorted(layered)):
         lanes = [s.lanes for p in layout.pipelines(shard.module) for s in p.stages if s.start == shard.start]
-        ranks = {r for found in lanes for lane in found if set(lane.ranks) & set(shard.owners) for r in lane.ranks}
-        before = meetings.setdefault((shard.module, shard.start), [])
-        apart = [other for other in before if ranks.isdisjoint(other)]
-        meetings[shard.module, shard.start] = [*apart, ranks.union(*(o for o in before if o not in apart))]
+        ranks = {
+            r
+            for stage_lanes in lanes
+            for lane in stage_lanes
+            if set(lane.ranks) & set(shard.owners)
+            for r in lane.ranks
+        }
+        known_sets = meetings.setdefault((shard.module, shard.start), [])
+        disjoint = [known for known in known_sets if ranks.isdisjoint(known)]
+        meetings[shard.module, shard.start] = [*disjoint, ranks.union(*(o for o in known_sets if o not in disjoint))]
 
     def find(rank: int, action: Action) -> tuple[object, tuple[int, ...]]:
         chunk = chunks[action.chunk]
@@ -150,29 +156,29 @@ def _reduce(
 ) -> bool:
     """Fills in the ends of reductions; False if a rank of a reduction does not have it in its list."""
     listed = [  # per rank: reduction -> index in its list
-        {action.other: place for place, action in enumerate(actions) if action.op is Op.REDUCE_GRAD}
+        {action.other: index for index, action in enumerate(actions) if action.op is Op.REDUCE_GRAD}
         for actions in schedule.actions
     ]
     reductions = schedule.graph.reductions
-    step = [r for r in range(len(reductions)) if any(r in own for own in listed)]
+    step = [r for r in range(len(reductions)) if any(r in indices for indices in listed)]
     if any(r not in listed[rank] for r in step for rank in reductions[r].ranks):
         return False
     ends: dict[int, float] = {}
 
-    def follows(r: int, other: int) -> bool:
+    def follows(r: int, before: int) -> bool:
         """True if reduction r must wait for the end of `other`."""
-        a, b = reductions[r], reductions[other]
+        a, b = reductions[r], reductions[before]
         if (a.tied >= 0) != (b.tied >= 0):
             return a.tied >= 0 and not set(a.ranks).isdisjoint(b.ranks)
-        return a.ranks == b.ranks and listed[a.ranks[0]][other] < listed[a.ranks[0]][r]
+        return a.ranks == b.ranks and listed[a.ranks[0]][before] < listed[a.ranks[0]][r]
 
     def end(r: int) -> float:
         if r not in ends:
-            begin, longest = max((end(other) for other in step if follows(r, other)), default=0.0), 0.0
+            begin, longest = max((end(before) for before in step if follows(r, before)), default=0.0), 0.0
             for rank in reductions[r].ranks:
-                place = listed[rank][r]
-                begin = max(begin, starts[rank][place])
-                time = reduce_grad(schedule.actions[rank][place]) if callable(reduce_grad) else reduce_grad
+                index = listed[rank][r]
+                begin = max(begin, starts[rank][index])
+                time = reduce_grad(schedule.actions[rank][index]) if callable(reduce_grad) else reduce_grad
                 longest = max(longest, _non_negative("reduce_grad", time))
             ends[r] = begin + longest
         return ends[r]
@@ -183,26 +189,26 @@ def _reduce(
     return True
 
 
-def _meet(
+def _exchange_items(
     schedule: Schedule,
     starts: list[list[float]],
     finishes: list[list[float]],
     dispatch: float | Callable[[Action], float],
 ) -> bool:
     """Fills in the end of the item exchange; False if only some ranks have a DISPATCH."""
-    places = [
+    dispatches = [
         (r, i) for r, actions in enumerate(schedule.actions) for i, a in enumerate(actions) if a.op is Op.DISPATCH
     ]
-    if not places:
+    if not dispatches:
         return True
-    begin = max(starts[rank][place] for rank, place in places)
-    times = [dispatch(schedule.actions[r][i]) if callable(dispatch) else dispatch for r, i in places]
-    for rank, place in places:
-        finishes[rank][place] = begin + max(_non_negative("dispatch", time) for time in times)
-    return len(places) == len(schedule.actions)
+    begin = max(starts[rank][index] for rank, index in dispatches)
+    times = [dispatch(schedule.actions[r][i]) if callable(dispatch) else dispatch for r, i in dispatches]
+    for rank, index in dispatches:
+        finishes[rank][index] = begin + max(_non_negative("dispatch", time) for time in times)
+    return len(dispatches) == len(schedule.actions)
 
 
 def _non_negative(name: str, seconds: float) -> float:
     if not 0.0 <= seconds < inf:
-        raise ValueError(f"{name} is {seconds} seconds; it must be a number from 0 upwards")
+        raise ValueError(f"{name} is {seconds} seconds; it must be a number >= 0")
     return seconds

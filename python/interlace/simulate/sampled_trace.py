@@ -29,7 +29,7 @@ _THREADS = 256  # thread numbers per rank
 
 def write_sampled_trace(
     schedule: Schedule,
-    found: Simulated,
+    simulated: Simulated,
     groups: RankGroups,
     used: Utilisation,
     path: str | Path,
@@ -44,7 +44,7 @@ def write_sampled_trace(
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
-        for event in _events(schedule, found, groups, used, full):
+        for event in _events(schedule, simulated, groups, used, full):
             file.write(separator + encode(event))
             separator = ",\n"
         file.write("\n]}\n")
@@ -52,23 +52,23 @@ def write_sampled_trace(
 
 
 def _events(
-    schedule: Schedule, found: Simulated, groups: RankGroups, used: Utilisation, full: Sequence[int]
+    schedule: Schedule, simulated: Simulated, groups: RankGroups, used: Utilisation, full: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    chosen = set(full)
+    full_groups = set(full)
     for group, name in enumerate(groups.names):
         size = int(groups.sizes[group])
-        what = "in full" if group in chosen else "summed up"
-        label = f"{name}: {size} rank{'s' * (size != 1)}, {what}, busy {used.mean[group]:.0%}"
+        detail = "in full" if group in full_groups else "summed up"
+        label = f"{name}: {size} rank{'s' * (size != 1)}, {detail}, busy {used.mean[group]:.0%}"
         yield {"name": "process_name", "ph": "M", "pid": group, "tid": 0, "args": {"name": label}}
-        place = full.index(group) if group in chosen else len(full) + group
-        yield {"name": "process_sort_index", "ph": "M", "pid": group, "tid": 0, "args": {"sort_index": place}}
+        sort_index = full.index(group) if group in full_groups else len(full) + group
+        yield {"name": "process_sort_index", "ph": "M", "pid": group, "tid": 0, "args": {"sort_index": sort_index}}
         shares = used.over_time[group].sum(axis=0)
         width = used.makespan / len(shares) * 1e6
         for number, share in enumerate(shares.tolist()):
             args = {"share": round(share, 4)}
             yield {"name": "ranks computing", "ph": "C", "pid": group, "tid": 0, "ts": number * width, "args": args}
     ranks = [rank for group in full for rank in groups.ranks(group).tolist()]
-    timeline = timeline_of(schedule, found, ranks)
+    timeline = timeline_of(schedule, simulated, ranks)
     for event in trace_events(timeline):
         if event["name"] in ("process_name", "process_sort_index"):
             continue
@@ -84,10 +84,10 @@ def _events(
         yield event
 
 
-def timeline_of(schedule: Schedule, found: Simulated, ranks: Sequence[int]) -> Timeline:
+def timeline_of(schedule: Schedule, simulated: Simulated, ranks: Sequence[int]) -> Timeline:
     """Timeline of some ranks of a simulated step: rank i of the timeline is `ranks[i]`."""
     modules = schedule.graph.modules
     parts = [slice(int(schedule.first[rank]), int(schedule.first[rank + 1])) for rank in ranks]
     actions = [[action_of(row, modules) for row in schedule.rows[part].tolist()] for part in parts]
-    start, finish = ([times[part].tolist() for part in parts] for times in (found.start, found.finish))
+    start, finish = ([times[part].tolist() for part in parts] for times in (simulated.start, simulated.finish))
     return Timeline(actions, start, finish, schedule.name, schedule.table)

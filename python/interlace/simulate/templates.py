@@ -56,10 +56,10 @@ def plot_templates(
         raise ValueError("templates is empty: give at least one")
     depth = int(templates[0].boundaries[-1])
     if any(int(template.boundaries[-1]) != depth for template in templates):
-        raise ValueError("the templates are for models of different depth: draw them apart")
+        raise ValueError("the templates are for models of different depth: draw them separately")
     parts = {"layers": depth} if modules is None else dict(modules)
     if sum(parts.values()) != depth:
-        raise ValueError(f"the modules have {sum(parts.values())} layers, the templates {depth}")
+        raise ValueError(f"the modules have {sum(parts.values())} layers, but the templates {depth}")
     rows = [] if nodes is None else _combinations(templates, nodes, pipelines, times, microbatches)
 
     height = 0.85 + _TREE * len(templates) + (0.55 + _ROW * len(rows) if rows else 0.0)
@@ -186,24 +186,26 @@ def _combinations(
     sizes = [template.nodes for template in templates]
     per_template = None if times is None else np.asarray(times, dtype=np.float64)
     if per_template is not None and per_template.shape != (len(sizes),):
-        raise ValueError(f"times must have one number per template, {len(sizes)}, got shape {per_template.shape}")
+        raise ValueError(f"times must have shape ({len(sizes)},), one number per template, got {per_template.shape}")
     rows = []
     for counts in islice(combinations(sizes, nodes, pipelines), _SHOWN):
-        chosen = np.repeat(sizes, counts).tolist()
+        shown = np.repeat(sizes, counts).tolist()
         if per_template is None:
-            rows.append(_Row(chosen, None, 0.0))
+            rows.append(_Row(shown, None, 0.0))
             continue
         each = np.repeat(per_template, counts)
         shares = split_batch(each, microbatches)
-        rows.append(_Row(chosen, shares.tolist(), float((shares * each).max())))
+        rows.append(_Row(shown, shares.tolist(), float((shares * each).max())))
     if not rows:
-        raise ValueError(f"no combination of templates of {sizes} nodes uses {nodes} nodes in {pipelines} pipelines")
+        raise ValueError(
+            f"no combination of templates of {sizes} nodes uses {nodes} nodes in {pipelines} or more pipelines"
+        )
     return rows
 
 
 def _forest(pen: _Pen, rows: Sequence[_Row], nodes: int, pipelines: int, unit: str, top: float) -> None:
     """Draws the cluster as the root, a branch per combination, a box per pipeline."""
-    words = f"{nodes} nodes in at least {pipelines} pipeline{'s' * (pipelines != 1)}: what the templates allow"
+    words = f"{nodes} nodes in at least {pipelines} pipeline{'s' * (pipelines != 1)}: possible combinations"
     pen.text(0.2, top - 0.12, words, size=10.5, weight="bold", left=True)
     first = top - 0.42
     centres = [first - index * _ROW - _BOX / 2 for index in range(len(rows))]

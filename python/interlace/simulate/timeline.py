@@ -58,11 +58,11 @@ class Timeline:
         ordered = sorted((Record(*record) for record in records), key=lambda r: (r.rank, r.start, r.finish))
         for rank, action, start, finish in ordered:
             if not start <= finish:
-                raise ValueError(f"rank {rank}: {action} finishes at {finish}, before its start at {start}")
+                raise ValueError(f"rank {rank}: {action} finishes at {finish}, before it starts at {start}")
         highest = max((record.rank for record in ordered), default=-1)
         ranks = highest + 1 if num_ranks is None else num_ranks
         if highest >= ranks or (ordered and ordered[0].rank < 0):
-            raise ValueError(f"a record names rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
+            raise ValueError(f"a record has rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
         timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name, table)
         for rank, action, start, finish in ordered:
             timeline.actions[rank].append(action)

@@ -48,7 +48,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", rank, COMMUNICATION_THREAD, "communication")
         free = 0.0  # time at which the communication thread is free: slices of one thread must not overlap
         reducing: list[float] = []  # likewise for the threads for reductions
-        for place, (action, start, finish) in enumerate(
+        for index, (action, start, finish) in enumerate(
             zip(actions, timeline.start[rank], timeline.finish[rank], strict=True)
         ):
             begin, length = (start - timeline.begin) * 1e6, (finish - start) * 1e6
@@ -67,7 +67,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             begin = max(begin, free)
             free = end
             yield _slice(timeline, rank, COMMUNICATION_THREAD, action, begin, end - begin)
-            for number in arrows.get((rank, place), ()):
+            for number in arrows.get((rank, index), ()):
                 if action.op is Op.SEND:
                     yield _arrow("s", rank, number, begin)
                 else:
@@ -85,8 +85,8 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "ts": (start - timeline.begin) * 1e6,
                 "dur": (finish - start) * 1e6,
             }
-        for place, count, _ in held_after(actions):
-            moment = timeline.start[rank][place] if actions[place].op is Op.FORWARD else timeline.finish[rank][place]
+        for index, count, _ in held_after(actions):
+            moment = timeline.start[rank][index] if actions[index].op is Op.FORWARD else timeline.finish[rank][index]
             yield {
                 "name": "forwards in flight",
                 "ph": "C",
@@ -109,21 +109,21 @@ def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
             if a.op is Op.SEND or a.op is Op.RECV:
                 content = (a.module, a.stage, a.chunk, a.other, a.grad)
                 ends.setdefault(content, ([], []))[a.op is Op.RECV].append((rank, place))
-    found: dict[tuple[int, int], list[int]] = {}
+    events: dict[tuple[int, int], list[int]] = {}
     number = 0
     for senders, receivers in ends.values():
         for i in range(max(len(senders), len(receivers)) if senders and receivers else 0):
             number += 1
             for side in (senders, receivers):
-                found.setdefault(side[i % len(side)], []).append(number)
-    return found
+                events.setdefault(side[i % len(side)], []).append(number)
+    return events
 
 
 _NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.UNSHARD_LAYERS: "shard", Op.RESHARD: "shard"}
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+def _named(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
 def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: float, length: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Timing of step work outside the schedule (`interlace.costs.outside_lists.Around`); a second or two for small samples.
+"""Timing of step work outside the schedule (`HostOverhead`); takes a second or two for small samples.
 
 The step table, the comparison of the ranks and the counting of a batch are timed on a batch of the run's own data.
 Reading and decoding are measured in CPU seconds, so that a temporarily slow disk does not distort them. Both are timed
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from interlace.costs.outside_lists import NOTHING_AROUND, Around
+from interlace.costs.host_overhead import NO_HOST_OVERHEAD, HostOverhead
 from interlace.train.config.sections import Config
 from interlace.train.data.producers import workers_of
 from interlace.train.launch import launcher
@@ -27,7 +27,7 @@ SECONDS = 1.0  # no more samples are decoded after this time
 _TURNS = 5
 
 
-def measure_overhead(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], Around]:
+def measure_overhead(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], HostOverhead]:
     """Measures the outside-schedule time of a config's model on devices of a `kind`. data: the training set.
 
     Returns a function of (ranks per node, threads per rank). Both determine the number of workers and whether workers
@@ -35,26 +35,26 @@ def measure_overhead(config: Config, model: Any, data: Any, kind: str) -> Callab
     """
     count = min(SAMPLES, len(data))
     if not count:
-        return lambda local_ranks, threads: NOTHING_AROUND
+        return lambda local_ranks, threads: NO_HOST_OVERHEAD
     begin = time.thread_time()
     samples = [data.sample((2 * i + 1) * len(data) // (2 * count), 0) for i in range(count)]
     read = (time.thread_time() - begin) / count
     table, rest, error = _batch_seconds(config, model, samples[: config.train.batch_size])
     if kind != "cpu":
-        return lambda local_ranks, threads: Around(table + rest, error=error)
+        return lambda local_ranks, threads: HostOverhead(table + rest, error=error)
     worker_times: _WorkerTimes | None = None
     if workers_of(config, 1) or config.data.workers == "ray":  # with more ranks, each has as many workers or fewer
         worker_times = _worker_times(config, model, data, count)
     decode = _decoding(model, samples)
 
-    def around(local_ranks: int, threads: int) -> Around:
+    def around(local_ranks: int, threads: int) -> HostOverhead:
         workers = workers_of(config, local_ranks)
         # The reading thread also makes the table of each batch: the table determines the items that this rank decodes.
         if worker_times is None or not (workers or config.data.workers == "ray"):
-            return Around(table + rest, read + table, decode, error)
+            return HostOverhead(table + rest, read + table, decode, error)
         part = beside(workers, local_ranks, threads)
         seconds = {name: worker_times.took[name] + part * worker_times.decode[name] for name in worker_times.decode}
-        return Around(table + rest, worker_times.took_bare + part * worker_times.read + table, seconds, error)
+        return HostOverhead(table + rest, worker_times.took_bare + part * worker_times.read + table, seconds, error)
 
     return around
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interlace.costs.fitted import FREE
-from interlace.costs.outside_lists import NOTHING_AROUND
+from interlace.costs.host_overhead import NO_HOST_OVERHEAD
 from interlace.estimate.timed_layers import Company, Setting, measure, settings_of, unsure_of, worth_timing
 from interlace.train.auto import machine, resolve
 from interlace.train.config.load import ConfigError
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_timed_is_said_with_the_way_out(monkeypatch: pyte
     monkeypatch.setattr(resolve, "here", breaks)
     monkeypatch.setattr(resolve, "_links", lambda *_: (None, ""))
     monkeypatch.setattr(resolve, "pool", lambda *_: [])
-    monkeypatch.setattr(resolve, "measure_overhead", lambda *_: lambda *_: NOTHING_AROUND)
+    monkeypatch.setattr(resolve, "measure_overhead", lambda *_: lambda *_: NO_HOST_OVERHEAD)
     monkeypatch.setattr(feed, "datasets", lambda *_, **__: (None, None))
     with pytest.raises(ConfigError, match=r"x.toml: \[parallel\] plan = 'auto'.*wants more.*--lock plan.lock"):
         resolve.choose(oracle.config_of((1, 1)), source="x.toml", say=print, ranks=1)

@@ -126,7 +126,7 @@ def test_what_a_peer_says_of_another_form_is_refused() -> None:
     said += [(text, PAIR) for text in ("null", "[1.0]", "[1.0, 2.0, 3.0]", '["1", 2.0]', "{}", "[1.0,", "[" * 10**5)]
     said += [("1", bool), ("0.5", None), ('["a"]', list[int])]
     for text, form in said:
-        with pytest.raises(ValueError, match="says something of another form: do the ranks run one version"):
+        with pytest.raises(ValueError, match="sent a message of another form: run the same version"):
             cluster._read(text, form)
 
 
@@ -253,7 +253,7 @@ def test_three_ranks_that_agree_are_well(tmp_path: Path) -> None:
     [
         ("stops", [1, 1, None], "no answer from rank 2 within 4 s, measuring pairs of ranks"),
         ("late", [1, 1, 1], "no answer from rank 2 within 4 s, coming"),
-        ("speaks otherwise", [1, 1, 1], "rank 1, reading its facts: says something of another form"),
+        ("speaks otherwise", [1, 1, 1], "rank 1, reading its facts: sent a message of another form"),
         ("fails", [1, 1, 1], "rank 1, reading its facts: the card has no link"),
     ],
 )

@@ -63,13 +63,13 @@ def test_cached_verdicts_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_choice_has_its_reason(monkeypatch: pytest.MonkeyPatch, refused: dict[str, str], text: str) -> None:
     names = [name for name in ("gluon", "triton", "reference") if name not in refused]
-    monkeypatch.setattr(op, "chosen", lambda q, forward=True: names[0] if forward else names[1])
-    monkeypatch.setattr(op, "why_not", lambda name, q: refused.get(name))
+    monkeypatch.setattr(op, "choose_backend", lambda q, forward=True: names[0] if forward else names[1])
+    monkeypatch.setattr(op, "unsupported", lambda name, q: refused.get(name))
     assert doctor._chosen() == (True, text)
 
 
 def test_a_kernel_that_differs_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "chosen", lambda q, forward=True: "gluon" if forward else "triton")
+    monkeypatch.setattr(op, "choose_backend", lambda q, forward=True: "gluon" if forward else "triton")
     keep("gluon", "forward", False)
     on, text = doctor._chosen()
     assert on and text.startswith(f"triton ({SHAPE}); gluon is off, its forward differs")

@@ -197,7 +197,7 @@ def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture
         (["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--start", "-1"], "--start -1: 0 or more"),
         (
             ["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "1"],
-            "2 nodes of the trace are there from the start, more than 1",
+            "2 nodes of the trace are present at the start, more than 1",
         ),
         (
             ["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "4", "--min-nodes", "3"],

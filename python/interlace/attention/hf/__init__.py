@@ -78,7 +78,7 @@ REFUSED = {
     "cache": "a paged cache",
 }
 
-_UNSAID: Any = object()  # default of sliding_window: the layer did not pass one
+_UNSET: Any = object()  # default of sliding_window: the layer did not pass one
 
 
 def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
@@ -115,20 +115,20 @@ def attention(
     that is neither 4-D nor None, and if the model contradicts the plan: by a dense mask, or by a window that a carrier
     does not include.
     """
-    sliding_window: int | None = kwargs.pop("sliding_window", _UNSAID)
+    sliding_window: int | None = kwargs.pop("sliding_window", _UNSET)
     for name, meaning in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} passes {name!r}, {meaning}, which bitfield attention does not have: "
+                f"{type(module).__name__} passes {name!r}, {meaning}, which bitfield attention does not support: "
                 'use attn_implementation="eager" for this model'
             )
     if kwargs.get("output_attentions"):
-        _warn("attention weights are never formed: output_attentions=True returns None in their place")
+        _warn("attention weights are not computed: output_attentions=True returns None for them")
     narrow = True
     if getattr(module, "_is_replica", False) and another_thread_has_a_plan():
         raise ValueError(
-            "torch.nn.DataParallel runs its replicas in threads of their own, which use_plan does not reach: use "
-            "DistributedDataParallel, or run the model without a plan"
+            "use_plan does not apply to the replica threads of torch.nn.DataParallel: use DistributedDataParallel, or "
+            "run the model without a plan"
         )
     if attention_mask is None:
         plan, backend = current_plan()
@@ -137,22 +137,24 @@ def attention(
         plan, backend, narrow = getattr(attention_mask, "interlace_plan", (None, None, True))
         if plan is None:
             _check_dense(attention_mask)
-            _check_alone(module)
+            _check_no_active_plan(module)
         elif narrow and torch.compiler.is_exporting():
             raise ValueError(EXPORTED)
-        elif narrow and sliding_window is _UNSAID:
-            _check_unlimited(module, plan)
-    sliding_window = None if sliding_window is _UNSAID else sliding_window
+        elif narrow and sliding_window is _UNSET:
+            _check_no_window(module, plan)
+    sliding_window = None if sliding_window is _UNSET else sliding_window
     boundaries = _boundaries(kwargs)
     if boundaries is not None and query.shape[2] > 1:
         if plan is None and attention_mask is None:
             is_causal = kwargs.get("is_causal")
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
             if sliding_window is not None and not causal:
-                raise ValueError("cu_seq_lens_q with a window on both sides of the query is not supported")
+                raise ValueError(
+                    "cu_seq_lens_q with a two-sided window is not supported: pass an attention mask instead"
+                )
             plan = packed_plan(*boundaries, query.shape[2], key.shape[2], causal=causal)
         elif plan is None:
-            raise ValueError("cu_seq_lens_q comes with a dense attention mask: give one or the other")
+            raise ValueError("got both cu_seq_lens_q and a dense attention mask: pass one of them")
         elif not narrow:  # made from the model's own mask function, which does not include these boundaries
             plan = cut(plan, *boundaries)
     if plan is None:
@@ -181,7 +183,7 @@ def _flash_attention(
     unmarked = attention_mask is None and kwargs.get("cu_seq_lens_q") is None and current_plan()[0] is None
     if unmarked and query.shape[2] > 1 and kwargs.get("position_ids") is not None:
         raise ValueError(
-            f'{type(module).__name__} under "{FLASH_NAME}" marks its images by position_ids alone: '
+            f'{type(module).__name__} under "{FLASH_NAME}" separates its images by position_ids only: '
             f'use attn_implementation="{NAME}" for it'
         )
     return attention(module, query, key, value, attention_mask, **kwargs)
@@ -199,48 +201,48 @@ def _check_recomputed(module: nn.Module, plan: AttentionPlan | None) -> None:
             _followed_a_plan.add(module)
     elif current_plan_is_unset() and module in _followed_a_plan and torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            f"{type(module).__name__} is recomputed in the backward pass outside interlace.attention.hf.use_plan whose "
-            "plan its forward followed: it would see other tokens. Call backward inside use_plan too; or checkpoint "
-            'with interlace.model.set_checkpointing(layers, "full"), or with model.gradient_checkpointing_enable() '
-            "after importing interlace.attention.hf, which both remember the plan. If this layer's forward had none, "
-            "only others before it, run it inside use_plan(None)"
+            f"{type(module).__name__} is recomputed in the backward pass outside the interlace.attention.hf.use_plan "
+            "of its forward pass, so it would see other tokens. Call backward inside use_plan too, or use "
+            'interlace.model.set_checkpointing(layers, "full") or model.gradient_checkpointing_enable() after '
+            "importing interlace.attention.hf; both keep the plan. If this forward pass had no plan, but earlier ones "
+            "had, run it inside use_plan(None)"
         )
 
 
 def _check_dense(mask: Tensor) -> None:
-    _check_not_lost(mask)
+    _check_carries_plan(mask)
     if mask.dim() != 4:
         raise ValueError(
-            f"an attention mask of shape {list(mask.shape)} reached an attention layer, which needs "
-            f'[batch, heads or 1, queries, keys]; under "{FLASH_NAME}" some models pass their padding mask as it is: '
-            f'use "{NAME}" for them'
+            f"the attention mask of a layer has shape {list(mask.shape)}, expected [batch, heads or 1, queries, keys]; "
+            f'under "{FLASH_NAME}" some models pass their padding mask unchanged: use "{NAME}" for them'
         )
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise ValueError(f"an attention mask is {mask.dtype}; it must be bool (True: seen) or floating (added)")
+        raise ValueError(
+            f"the attention mask is {mask.dtype}; it must be bool (True: visible) or floating point (added)"
+        )
 
 
-def _check_not_lost(mask: Tensor | None) -> None:
+def _check_carries_plan(mask: Tensor | None) -> None:
     if mask is None or mask.dtype != CARRIER_DTYPE or isinstance(mask, Carrier):
         return
     if torch.compiler.is_exporting():
         raise ValueError(EXPORTED)
     raise ValueError(
-        "an attention mask lost its plan on the way to the attention layer (the model or a transform of torch.func "
-        "copied it); to pass a plan, run the model inside interlace.attention.hf.use_plan(plan) with "
+        "an attention mask lost its plan before the attention layer (the model or a transform of torch.func copied "
+        "it): run the model inside interlace.attention.hf.use_plan(plan) with "
         "attention_mask=None"
     )
 
 
-def _check_alone(module: nn.Module) -> None:
+def _check_no_active_plan(module: nn.Module) -> None:
     if current_plan()[0] is not None:
         raise ValueError(
-            f"{type(module).__name__} is given a dense mask inside use_plan(plan): its model makes masks in a way of "
-            "its own, or one was passed to it, and either contradicts the plan. Pass attention_mask=None; if it is "
-            "None, this model cannot follow a plan"
+            f"{type(module).__name__} got a dense mask inside use_plan(plan), which contradicts the plan: pass "
+            "attention_mask=None. If it is None already, the model makes its own masks and does not support plans"
         )
 
 
-def _check_unlimited(module: nn.Module, plan: AttentionPlan) -> None:
+def _check_no_window(module: nn.Module, plan: AttentionPlan) -> None:
     """Reject a carrier if the mask that it replaces could have held a window or chunks."""
     config = getattr(module, "config", None)
     tokens = plan.k_len  # in compiled code positions are unknown until it runs
@@ -250,9 +252,8 @@ def _check_unlimited(module: nn.Module, plan: AttentionPlan) -> None:
         limit = getattr(config, name, None)
         if isinstance(limit, int) and tokens > limit:
             raise ValueError(
-                f"{type(module).__name__} has {name} = {limit} in the masks that its model makes, and a carrier takes "
-                "their place: run the model inside interlace.attention.hf.use_plan(plan) with attention_mask=None, "
-                "where the plan is narrowed by it"
+                f"{type(module).__name__} has {name} = {limit}, which a carrier does not apply: run the model inside "
+                "interlace.attention.hf.use_plan(plan) with attention_mask=None, which applies it to the plan"
             )
 
 
@@ -308,17 +309,17 @@ def make_mask(
     ValueError. Without a plan, two cases return a dense mask: an unknown mask function, with one warning that names it,
     and a single query.
     """
-    _check_not_lost(attention_mask)
+    _check_carries_plan(attention_mask)
     plan, backend = current_plan()
     compiling = torch.compiler.is_compiling()
-    whole = compiling and whole_graph()
-    if plan is not None and whole:  # the function cannot be analysed here: layers narrow the plan or reject it
+    full_graph = compiling and whole_graph()
+    if plan is not None and full_graph:  # the function cannot be analysed here: layers narrow the plan or reject it
         if attention_mask is not None:
             raise ValueError("a compiled model cannot compare padding with the active plan: pass attention_mask=None")
         return _carry(plan, backend, narrow=True)
     if plan is not None:
         return _carry(_narrowed_for(plan, mask_function, attention_mask), backend, narrow=False)
-    given = {
+    arguments = {
         **kwargs,
         "batch_size": batch_size,
         "kv_length": kv_length,
@@ -332,17 +333,17 @@ def make_mask(
     if device.type == "meta":
         return None  # on meta only shapes are needed, and a plan depends on values
     if q_length == 1:
-        return _dense(given, skip=skip_for_one_token)
+        return _dense(arguments, skip=skip_for_one_token)
     if cache_position is None:
         cache_position = torch.arange(q_length, device=device) + kwargs.get("q_offset", 0)
-    if whole or (not compiling and (batching() or isinstance(cache_position, FakeTensor))):
-        seen = _dense(given, skip=False)
-        assert seen is not None
-        if not readable(seen):
-            return _carry(interval_plan(seen), backend, narrow=False)
+    if full_graph or (not compiling and (batching() or isinstance(cache_position, FakeTensor))):
+        dense = _dense(arguments, skip=False)
+        assert dense is not None
+        if not readable(dense):
+            return _carry(interval_plan(dense), backend, narrow=False)
     at = Sides(cache_position.unsqueeze(0).long(), torch.arange(kv_length, device=device).unsqueeze(0) + kv_offset)
-    made = _plan_of(mask_function, at, batch_size, attention_mask)
-    return _dense(given, skip=False) if made is None else _carry(made, backend, narrow=False)
+    built = _plan_of(mask_function, at, batch_size, attention_mask)
+    return _dense(arguments, skip=False) if built is None else _carry(built, backend, narrow=False)
 
 
 @torch.compiler.disable(recursive=True)
@@ -350,35 +351,35 @@ def _narrowed_for(plan: AttentionPlan, function: Callable[..., Any], padding: Te
     """The active plan within the limits of the requested mask; raises ValueError."""
     if not readable(padding):
         raise ValueError(
-            "padding that torch.func.vmap batches cannot be compared with the active plan: say it in the plan"
+            "padding under torch.func.vmap cannot be compared with the active plan: put it in the plan (doc = -1)"
         )
     if padding is not None and padding.dim() == 2:
-        seen = nn.functional.pad(padding.to(plan.k_doc.device).bool(), (0, max(0, plan.k_len - padding.shape[1])))
-        if bool(((plan.k_doc >= 0) & ~seen[:, : plan.k_len]).any()):
+        kept = nn.functional.pad(padding.to(plan.k_doc.device).bool(), (0, max(0, plan.k_len - padding.shape[1])))
+        if bool(((plan.k_doc >= 0) & ~kept[:, : plan.k_len]).any()):
             raise ValueError(
-                "the attention mask hides tokens that the active plan shows: say padding in the plan (doc = -1) and "
-                "pass attention_mask=None"
+                "the attention mask hides tokens that the active plan shows: put the padding in the plan (doc = -1) "
+                "and pass attention_mask=None"
             )
     try:
         limits = limits_of(function)
     except Unknown as error:
         raise ValueError(
-            f"a plan cannot take the place of the mask {_hf_masks.describe(function)}, which would be lost: {error}. "
-            "Run this model without a plan, on one sample per row"
+            f"a plan cannot replace the mask {_hf_masks.describe(function)}: {error}. Run this model without a plan, "
+            "on one sample per row"
         ) from error
     return narrowed(plan, limits)
 
 
-def _dense(given: dict[str, Any], *, skip: bool) -> Tensor | None:
+def _dense(arguments: dict[str, Any], *, skip: bool) -> Tensor | None:
     """The mask for "sdpa": bool [B, 1, Q, K], or None if it may be skipped."""
     if not skip:
-        given = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(**given)  # type: ignore[no-any-return]
+        arguments = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(**arguments)  # type: ignore[no-any-return]
 
 
 @torch.compiler.disable(
     recursive=True,
-    reason="a plan's size depends on the mask's values: under fullgraph=True build the plan outside the compiled "
+    reason="the size of a plan depends on the mask's values: under fullgraph=True build the plan outside the compiled "
     "model and pass attention_mask=interlace.attention.hf.carrier(plan)",
 )
 def _plan_of(
@@ -389,19 +390,19 @@ def _plan_of(
         padding = None
         if attention_mask is not None:
             if attention_mask.dim() != 2:
-                raise Unknown(f"a padding mask of {attention_mask.dim()} dimensions")
+                raise Unknown(f"the padding mask has {attention_mask.dim()} dimensions, not 2")
             tokens = int(at.k[0, -1]) + 1 if at.k.numel() else 0
             padding = attention_mask.to(device=at.q.device, dtype=torch.bool)
             padding = nn.functional.pad(padding, (0, max(0, tokens - padding.shape[1])))
         queries, keys = _hf_masks.masks(_hf_masks.translate(function, at), at, batch, padding)
-        where = _hf_masks.differs(function, at, queries, keys, padding)
-        if where is None:
+        mismatch = _hf_masks.differs(function, at, queries, keys, padding)
+        if mismatch is None:
             return AttentionPlan.build(queries, keys)
-        reason, pair = "its translation is refuted", f", at (batch, query, key) = {where}"
+        reason, pair = "its translation differs from the function", f", at (batch, query, key) = {mismatch}"
     except (Unknown, IndexError, TypeError, ValueError, RuntimeError) as error:
         reason, pair = str(error), ""
     name = _hf_masks.describe(function)
-    _warn(f"the mask function {name} stays a dense mask on scaled_dot_product_attention: {reason}", pair)
+    _warn(f"mask function {name} is run as a dense mask on scaled_dot_product_attention: {reason}", pair)
     return None
 
 
@@ -422,21 +423,21 @@ def register() -> None:
     AttentionInterface.register(FLASH_NAME, _flash_attention)
     # A decoding step without any mask would look like a row of images without boundaries.
     AttentionMaskInterface.register(FLASH_NAME, partial(make_mask, skip_for_one_token=False))
-    _spare_the_download()
+    _skip_kernel_download()
     _remember_plans()
-    _know_what_is_packed()
+    _skip_packing_search()
 
 
-def _spare_the_download() -> None:
+def _skip_kernel_download() -> None:
     """Stop transformers 5 from importing or downloading a kernel for FLASH_NAME, as it does for names with "flash"."""
     load = modeling_utils.lazy_import_flash_attention
-    if not hasattr(load, "spares_interlace"):
+    if not hasattr(load, "skips_interlace"):
 
         @wraps(load)
         def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             return None if implementation == FLASH_NAME else load(implementation, *args, **kwargs)
 
-        load_others.spares_interlace = True  # type: ignore[attr-defined]
+        load_others.skips_interlace = True  # type: ignore[attr-defined]
         modeling_utils.lazy_import_flash_attention = load_others
 
 
@@ -453,7 +454,7 @@ def _remember_plans() -> None:
         modeling_utils.checkpoint = checkpoint_under_plan
 
 
-def _know_what_is_packed() -> None:
+def _skip_packing_search() -> None:
     """Skip transformers' search for packed sequences in position ids where it is not needed. It runs in every forward
     and reads its result from the GPU. A plan already defines the packing; on meta there are no values to read."""
     find = masking_utils.find_packed_sequence_indices
@@ -463,8 +464,8 @@ def _know_what_is_packed() -> None:
         def find_without_plan(position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
             if position_ids.is_meta or (not torch.compiler.is_compiling() and current_plan()[0] is not None):
                 return None
-            found: Tensor | None = find(position_ids, *args, **kwargs)
-            return found
+            indices: Tensor | None = find(position_ids, *args, **kwargs)
+            return indices
 
         find_without_plan.knows_plans = True  # type: ignore[attr-defined]
         masking_utils.find_packed_sequence_indices = find_without_plan

@@ -28,9 +28,9 @@ NOTHING: Active = (None, None)  # compared by identity: no use_plan is active, n
 
 EXPORTED = (
     "torch.export would make the plan a constant of the program: export the model without a plan, so that the program "
-    "makes its masks from its inputs, or export a module of your own that takes an AttentionPlan as an input"
+    "makes its masks from its inputs, or export your own module that takes an AttentionPlan as an input"
 )
-TRACED = "torch.jit.trace cannot follow a plan, whose lists it would make constants: use torch.export"
+TRACED = "torch.jit.trace would make the plan a constant of the program: use torch.export"
 
 _active: ContextVar[Active] = ContextVar("interlace_plan", default=NOTHING)
 
@@ -133,7 +133,7 @@ def _own(q_bits: Tensor) -> Tensor:
     recomputing = torch._C._current_graph_task_id() != -1  # in a backward pass: already compared in the forward
     if not recomputing and (plan is None or plan.q_bits.data_ptr() != q_bits.data_ptr()):
         raise RuntimeError(
-            "compiled code was to follow a plan that another thread set with use_plan: call it inside use_plan in each "
+            "compiled code needs the plan that another thread set with use_plan: call it inside use_plan in each "
             "thread, or pass attention_mask=interlace.attention.hf.carrier(plan)"
         )
     return q_bits.clone()

@@ -43,11 +43,13 @@ class Carrier(Tensor):
             return _outside_graphs(plan, *more)
         shape = (plan.batch, 1, plan.q_len, plan.k_len)
         if isinstance(plan.q_bits, FakeTensor):
-            made: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
+            carrier: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
         else:
-            made = torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
-        made.interlace_plan = (plan, *more)  # type: ignore[assignment]
-        return made
+            carrier = (
+                torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
+            )
+        carrier.interlace_plan = (plan, *more)  # type: ignore[assignment]
+        return carrier
 
     def with_plan(self, plan: AttentionPlan) -> Carrier:
         """A carrier of another plan, with the same further values."""
@@ -67,7 +69,7 @@ class Carrier(Tensor):
         if name == "__get__" and not torch.compiler.is_compiling():
             name = getattr(getattr(func, "__self__", None), "__name__", "")
             if name == "shape":
-                _check_listener()
+                _check_implementation()
             elif name in _VIEWS:
                 raise refusal(name)
             with torch._C.DisableTorchFunctionSubclass():
@@ -110,27 +112,26 @@ def _outside_graphs(plan: AttentionPlan, *more: Any) -> Carrier:
 def refusal(operation: str) -> ValueError:
     """Error for computations with a carrier. Names the model that made the call."""
     inner, outer = _callers()
-    whom = inner if inner == outer else f"{inner} (in {outer})"
+    caller = inner if inner == outer else f"{inner} (in {outer})"
     return ValueError(
-        f"{whom} computes with its attention mask ({operation}), but under interlace it is a plan, without numbers. "
-        "If the mask was yours, pass none and run the model inside interlace.attention.hf.use_plan(plan) (routers with "
-        "output_router_logits=True then count every token). If the model makes its masks itself and computes with "
-        f'them, its attention is none that a plan can say: use attn_implementation="sdpa" or "eager" for {outer}'
+        f"{caller} computes with its attention mask ({operation}), but under interlace the mask is a plan without "
+        "values. If you passed the mask, pass none and run the model inside interlace.attention.hf.use_plan(plan) "
+        "(routers with output_router_logits=True then count every token). If the model makes the mask itself, plans do "
+        f'not support it: use attn_implementation="sdpa" or "eager" for {outer}'
     )
 
 
-def _check_listener() -> None:
+def _check_implementation() -> None:
     """Raise ValueError if the model that reads a carrier's shape uses another attention, without support for plans."""
     # Only HuggingFace models: other modules may have a config, too.
     models = (x for x in _modules_on_stack() if hasattr(getattr(x, "config", None), "_attn_implementation"))
     model = next(models, None)
     if model is not None and not _is_switched(model.config):
-        name, has = type(model).__name__, getattr(model.config, "_attn_implementation", None)
+        name, implementation = type(model).__name__, getattr(model.config, "_attn_implementation", None)
         raise ValueError(
-            f"{name} was given a plan for a mask, but its attention is {has!r}: only under "
-            'attn_implementation="interlace" is a plan understood. Where model.set_attn_implementation("interlace") '
-            "changes nothing, the model's attention cannot be switched (position biases such as ALiBi, for example): "
-            "give it a mask of numbers"
+            f"{name} got a plan as its mask, but its attn_implementation is {implementation!r}: call "
+            'model.set_attn_implementation("interlace"). If that has no effect, the attention of this model cannot be '
+            "replaced (for example with position biases such as ALiBi): pass a dense mask"
         )
 
 
@@ -165,28 +166,28 @@ def _destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     """Target device of a carrier's move. None if the call also changes the type, or takes another tensor's."""
     if name == "cpu":
         return torch.device("cpu")
-    given = kwargs.get("device", args[0] if args else "cuda" if name == "cuda" else None)
-    if name == "cuda" and not isinstance(given, torch.device):
-        given = f"cuda:{given}" if isinstance(given, int) else "cuda"
+    target = kwargs.get("device", args[0] if args else "cuda" if name == "cuda" else None)
+    if name == "cuda" and not isinstance(target, torch.device):
+        target = f"cuda:{target}" if isinstance(target, int) else "cuda"
     changed = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
-    return torch.device(given) if isinstance(given, (str, int, torch.device)) and not changed else None
+    return torch.device(target) if isinstance(target, (str, int, torch.device)) and not changed else None
 
 
 def _sides(index: Any) -> tuple[Any, Any] | None:
     """Queries and keys selected by an index of the form mask[:, :, queries, keys]; None for other indices."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if any(item is Ellipsis for item in given):
-        at = next(i for i, item in enumerate(given) if item is Ellipsis)
-        given[at : at + 1] = [slice(None)] * (5 - len(given))
-    given += [slice(None)] * (4 - len(given))
-    whole = all(isinstance(item, slice) and item == slice(None) for item in given[:2])
-    sides = given[2:]
-    if len(given) != 4 or not whole or not all(_is_piece(item) for item in sides):
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (5 - len(items))
+    items += [slice(None)] * (4 - len(items))
+    all_heads = all(isinstance(item, slice) and item == slice(None) for item in items[:2])
+    sides = items[2:]
+    if len(items) != 4 or not all_heads or not all(_is_selection(item) for item in sides):
         return None
     return sides[0], sides[1]
 
 
-def _is_piece(item: Any) -> bool:
+def _is_selection(item: Any) -> bool:
     return isinstance(item, slice) or (isinstance(item, Tensor) and item.dim() == 1)
 
 

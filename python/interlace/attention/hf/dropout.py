@@ -40,31 +40,31 @@ def _attribute(kind: Any) -> str:
     except (OSError, TypeError, SyntaxError, AttributeError):
         return ""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    for call in (each for each in calls if ast.unparse(each.func) == "attention_interface"):
-        given = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "dropout"), "")
-        named = [path for path in re.findall(r"self\.([\w.]+)", given) if path != "training"]
+    for call in (node for node in calls if ast.unparse(node.func) == "attention_interface"):
+        argument = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "dropout"), "")
+        named = [path for path in re.findall(r"self\.([\w.]+)", argument) if path != "training"]
         return named[0] if named else ""
     return ""
 
 
 def dropout_key(module: nn.Module, rate: float) -> str:
     """The key of `module.config` that sets its attention dropout to `rate` ("table.key" in a part); "" if not found."""
-    found = [key for key, value in _rates(getattr(module, "config", None)) if value == rate]
+    keys = [key for key, value in _rates(getattr(module, "config", None)) if value == rate]
     kind: Any = type(module)
     read = _read_by(kind)
-    found = [key for key in found if key.split(".")[-1] in read] or found
-    found = [key for key in found if "." not in key] or found
-    found = [key for key in found if "att" in key] or found
-    return found[0] if found else ""
+    keys = [key for key in keys if key.split(".")[-1] in read] or keys
+    keys = [key for key in keys if "." not in key] or keys
+    keys = [key for key in keys if "att" in key] or keys
+    return keys[0] if keys else ""
 
 
-def _rates(config: Any, around: str = "") -> Iterator[tuple[str, float]]:
+def _rates(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Numbers in a config, and in its sub-configs and tables, whose name contains dropout."""
     for key, value in (config if isinstance(config, dict) else getattr(config, "__dict__", {})).items():
         if isinstance(value, dict) or hasattr(value, "to_dict"):
-            yield from _rates(value, f"{around}{key}.")
+            yield from _rates(value, f"{prefix}{key}.")
         elif isinstance(key, str) and "drop" in key and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield around + key, float(value)
+            yield prefix + key, float(value)
 
 
 @cache
@@ -76,19 +76,21 @@ def _read_by(kind: Any) -> frozenset[str]:
         return frozenset()
 
 
-def place_of(config: Any, part: Any) -> str:
+def path_of(config: Any, part: Any) -> str:
     """Path of `part` in a config: "" for the config itself, "text_config." for a part of it."""
-    places = [(path, each) for path, each in _parts(config) if type(each) is type(part)]
-    alike = [path for path, each in places if each is part or each.to_dict() == part.to_dict()]  # models copy configs
-    return [*alike, *(path for path, _ in places), ""][0]
+    candidates = [(path, candidate) for path, candidate in _parts(config) if type(candidate) is type(part)]
+    equal = [
+        path for path, candidate in candidates if candidate is part or candidate.to_dict() == part.to_dict()
+    ]  # models copy configs
+    return [*equal, *(path for path, _ in candidates), ""][0]
 
 
-def _parts(config: Any, around: str = "") -> Iterator[tuple[str, Any]]:
+def _parts(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """A config and all configs in it, each with its path."""
-    yield around, config
+    yield prefix, config
     for key, value in vars(config).items():
         if hasattr(value, "to_dict"):
-            yield from _parts(value, f"{around}{key}.")
+            yield from _parts(value, f"{prefix}{key}.")
 
 
 def no_dropout(module: nn.Module, rate: float) -> ValueError:
@@ -97,6 +99,6 @@ def no_dropout(module: nn.Module, rate: float) -> ValueError:
     config = type(getattr(module, "config", None)).__name__
     setting = f"{key} = {rate:g} in {config}" if key else f"dropout = {rate:g}"
     return ValueError(
-        f"{name} drops attention weights in training ({setting}), which bitfield attention does not: make the model "
-        f'from a config with {key or "attention dropout"} = 0, or use attn_implementation="sdpa"'
+        f"{name} has attention dropout in training ({setting}), which bitfield attention does not support: build the "
+        f'model from a config with {key or "attention dropout"} = 0, or use attn_implementation="sdpa"'
     )

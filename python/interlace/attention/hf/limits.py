@@ -52,14 +52,14 @@ def limits_of(function: MaskFunction) -> Limits:
     """The limits that `function` sets inside one document; raises Unknown."""
     limits = _read(function)
     if limits is None:
-        raise Unknown(f"mask function {name_of(function)} shows blocks alone, and those are the plan's to say")
+        raise Unknown(f"mask function {name_of(function)} shows only blocks, which the plan defines")
     case = (describe(function), limits)
     if case not in _proved:
         q, k = _pairs(limits)
-        wrong = (_ask(function, q, k) != _within(limits, q, k)).nonzero()
+        wrong = (_evaluate(function, q, k) != _within(limits, q, k)).nonzero()
         if len(wrong):
             pair = int(q[wrong[0]]), int(k[wrong[0]])
-            raise Unknown(f"{limits} is not what {case[0]} does at (query, key) = {pair}")
+            raise Unknown(f"{limits} differs from {case[0]} at (query, key) = {pair}")
         _proved.add(case)
     return limits
 
@@ -79,15 +79,15 @@ def _read(function: MaskFunction) -> Limits | None:
         try:
             return Limits(*BANDS[name](cells)) if name in BANDS else _READERS[name](cells)
         except (KeyError, TypeError, AttributeError) as error:
-            raise Unknown(f"mask function {name} is not built as expected ({type(error).__name__}: {error})") from error
+            raise Unknown(f"mask function {name} has an unexpected form ({type(error).__name__}: {error})") from error
     if is_constant_true(function):
         return EVERYTHING
     raise Unknown(f"mask function {name} is unknown")
 
 
-def _meet(parts: list[Limits | None]) -> Limits | None:
+def _intersection(parts: list[Limits | None]) -> Limits | None:
     if any(part is None for part in parts):
-        raise Unknown("blocks within other limits")
+        raise Unknown("blocks intersected with other limits")
     return reduce(
         lambda a, b: Limits(
             min(a.back, b.back), min(a.ahead, b.ahead), _one_chunk(a.chunk or b.chunk, b.chunk or a.chunk)
@@ -96,14 +96,16 @@ def _meet(parts: list[Limits | None]) -> Limits | None:
     )
 
 
-def _join(parts: list[Limits | None]) -> Limits | None:
+def _union(parts: list[Limits | None]) -> Limits | None:
     shown = [part for part in parts if part is not None]
     if not shown:
         return None
-    made = reduce(lambda a, b: Limits(max(a.back, b.back), max(a.ahead, b.ahead), _one_chunk(a.chunk, b.chunk)), shown)
-    if len(shown) < len(parts) and made.narrow:
-        raise Unknown("blocks that reach past a window or a chunk")
-    return made
+    joined = reduce(
+        lambda a, b: Limits(max(a.back, b.back), max(a.ahead, b.ahead), _one_chunk(a.chunk, b.chunk)), shown
+    )
+    if len(shown) < len(parts) and joined.narrow:
+        raise Unknown("blocks that extend beyond a window or a chunk")
+    return joined
 
 
 def _one_chunk(a: int, b: int) -> int:
@@ -115,13 +117,13 @@ def _one_chunk(a: int, b: int) -> int:
 def _chunks(cells: dict[str, Any]) -> Limits:
     left = cells.get("left_padding")
     if left is not None and bool(left.any()):
-        raise Unknown("chunks counted from the end of padding on the left")
+        raise Unknown("chunks that start after left padding")
     return Limits(chunk=int(cells["chunk_size"]))
 
 
 def _all_keys(mask: Tensor | None) -> Limits:
     if mask is not None and not bool(mask.all()):
-        raise Unknown("padding of its own")
+        raise Unknown("padding that is not in the plan")
     return EVERYTHING
 
 
@@ -129,8 +131,8 @@ _WRAPPERS = {inner("remap_positions_for_packed_sequence"), inner("add_offsets_to
 _BLOCKS = {inner("blockwise_overlay"), inner("token_type_ids_mask_function")}
 _AND, _OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 _READERS: dict[str, Callable[[dict[str, Any]], Limits | None]] = {
-    _AND: lambda c: _meet([_read(f) for f in c["mask_functions"]]),
-    _OR: lambda c: _join([_read(f) for f in c["mask_functions"]]),
+    _AND: lambda c: _intersection([_read(f) for f in c["mask_functions"]]),
+    _OR: lambda c: _union([_read(f) for f in c["mask_functions"]]),
     "bidirectional_mask_function": lambda c: EVERYTHING,
     inner("chunked_overlay"): _chunks,
     inner("_legacy_chunked_overlay"): _chunks,
@@ -148,7 +150,7 @@ def _pairs(limits: Limits) -> tuple[Tensor, Tensor]:
     near = torch.arange(12)
     q, k = [near.repeat_interleave(12)], [near.repeat(12)]
     step = torch.arange(-2, 3)
-    for query in _interesting(limits):
+    for query in _boundary_queries(limits):
         for reach in (-limits.back, 0, limits.ahead, -limits.chunk):
             if abs(reach) != math.inf:
                 keys = (query + int(reach) + step).clamp(min=0)
@@ -157,7 +159,7 @@ def _pairs(limits: Limits) -> tuple[Tensor, Tensor]:
     return torch.cat(q), torch.cat(k)
 
 
-def _interesting(limits: Limits) -> Iterator[int]:
+def _boundary_queries(limits: Limits) -> Iterator[int]:
     for limit in (limits.back, limits.ahead, limits.chunk, 100):
         if limit != math.inf:
             yield from (int(limit) + offset for offset in (0, 1, 7))
@@ -169,14 +171,14 @@ def _within(limits: Limits, q: Tensor, k: Tensor) -> Tensor:
     return seen & (q // limits.chunk == k // limits.chunk) if limits.chunk else seen
 
 
-def _ask(function: MaskFunction, q: Tensor, k: Tensor) -> Tensor:
+def _evaluate(function: MaskFunction, q: Tensor, k: Tensor) -> Tensor:
     """`function` on pairs of positions of one document, without the parts that the plan defines."""
     name, cells = name_of(function), cells_of(function)
     if name in (_AND, _OR):
-        parts = [_ask(f, q, k) for f in cells["mask_functions"]]
+        parts = [_evaluate(f, q, k) for f in cells["mask_functions"]]
         return torch.stack(parts).all(0) if name == _AND else torch.stack(parts).any(0)
     if name in _WRAPPERS:
-        return _ask(cells["mask_function"], q, k)
+        return _evaluate(cells["mask_function"], q, k)
     if name in _BLOCKS:
         return torch.zeros_like(q, dtype=torch.bool)
     if name == inner("packed_sequence_mask_function") or "padding_mask" in cells or "attention_mask" in cells:

@@ -79,8 +79,8 @@ class Pattern:
     def band(self) -> Band:
         """The intersection of `inner` and `outer`, for a pattern without span."""
         if self.inner is None:
-            raise Unknown("a mask that lets nothing be seen")
-        return _meet(self.inner, self.outer)
+            raise Unknown("a mask that hides everything")
+        return _intersect_bands(self.inner, self.outer)
 
     @property
     def is_everything(self) -> bool:
@@ -106,7 +106,7 @@ def translate(function: MaskFunction, at: Sides) -> Pattern:
         try:
             return _band(*BANDS[name](cells), at) if name in BANDS else _READERS[name](cells, at)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise Unknown(f"mask function {name} is not built as expected ({type(error).__name__}: {error})") from error
+            raise Unknown(f"mask function {name} has an unexpected form ({type(error).__name__}: {error})") from error
     if is_constant_true(function):
         return Pattern()
     raise Unknown(f"mask function {name} is unknown")
@@ -148,14 +148,14 @@ def is_constant_true(function: MaskFunction) -> bool:
 
 def _band(below: float, above: float, at: Sides) -> Pattern:
     if below < 1 or above < 0:
-        raise Unknown(f"a window of {below} back and {above} ahead does not hold the query itself")
+        raise Unknown(f"a window of {below} back and {above} ahead does not include the query itself")
     return Pattern(Band(below, above, at))
 
 
 def _look_up(table: Tensor, at: Sides) -> Sides:
     """table[b, index] for every query and key. An index past the end raises, as in the function itself."""
     if table.dim() != 2:
-        raise Unknown(f"a table of {table.dim()} dimensions where [batch, tokens] was expected")
+        raise Unknown(f"a table of {table.dim()} dimensions, expected [batch, tokens]")
 
     def read(index: Tensor) -> Tensor:
         rows = torch.arange(table.shape[0], device=index.device).unsqueeze(1)
@@ -222,8 +222,8 @@ BANDS: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
     inner("sliding_window_mask_function"): _two_sided,
 }
 _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
-    "and_masks.<locals>.and_mask": lambda c, at: reduce(_both, [translate(f, at) for f in c["mask_functions"]]),
-    "or_masks.<locals>.or_mask": lambda c, at: reduce(_either, [translate(f, at) for f in c["mask_functions"]]),
+    "and_masks.<locals>.and_mask": lambda c, at: reduce(_intersection, [translate(f, at) for f in c["mask_functions"]]),
+    "or_masks.<locals>.or_mask": lambda c, at: reduce(_union, [translate(f, at) for f in c["mask_functions"]]),
     "bidirectional_mask_function": lambda c, at: Pattern(),
     inner("chunked_overlay"): _chunks,
     inner("_legacy_chunked_overlay"): _chunks,
@@ -241,28 +241,28 @@ _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
 # ---------------------------------------------------------------------- putting patterns together
 
 
-def _meet(a: Band, b: Band) -> Band:
+def _intersect_bands(a: Band, b: Band) -> Band:
     if a.at is None or b.at is None:
         return b if a.at is None else a
-    return Band(min(a.below, b.below), min(a.above, b.above), _one_frame(a.at, b.at))
+    return Band(min(a.below, b.below), min(a.above, b.above), _same_positions(a.at, b.at))
 
 
-def _one_frame(a: Sides, b: Sides) -> Sides:
+def _same_positions(a: Sides, b: Sides) -> Sides:
     if a is not b and not all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b)):
-        raise Unknown("bands that count positions in two ways")
+        raise Unknown("windows over two different position numberings")
     return a
 
 
-def _both(a: Pattern, b: Pattern) -> Pattern:
+def _intersection(a: Pattern, b: Pattern) -> Pattern:
     if a.span is not None and b.span is not None:
         raise Unknown("the intersection of two block patterns")
     if b.span is not None:
         a, b = b, a
     keys = a.keys if b.keys is None else b.keys if a.keys is None else a.keys & b.keys
-    return replace(a, outer=_meet(a.outer, b.band()), same=a.same + b.same, keys=keys)
+    return replace(a, outer=_intersect_bands(a.outer, b.band()), same=a.same + b.same, keys=keys)
 
 
-def _either(a: Pattern, b: Pattern) -> Pattern:
+def _union(a: Pattern, b: Pattern) -> Pattern:
     if a.is_everything or b.is_everything:
         return Pattern()
     if a.is_span_alone:
@@ -273,28 +273,30 @@ def _either(a: Pattern, b: Pattern) -> Pattern:
         assert b.span is not None
         for ids in a.same:
             if _crosses(b.span, ids):
-                raise Unknown(
-                    "blocks that join several packed documents (give each document's blocks ids of their own)"
-                )
+                raise Unknown("blocks that span several packed documents (use separate block ids in each document)")
         if a.keys is not None and bool(((b.span.k >= 0) & ~a.keys).any()):
-            raise Unknown("blocks that hold keys which are masked elsewhere")
+            raise Unknown("blocks with keys that are masked elsewhere")
         return replace(a, inner=a.band(), outer=EVERYTHING, span=b.span)
     if b.span is not None or a.same or b.same or a.keys is not None or b.keys is not None:
-        raise Unknown("the union of two patterns that differ in more than their windows")
-    one, other = a.band(), b.band()
-    if one.at is None or other.at is None:
+        raise Unknown("the union of two patterns that differ not only in their windows")
+    band_a, band_b = a.band(), b.band()
+    if band_a.at is None or band_b.at is None:
         return Pattern()
     # Both hold the query itself, so they overlap and their union has no gap.
-    return Pattern(Band(max(one.below, other.below), max(one.above, other.above), _one_frame(one.at, other.at)))
+    return Pattern(
+        Band(max(band_a.below, band_b.below), max(band_a.above, band_b.above), _same_positions(band_a.at, band_b.at))
+    )
 
 
 def _crosses(span: Sides, ids: Sides) -> bool:
     """True if one span holds tokens of different `ids`."""
     batch = max(side.shape[0] for side in (*span, *ids))
-    spans, of = span.joined(batch), ids.joined(batch)
+    spans, joined_ids = span.joined(batch), ids.joined(batch)
     spans, order = spans.sort(dim=1, stable=True)
-    of = of.gather(1, order)
-    return bool(((spans[:, 1:] == spans[:, :-1]) & (spans[:, 1:] >= 0) & (of[:, 1:] != of[:, :-1])).any())
+    joined_ids = joined_ids.gather(1, order)
+    return bool(
+        ((spans[:, 1:] == spans[:, :-1]) & (spans[:, 1:] >= 0) & (joined_ids[:, 1:] != joined_ids[:, :-1])).any()
+    )
 
 
 # ---------------------------------------------------------------------- the bitfield
@@ -307,21 +309,21 @@ def masks(pattern: Pattern, at: Sides, batch: int, padding: Tensor | None) -> tu
     """
     inner, outer = (pattern.band(), EVERYTHING) if pattern.span is None else (pattern.inner, pattern.outer)
     if outer.above != math.inf:
-        raise Unknown("blocks within a window that ends ahead of the query")
-    frame = (outer if inner is None else _meet(inner, outer)).at or at
+        raise Unknown("blocks inside a window that ends after the query")
+    frame = (outer if inner is None else _intersect_bands(inner, outer)).at or at
     causal = inner is not None and inner.above != math.inf
     shift = int(inner.above) if inner is not None and causal else 0
     window = _window(inner, outer, pattern.span, frame, at, batch)
     if window is not None:
         window = (window + shift).clamp(max=NO_WINDOW).to(torch.int32) if isinstance(window, Tensor) else window + shift
-    least = min(0, *(int(side.min()) for side in frame if side.numel()), 0)
-    pos = Sides(frame.q + shift - least, frame.k - least)
+    minimum = min(0, *(int(side.min()) for side in frame if side.numel()), 0)
+    pos = Sides(frame.q + shift - minimum, frame.k - minimum)
 
     doc = reduce(lambda a, b: _paired(a, b, batch), pattern.same) if pattern.same else None
     span = pattern.span
     if span is not None and doc is not None:  # in a bitfield, documents must not share span ids
-        of = _paired(doc, span, batch)
-        span = Sides(*(torch.where(ids >= 0, pair, -1) for ids, pair in zip(span, of)))
+        pairs = _paired(doc, span, batch)
+        span = Sides(*(torch.where(ids >= 0, pair, -1) for ids, pair in zip(span, pairs)))
     q_valid, k_valid = None, pattern.keys
     if padding is not None:
         seen = _look_up(padding, Sides(at.q.clamp(max=padding.shape[1] - 1), at.k))(Tensor.bool)
@@ -330,22 +332,22 @@ def masks(pattern: Pattern, at: Sides, batch: int, padding: Tensor | None) -> tu
         q_valid = seen.q if causal else None
     docs = (None, None) if doc is None else _numbered(doc, batch)
     sides = zip(at, docs, (None, None) if span is None else span, pos, (q_valid, k_valid))
-    made: list[BitfieldMask] = []
+    built: list[BitfieldMask] = []
     for index, document, block, position, valid in sides:
         if valid is not None:
             document = torch.where(valid, torch.zeros_like(index) if document is None else document, -1)
-        asks = len(made) == 0  # queries come first; only their words and windows are used
-        bits = word(0, [] if asks and inner is None else None, causal=asks and causal)
-        made.append(
+        is_query = len(built) == 0  # queries come first; only their words and windows are used
+        bits = word(0, [] if is_query and inner is None else None, causal=is_query and causal)
+        built.append(
             BitfieldMask(
                 torch.full((batch, index.shape[1]), bits, dtype=torch.int64, device=index.device),
                 doc=None if document is None else _int32(document, batch),
                 span=None if block is None else _int32(block.clamp(min=-1), batch),
                 pos=_int32(position, batch),
-                window=window if asks else None,
+                window=window if is_query else None,
             )
         )
-    return made[0], made[1]
+    return built[0], built[1]
 
 
 def _window(
@@ -360,29 +362,35 @@ def _window(
     if span is None or below >= outer.below:
         limit = min(below, outer.below)
         return None if limit == math.inf else int(limit)
-    ids, where = _numbered(span, batch, negative=False), frame(lambda index: index.expand(batch, -1))
+    ids, positions = _numbered(span, batch, negative=False), frame(lambda index: index.expand(batch, -1))
     count = 1 + max(int(side.max()) if side.numel() else 0 for side in ids)
-    of = torch.where(ids.k >= 0, ids.k, count)  # a separate column for keys without span
-    far = torch.iinfo(torch.int64).max
-    first = torch.full((batch, count + 1), far, device=of.device).scatter_reduce_(1, of, where.k, "amin")
-    last = torch.full((batch, count + 1), -far, device=of.device).scatter_reduce_(1, of, where.k, "amax")
-    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=of.device).scatter_add_(1, of, torch.ones_like(of))
-    own = torch.where(ids.q >= 0, ids.q, count)
-    begin = first.gather(1, own)
-    reach = torch.where((ids.q >= 0) & (begin != far), where.q - begin + 1, 0)
+    span_ids = torch.where(ids.k >= 0, ids.k, count)  # a separate column for keys without span
+    sentinel = torch.iinfo(torch.int64).max
+    first = torch.full((batch, count + 1), sentinel, device=span_ids.device).scatter_reduce_(
+        1, span_ids, positions.k, "amin"
+    )
+    last = torch.full((batch, count + 1), -sentinel, device=span_ids.device).scatter_reduce_(
+        1, span_ids, positions.k, "amax"
+    )
+    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=span_ids.device).scatter_add_(
+        1, span_ids, torch.ones_like(span_ids)
+    )
+    query_ids = torch.where(ids.q >= 0, ids.q, count)
+    begin = first.gather(1, query_ids)
+    reach = torch.where((ids.q >= 0) & (begin != sentinel), positions.q - begin + 1, 0)
     longer = reach > below
     if bool(longer.any()):
-        whole = (last - first + 1 == size).gather(1, own)
-        if frame is not at or bool((longer & ~whole).any()):
+        gapless = (last - first + 1 == size).gather(1, query_ids)
+        if frame is not at or bool((longer & ~gapless).any()):
             raise Unknown(f"blocks longer than the window of {below} that have gaps or lie in packed documents")
     return reach.clamp(min=int(below), max=NO_WINDOW if outer.below == math.inf else int(outer.below))
 
 
 def _paired(a: Sides, b: Sides, batch: int) -> Sides:
     """New ids, equal exactly where the ids in both `a` and `b` are equal."""
-    one, other = _numbered(a, batch), _numbered(b, batch)
-    count = 1 + max(int(side.max()) if side.numel() else 0 for side in other)
-    return Sides(one.q * count + other.q, one.k * count + other.k)
+    ids_a, ids_b = _numbered(a, batch), _numbered(b, batch)
+    count = 1 + max(int(side.max()) if side.numel() else 0 for side in ids_b)
+    return Sides(ids_a.q * count + ids_b.q, ids_a.k * count + ids_b.k)
 
 
 def _numbered(ids: Sides, batch: int, *, negative: bool = True) -> Sides:
@@ -411,12 +419,12 @@ def differs(
     if b.numel() == 0:
         return None
     queries, keys = q_mask.tokens(), k_mask.tokens()
-    found = visible(queries(lambda f: f[b, q]), keys(lambda f: f[b, k]), q_mask.sinks)
+    actual = visible(queries(lambda f: f[b, q]), keys(lambda f: f[b, k]), q_mask.sinks)
     q_index, k_index = at.q.expand(q_mask.batch, -1)[b, q], at.k.expand(q_mask.batch, -1)[b, k]
-    wanted = torch.as_tensor(function(b, torch.zeros_like(b), q_index, k_index), device=b.device).bool()
+    expected = torch.as_tensor(function(b, torch.zeros_like(b), q_index, k_index), device=b.device).bool()
     if padding is not None:
-        wanted = wanted & padding[b, k_index].bool()
-    wrong = (found != wanted) & (queries.doc[b, q] >= 0)
+        expected = expected & padding[b, k_index].bool()
+    wrong = (actual != expected) & (queries.doc[b, q] >= 0)
     if not bool(wrong.any()):
         return None
     first = int(wrong.nonzero()[0])

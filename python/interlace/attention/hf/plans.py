@@ -27,10 +27,10 @@ def narrowed(plan: AttentionPlan, limits: Limits) -> AttentionPlan:
         return plan
     if not keepable(plan.q_bits):
         return changed(plan, partial(_within, limits=limits))
-    made: dict[Any, AttentionPlan] = plan.__dict__.setdefault("_narrowed", {})
-    if limits not in made:
-        made[limits] = changed(plan, partial(_within, limits=limits))
-    return made[limits]
+    cache: dict[Any, AttentionPlan] = plan.__dict__.setdefault("_narrowed", {})
+    if limits not in cache:
+        cache[limits] = changed(plan, partial(_within, limits=limits))
+    return cache[limits]
 
 
 def _within(q: Tokens, k: Tokens, *, limits: Limits) -> tuple[Tokens, Tokens]:
@@ -41,8 +41,8 @@ def _within(q: Tokens, k: Tokens, *, limits: Limits) -> tuple[Tokens, Tokens]:
     if limits.ahead not in (0, math.inf):
         if bool(((q.doc >= 0) & ((q.bits < 0) | (q.span >= 0))).any()):
             raise ValueError(
-                f"a layer looks {limits.ahead} positions ahead at most, which cannot be said of a plan that is causal "
-                "or has spans: give this model a plan of documents alone"
+                f"a layer sees at most {limits.ahead} positions ahead, which a plan that is causal or has spans cannot "
+                "express: pass a plan with documents only"
             )
         ahead = int(limits.ahead)
         q = q._replace(bits=q.bits | CAUSAL, pos=q.pos + ahead, window=(q.window + ahead).clamp(max=NO_WINDOW))
@@ -69,10 +69,10 @@ def _numbered(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     A number becomes its rank among all of them. So shapes do not depend on values, as compiled code requires.
     """
     ordered = torch.cat([q.flatten(), k.flatten()]).sort().values
-    q_place, k_place = (
+    q_rank, k_rank = (
         torch.where(x >= 0, torch.searchsorted(ordered, x.contiguous(), out_int32=True), -1) for x in (q, k)
     )
-    return q_place, k_place
+    return q_rank, k_rank
 
 
 def cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
@@ -82,14 +82,14 @@ def cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
     in every step, while the plan may be the same in all steps.
     """
     if plan.batch != 1:
-        raise ValueError(f"cu_seq_lens_q describes one row of packed sequences, but the batch is {plan.batch}")
+        raise ValueError(f"cu_seq_lens_q needs one row of packed sequences, but the batch is {plan.batch}")
     if not keepable(q_ends, k_ends):
         return _build_cut(plan, q_ends, k_ends)
     key = (id(q_ends), q_ends._version, id(k_ends), k_ends._version)
-    kept: tuple[Any, AttentionPlan, Any] | None = plan.__dict__.get("_cut")
-    if kept is None or kept[0] != key:  # the cached tensors stay alive, so that their ids in the key are not reused
-        kept = plan.__dict__["_cut"] = (key, _build_cut(plan, q_ends, k_ends), (q_ends, k_ends))
-    return kept[1]
+    cached: tuple[Any, AttentionPlan, Any] | None = plan.__dict__.get("_cut")
+    if cached is None or cached[0] != key:  # the cached tensors stay alive, so that their ids in the key are not reused
+        cached = plan.__dict__["_cut"] = (key, _build_cut(plan, q_ends, k_ends), (q_ends, k_ends))
+    return cached[1]
 
 
 def _build_cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
@@ -118,41 +118,43 @@ def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causa
     """
     if not keepable(q_ends, k_ends):
         return _build_packed(q_ends, k_ends, q_len, k_len, causal)
-    made: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
+    cache: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
     key = (q_ends._version, id(k_ends), k_ends._version, q_len, k_len, causal)
-    if key not in made:
-        if len(made) == MOST_PLANS:
-            made.clear()  # happens if boundaries are overwritten in place for each batch
-        made[key] = (_build_packed(q_ends, k_ends, q_len, k_len, causal), k_ends)
-    return made[key][0]
+    if key not in cache:
+        if len(cache) == MOST_PLANS:
+            cache.clear()  # happens if boundaries are overwritten in place for each batch
+        cache[key] = (_build_packed(q_ends, k_ends, q_len, k_len, causal), k_ends)
+    return cache[key][0]
 
 
 def _build_packed(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, causal: bool) -> AttentionPlan:
     if q_ends.shape != k_ends.shape:
-        raise ValueError(f"{q_ends.numel() - 1} query sequences but {k_ends.numel() - 1} key sequences")
+        raise ValueError(
+            f"cu_seq_lens_q has {q_ends.numel() - 1} sequences, but cu_seq_lens_k has {k_ends.numel() - 1}"
+        )
     if causal:
         _require(
             (q_ends == k_ends).all(), "causal attention between packed sequences of different lengths is not supported"
         )
     sides = []
     for name, ends, length in (("q", q_ends, q_len), ("k", k_ends, k_len)):
-        _require(ends[-1] <= length, f"cu_seq_lens_{name} ends past the {length} tokens there are")
+        _require(ends[-1] <= length, f"cu_seq_lens_{name} ends after the last of {length} tokens")
         doc = _segments(ends, length).to(torch.int32)
-        place = torch.arange(length, dtype=torch.int32, device=ends.device).unsqueeze(0)
+        pos = torch.arange(length, dtype=torch.int32, device=ends.device).unsqueeze(0)
         bits = torch.full_like(doc, word(0, causal=causal), dtype=torch.int64)
-        sides.append(filled(bits, place, doc=doc))
+        sides.append(filled(bits, pos, doc=doc))
     return _plan(sides[0], sides[1])
 
 
-def _require(holds: Tensor, message: str) -> None:
-    """Raise ValueError unless `holds`. Compiled code raises RuntimeError when it runs instead."""
+def _require(condition: Tensor, message: str) -> None:
+    """Raise ValueError unless `condition` holds. Compiled code raises RuntimeError when it runs instead."""
     if torch.compiler.is_compiling():
-        torch._assert_async(holds, message)
-    elif not holds:
+        torch._assert_async(condition, message)
+    elif not condition:
         raise ValueError(message)
 
 
 def _segments(ends: Tensor, length: int) -> Tensor:
     """int64 [1, length]: index of each token's sequence, -1 past the last one."""
-    of = torch.searchsorted(ends, torch.arange(length, device=ends.device, dtype=ends.dtype), right=True) - 1
-    return torch.where(of < ends.numel() - 1, of, -1).unsqueeze(0)
+    index = torch.searchsorted(ends, torch.arange(length, device=ends.device, dtype=ends.dtype), right=True) - 1
+    return torch.where(index < ends.numel() - 1, index, -1).unsqueeze(0)

@@ -117,7 +117,7 @@ class Channel(Protocol):
         Otherwise as `start_all_reduce`.
         """
 
-    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
+    def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         """Begin one collective of all ranks; `wait` returns every rank's ``numbers``, float64 [world, n], on the CPU.
 
         numbers: float64 [n], the same n on every rank.
@@ -126,7 +126,7 @@ class Channel(Protocol):
         end of a step, where these must agree.
         """
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, operation: str) -> list[Any]:
         """Every rank's ``value`` by rank (small, JSON-serializable, same form everywhere). Slow: goes through rank 0.
 
         An error names the lost rank. Also compared: whether the ranks of each group have begun the same sums so far.
@@ -179,18 +179,18 @@ class Sent(dict[tuple[int, Tag], tuple[torch.Size, torch.dtype]]):
             )
 
 
-def check_digest(rank: int, peer: int, what: object, mine: int, theirs: int) -> None:
+def check_digest(rank: int, peer: int, operation: object, own: int, other: int) -> None:
     """Raises CommError if two ranks have different tables of the step."""
-    if mine != theirs:
+    if own != other:
         raise CommError(
-            f"rank {rank}, {what}: rank {peer} works on another step table ({theirs:012x}, here {mine:012x}): its "
-            "samples differ; every rank must be given the same seed, config, data and place in it"
+            f"rank {rank}, {operation}: rank {peer} has another step table ({other:012x}, here {own:012x}): use the "
+            "same seed, config, data and data position on every rank"
         )
 
 
-def check_tag(rank: int, peer: int, due: Tag, found: Tag) -> None:
-    if found != due:
-        raise CommError(f"rank {rank} expected {due} from rank {peer} but received {found}")
+def check_tag(rank: int, peer: int, expected: Tag, received: Tag) -> None:
+    if received != expected:
+        raise CommError(f"rank {rank} expected {expected} from rank {peer} but received {received}")
 
 
 def check_numbers(numbers: Tensor) -> None:

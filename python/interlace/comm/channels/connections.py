@@ -37,9 +37,9 @@ class Connections:
 def cut_to(host: str, port: int) -> int:
     """Shuts down the connections of this process to an address; returns their number."""
     with contextlib.suppress(OSError):
-        there = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        found = [each for each in _sockets().items() if _is_to(each[0], there, port)]
-        return sum(_shut(*each) for each in found)
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        sockets = [pair for pair in _sockets().items() if _is_to(pair[0], addresses, port)]
+        return sum(_shut(*pair) for pair in sockets)
     return 0
 
 
@@ -52,14 +52,14 @@ def _is_to(number: int, hosts: set[str], port: int) -> bool:
 
 def _sockets() -> dict[int, int]:
     """File descriptors of connected TCP sockets -> their inodes, which are unique."""
-    found = {}
+    sockets = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and _is_connection(int(name)):
-                    found[int(name)] = status.st_ino
-    return found
+                    sockets[int(name)] = status.st_ino
+    return sockets
 
 
 def _is_connection(number: int) -> bool:

@@ -41,7 +41,7 @@ class Edge(Protocol):
     def receive(self, tensor: Tensor, peer: int) -> Work:
         """On a GPU `wait` makes the current stream wait."""
 
-    def _give_up(self, error: CommError) -> None:
+    def _abort(self, error: CommError) -> None:
         """Notifies the peer that this rank sends no more messages."""
 
     def close(self) -> None: ...
@@ -68,7 +68,7 @@ class GroupEdge:
         assert work is not None
         return work
 
-    def _give_up(self, error: CommError) -> None: ...
+    def _abort(self, error: CommError) -> None: ...
 
     def close(self) -> None: ...
 
@@ -90,8 +90,8 @@ class TransportEdge:
     def receive(self, tensor: Tensor, peer: int) -> Work:
         return _Delivery(self.transport.copy_batch([], [Copy(1 - self.transport.rank, tensor)], KIND))
 
-    def _give_up(self, error: CommError) -> None:
-        self.transport._give_up(error)
+    def _abort(self, error: CommError) -> None:
+        self.transport._abort(error)
 
     def close(self) -> None:
         self.transport.close()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from interlace.comm.channels.base import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import SLOW, named
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.thread_ranks import ThreadRanks
@@ -39,11 +39,11 @@ class _Round:
     """One collective: each rank's value, and the result."""
 
     def __init__(self) -> None:
-        self.brought: dict[int, tuple[str, Any]] = {}  # rank -> (subject, value)
+        self.values: dict[int, tuple[str, Any]] = {}  # rank -> (subject, value)
         self.result: Any = None
-        self.maker = -1  # the rank that joined last
-        self.made = False
-        self.taken = 0
+        self.last_rank = -1  # the rank that joined last
+        self.complete = False
+        self.readers = 0
 
 
 class LocalNetwork(ThreadRanks):
@@ -62,12 +62,12 @@ class LocalNetwork(ThreadRanks):
             self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds joined by a rank
             self.hubs: dict[tuple[int, ...], LocalHub] = {}  # lane -> hub
             self.hub_of_all = LocalHub(self.world)
-            self.gone.clear()
+            self.departed.clear()
 
     def hub(self, lane: tuple[int, ...]) -> LocalHub:
         """The hub of a lane's ranks."""
         with self.changed:
-            return self.hubs.setdefault(lane, LocalHub(len(lane), called=lane))
+            return self.hubs.setdefault(lane, LocalHub(len(lane), global_ranks=lane))
 
 
 class LocalChannel:
@@ -111,10 +111,10 @@ class LocalChannel:
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         token = self.recorder.begin("receive", tag, (peer,))
         while (part := self._early.pop((peer, tag), None)) is None:
-            found, part = self._next(peer, tag, others)
-            if found == tag:
+            received, part = self._next(peer, tag, others)
+            if received == tag:
                 break
-            self._early[peer, found] = part
+            self._early[peer, received] = part
         self.recorder.end(token)
         return part
 
@@ -123,19 +123,19 @@ class LocalChannel:
         with self.network.changed:
             queue = self.network.edges[peer, self.rank]
             self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
-            digest, found, tensor, rows = queue.popleft()
+            digest, received, tensor, rows = queue.popleft()
             self.network.changed.notify_all()
         check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        if found not in others:
-            check_tag(self.rank, peer, tag, found)
-        self._sent.check(self.rank, peer, found, tensor.shape, tensor.dtype)
-        return found, Part(tensor, rows)
+        if received not in others:
+            check_tag(self.rank, peer, tag, received)
+        self._sent.check(self.rank, peer, received, tensor.shape, tensor.dtype)
+        return received, Part(tensor, rows)
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
             return Pending()
-        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), about, tensor.detach(), _sum)
+        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
 
         def finish() -> None:
             tensor.detach().copy_(wait())
@@ -143,40 +143,40 @@ class LocalChannel:
         return Pending(finish)
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("reduce_scatter", f"REDUCE {key}", tuple(ranks), about, tensor.detach(), _sum)
+        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("reduce_scatter", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
         return Pending(lambda: wait()[ranks.index(self.rank)].clone())
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("gather", f"GATHER {key}", tuple(ranks), about, tensor.detach().clone(), torch.stack)
+        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("gather", f"GATHER {key}", tuple(ranks), subject, tensor.detach().clone(), torch.stack)
         return Pending(wait)
 
-    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
+    def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         # Mismatched sums cannot occur here: their keys are compared when ranks join.
         check_numbers(numbers)
         self.collectives += 1
-        mine = self._digest, numbers.detach().to("cpu", copy=True)
-        about = f"{what}, {numbers.numel()} numbers"
-        wait = self._join("all_gather", what, tuple(range(self.world)), about, mine, list)
+        own = self._digest, numbers.detach().to("cpu", copy=True)
+        subject = f"{operation}, {numbers.numel()} numbers"
+        wait = self._join("all_gather", operation, tuple(range(self.world)), subject, own, list)
 
         def finish() -> Tensor:
-            brought = wait()
-            for peer, (digest, _) in enumerate(brought):
-                check_digest(self.rank, peer, what, mine[0], digest)
-            return torch.stack([each for _, each in brought])
+            values = wait()
+            for peer, (digest, _) in enumerate(values):
+                check_digest(self.rank, peer, operation, own[0], digest)
+            return torch.stack([numbers_of_rank for _, numbers_of_rank in values])
 
         return Pending(finish)
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, operation: str) -> list[Any]:
         self.collectives += 1
-        wait = self._join("exchange", what, tuple(range(self.world)), what, encode(what, value), list)
+        wait = self._join("exchange", operation, tuple(range(self.world)), operation, encode(operation, value), list)
         values = []
         for peer, raw in enumerate(wait()):
             try:
-                values.append(decode(raw, what, value))
+                values.append(decode(raw, operation, value))
             except ValueError as error:
-                raise CommError(f"rank {self.rank}, {what}: rank {peer} {error}") from error
+                raise CommError(f"rank {self.rank}, {operation}: rank {peer} {error}") from error
         return values
 
     def finish(self) -> None:
@@ -186,19 +186,19 @@ class LocalChannel:
             def missing() -> list[int]:
                 return [peer for peer in range(self.world) if network.edges[self.rank, peer]]
 
-            first = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
-            waiting = self.recorder.begin("finish", "", tuple(missing()))
-            self._wait_for(f"SEND {first}", missing)
-        self.recorder.end(waiting)
+            first_tag = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
+            finish_token = self.recorder.begin("finish", "", tuple(missing()))
+            self._wait_for(f"SEND {first_tag}", missing)
+        self.recorder.end(finish_token)
         for token in self._sends:
             self.recorder.end(token)
         self._sends.clear()
         self._sent.clear()
 
     def leave(self, reason: str, cause: CommError | None = None) -> str:
-        self.network.leave(self.rank, f"it gave up: {reason}")
+        self.network.leave(self.rank, f"it aborted: {reason}")
         for lane in self._lanes:
-            self.network.hub(lane).leave(lane.index(self.rank), f"it gave up: {reason}")
+            self.network.hub(lane).leave(lane.index(self.rank), f"it aborted: {reason}")
         return ""
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
@@ -222,49 +222,49 @@ class LocalChannel:
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
         """No-op."""
 
-    def _wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
-        if absent := self.network.wait_for(self.rank, what, missing, self.timeout):
-            raise CommError(f"rank {self.rank}, {what}: lost {named(absent)} ({SLOW.format(self.timeout)})")
+    def _wait_for(self, operation: str, missing: Callable[[], Sequence[int]]) -> None:
+        if missing_ranks := self.network.wait_for(self.rank, operation, missing, self.timeout):
+            raise CommError(f"rank {self.rank}, {operation}: lost {named(missing_ranks)} ({SLOW.format(self.timeout)})")
 
     def _join(
-        self, kind: str, what: str, ranks: tuple[int, ...], about: str, value: T, make: Callable[[list[T]], Any]
+        self, kind: str, operation: str, ranks: tuple[int, ...], subject: str, value: T, make: Callable[[list[T]], Any]
     ) -> Callable[[], Any]:
         """Adds `value` to the next round of `ranks`; returns a function that waits for `make`(values by rank)."""
         if self.rank not in ranks:
-            raise ValueError(f"rank {self.rank}, {what}: it is none of the ranks {list(ranks)}")
-        network, token = self.network, self.recorder.begin(kind, what, ranks)
+            raise ValueError(f"rank {self.rank}, {operation}: this rank is not one of {list(ranks)}")
+        network, token = self.network, self.recorder.begin(kind, operation, ranks)
         with network.changed:
             number = network.joined[self.rank, kind, ranks]
             network.joined[self.rank, kind, ranks] = number + 1
             slot = kind, ranks, number
             current = network.rounds[slot]
-            current.brought[self.rank] = about, value
-            if last := len(current.brought) == len(ranks):
-                current.maker = self.rank
+            current.values[self.rank] = subject, value
+            if last := len(current.values) == len(ranks):
+                current.last_rank = self.rank
         if last:  # outside of the lock, so that other ranks can continue
-            if all(other == about for other, _ in current.brought.values()):
-                current.result = make([current.brought[rank][1] for rank in ranks])
+            if all(other_subject == subject for other_subject, _ in current.values.values()):
+                current.result = make([current.values[rank][1] for rank in ranks])
             with network.changed:
-                current.made = True
+                current.complete = True
                 network.changed.notify_all()
 
         def missing() -> Sequence[int]:
-            absent = [rank for rank in ranks if rank not in current.brought]
-            return absent if absent or current.made else (current.maker,)
+            not_joined = [rank for rank in ranks if rank not in current.values]
+            return not_joined if not_joined or current.complete else (current.last_rank,)
 
         def wait() -> Any:
-            waiting = self.recorder.begin("wait", what, ranks)
+            wait_token = self.recorder.begin("wait", operation, ranks)
             with network.changed:
-                self._wait_for(what, missing)
-                current.taken += 1
-                if current.taken == len(ranks):
+                self._wait_for(operation, missing)
+                current.readers += 1
+                if current.readers == len(ranks):
                     del network.rounds[slot]
             for peer in ranks:
-                if (theirs := current.brought[peer][0]) != about:
+                if (peer_subject := current.values[peer][0]) != subject:
                     raise CommError(
-                        f"rank {self.rank} is in {about}, but rank {peer} is in {theirs}: their lists differ"
+                        f"rank {self.rank} is in {subject}, but rank {peer} is in {peer_subject}: their lists differ"
                     )
-            self.recorder.end(waiting)
+            self.recorder.end(wait_token)
             self.recorder.end(token)
             return current.result
 

@@ -33,8 +33,8 @@ from interlace import _device
 from interlace.comm.channels.base import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
+from interlace.comm.process.abort_reports import AbortReports, first_line, is_slow, named, reason_of
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import RollCall, first_line, is_slow, named, reason_of
 from interlace.comm.process.paths import Paths
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.reductions import BITS, Reductions, digest_of
@@ -73,7 +73,7 @@ class GroupChannel:
 
     Created by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be
     equal on all ranks; ``timeout`` (seconds) bounds every wait; ``device`` is the device of the tensors; `coordinated`
-    as in `RollCall`.
+    as in `AbortReports`.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class GroupChannel:
         self.modules, self.timeout, self.device = list(modules), timeout, torch.device(device)
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise CommError(
-                "the weights are on a GPU but this torch has no NCCL, which carries them between ranks: install a "
-                "torch that has it, or move the model to the CPU"
+                "the weights are on a GPU, but this torch has no NCCL: install a torch with NCCL, or move the model to "
+                "the CPU"
             )
         world = dist.group.WORLD
         assert world is not None
         self.collectives = 0
         self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
         self.paths = Paths(self.rank)
-        self._roll = RollCall(world, "pipeline", coordinated=coordinated)
-        self._apart = self.device.type in EDGES  # tensors use other connections than data read on the host
-        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._apart else None
-        self._star = Star(self._host, _HOST, self._roll)
+        self._reports = AbortReports(world, "pipeline", coordinated=coordinated)
+        self._separate = self.device.type in EDGES  # tensors use other connections than data read on the host
+        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._separate else None
+        self._star = Star(self._host, _HOST, self._reports)
         self._digest = 0
         self._sends: deque[_Send] = deque()
         # (done, ranks, operation) of each arrival. Not torch's Work, which with NCCL keeps the received tensors alive.
@@ -122,68 +122,68 @@ class GroupChannel:
         self._digest = digest
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        wanted = {tuple(group) for group in groups if len(group) > 1}
-        for ranks in sorted(wanted) if self._apart else ():
-            if shared := sharing(self._introduced(), ranks):
+        needed = {tuple(group) for group in groups if len(group) > 1}
+        for ranks in sorted(needed) if self._separate else ():
+            if shared := sharing(self._all_introductions(), ranks):
                 raise ValueError(
-                    f"{named(shared)} share a GPU, between which NCCL sums nothing: give each rank a GPU of its own, "
-                    "or take a layout without replicas, shards or weights that several stages share"
+                    f"{named(shared)} share a GPU, which NCCL does not support: use one GPU per rank, or a layout "
+                    "without replicas, shards or weights that several stages share"
                 )
         # A separate group of all ranks for gathers: it has the channel's timeout, and a wait that times out closes only
         # its own connections.
-        for ranks in sorted(wanted | ({tuple(range(self.world))} if self.world > 1 else set())):
+        for ranks in sorted(needed | ({tuple(range(self.world))} if self.world > 1 else set())):
             if ranks not in self._groups:
                 group = self._groups[ranks] = self._group(ranks, SUMS)
-                if self._apart and self.rank in ranks and not sharing(self._introduced(), ranks):
-                    with self._meeting(ranks):
+                if self._separate and self.rank in ranks and not sharing(self._all_introductions(), ranks):
+                    with self._creating(ranks):
                         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
-        new = sorted(set(edges) - self._prepared)
-        if not new:
+        new_edges = sorted(set(edges) - self._prepared)
+        if not new_edges:
             return
-        transports = edge_transports(self._introduced(), new, EDGES.get(self.device.type, "gloo"))
+        transports = edge_transports(self._all_introductions(), new_edges, EDGES.get(self.device.type, "gloo"))
         # Create all groups first: creating one needs every rank, using it only its members.
-        apart = [edge for edge in new if self._apart or transports[edge]]
-        groups = {edge: self._group(edge, SUMS if transports[edge] else EDGES) for edge in apart}
-        for edge in new:
+        separate = [edge for edge in new_edges if self._separate or transports[edge]]
+        groups = {edge: self._group(edge, SUMS if transports[edge] else EDGES) for edge in separate}
+        for edge in new_edges:
             if self.rank in edge and transports[edge]:  # `connect` chooses the transport as for any other group
-                with self._meeting(edge):
+                with self._creating(edge):
                     transport = connect(groups[edge], device=self.device, timeout=self.timeout)
                 self._edges[edge] = TransportEdge(transport, self.paths)
             elif self.rank in edge:
                 self._edges[edge] = self._group_edge(edge, groups.get(edge))
-        self._prepared.update(new)
+        self._prepared.update(new_edges)
 
     def _group_edge(self, edge: tuple[int, int], group: dist.ProcessGroup | None) -> GroupEdge:
         """An edge over torch.distributed. If it has its own communicator, the communicator is used once."""
-        made = GroupEdge(group, self.paths, PATHS.get(self.device.type, "gloo"))
-        if self._apart:
-            source, to = edge
-            with self._meeting(edge):
-                one = torch.zeros(1, device=self.device)
-                (made.send(one, to) if self.rank == source else made.receive(one, source)).wait()
-        return made
+        group_edge = GroupEdge(group, self.paths, PATHS.get(self.device.type, "gloo"))
+        if self._separate:
+            source, target = edge
+            with self._creating(edge):
+                probe = torch.zeros(1, device=self.device)
+                (group_edge.send(probe, target) if self.rank == source else group_edge.receive(probe, source)).wait()
+        return group_edge
 
-    def _introduced(self) -> list[dict[str, Any]]:
+    def _all_introductions(self) -> list[dict[str, Any]]:
         """Introductions of all ranks: device, host, transports. The first call is collective."""
         if not self._introductions:
-            mine = introduction_of(self.device)
-            self._introductions = self._star.exchange(mine, "choosing how pipeline edges travel", self.timeout)
+            own = introduction_of(self.device)
+            self._introductions = self._star.exchange(own, "choosing transports of pipeline edges", self.timeout)
         return self._introductions
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
-        new = list(dict.fromkeys(map(tuple, lanes)))
+        wanted_lanes = list(dict.fromkeys(map(tuple, lanes)))
         if self._connected is not None:
-            if not set(new) <= set(self._connected):  # new groups would need every rank, between two steps
-                raise CommError(f"rank {self.rank}: other lanes are connected already: name all of them in one call")
+            if not set(wanted_lanes) <= set(self._connected):  # new groups would need every rank, between two steps
+                raise CommError(f"rank {self.rank}: other lanes are connected already: pass all lanes in one call")
             return dict(self._lanes)
         # Create all groups first: creating one needs every rank, connecting it only its members.
-        groups = [self._group(lane, SUMS) for lane in new]
-        for lane, group in zip(new, groups, strict=True):
+        groups = [self._group(lane, SUMS) for lane in wanted_lanes]
+        for lane, group in zip(wanted_lanes, groups, strict=True):
             if self.rank in lane:
                 self._lanes[lane] = connect(group, device=self.device, timeout=self.timeout)
-        self._connected = new
+        self._connected = wanted_lanes
         return dict(self._lanes)
 
     def connect_all(self) -> Transport:
@@ -198,18 +198,18 @@ class GroupChannel:
 
     def _group(self, ranks: tuple[int, ...], backends: Mapping[str, str]) -> dist.ProcessGroup:
         """A group of these ranks, created by all ranks. Uses the default group's backend if `backends` names none."""
-        with self._meeting(ranks):
+        with self._creating(ranks):
             timeout, backend = timedelta(seconds=self.timeout), backends.get(self.device.type)
             return dist.new_group(sorted(ranks), timeout=timeout, backend=backend)
 
     @contextlib.contextmanager
-    def _meeting(self, ranks: tuple[int, ...]) -> Iterator[None]:
+    def _creating(self, ranks: tuple[int, ...]) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            self._roll.gave_up(reason_of(error, self.timeout), ranks)
+            self._reports.report_abort(reason_of(error, self.timeout), ranks)
             raise CommError(
-                f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
+                f"rank {self.rank}: not all ranks joined the creation of the group {list(ranks)} within "
                 f"{self.timeout:g} s ({first_line(error)})"
             ) from error
 
@@ -217,19 +217,22 @@ class GroupChannel:
         token = self.recorder.begin("send", tag, (peer,))
         tensor = tensor.detach().contiguous()
         if tensor.dim() > MAX_DIMS:
-            raise CommError(f"rank {self.rank}: {tag} has {tensor.dim()} dimensions, at most {MAX_DIMS} travel")
+            raise CommError(f"rank {self.rank}: {tag} has {tensor.dim()} dimensions, at most {MAX_DIMS} are supported")
         if tensor.dtype not in DTYPES:
-            raise CommError(f"rank {self.rank}: {tag} is {tensor.dtype}, which does not travel")
+            raise CommError(f"rank {self.rank}: {tag} is {tensor.dtype}, which is not supported")
         if tensor.device != self.device:
             raise CommError(f"rank {self.rank}: {tag} is on {tensor.device}, but this channel is for {self.device}")
         edge = self._edge(self.rank, peer, f"SEND {tag}")
-        what = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
+        identity = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
         kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())
         works: list[tuple[Work, Tensor]] = []
         while self._sends and self._sends[0].is_taken():
             self.recorder.end(self._sends.popleft().token)  # without a wait, which would also block the GPU
         self._sends.append(_Send(peer, tag, works, token))
-        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind, rows), self._headers), (tensor, edge)):
+        for part, over in (
+            (header(_HOST, MAGIC, self._digest, *identity, *kind, rows), self._headers),
+            (tensor, edge),
+        ):
             if part.numel():
                 try:
                     works.append((over.send(part, peer), part))
@@ -243,13 +246,13 @@ class GroupChannel:
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         token = self.recorder.begin("receive", tag, (peer,))
         while (part := self._early.pop((peer, tag), None)) is None:
-            found, part = self._next(peer, tag, others)
-            if found == tag:
+            received, part = self._next(peer, tag, others)
+            if received == tag:
                 break
-            self._early[peer, found] = part
+            self._early[peer, received] = part
         self.recorder.end(token)
-        if tag.grad and not self._apart:
-            self._let_go(peer, tag._replace(grad=False))
+        if tag.grad and not self._separate:
+            self._release_send(peer, tag._replace(grad=False))
         return part
 
     def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
@@ -259,42 +262,44 @@ class GroupChannel:
         self._receive_into(head, peer, tag, self._headers)
         magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape, rows = head.tolist()
         if magic != MAGIC:
-            raise CommError(f"rank {self.rank}: no header from rank {peer} where {tag} was due")
-        whole = 0 <= module < len(self.modules) and 0 <= dtype < len(DTYPES) and 0 <= dims <= MAX_DIMS
+            raise CommError(f"rank {self.rank}: expected the header of {tag} from rank {peer}, got something else")
+        valid = 0 <= module < len(self.modules) and 0 <= dtype < len(DTYPES) and 0 <= dims <= MAX_DIMS
         shape = shape[: max(dims, 0)]
-        if not whole or min(shape, default=0) < 0 or rows < 0 or not 0 <= digest < 1 << BITS:
-            raise CommError(f"rank {self.rank}: the header from rank {peer} where {tag} was due is damaged")
+        if not valid or min(shape, default=0) < 0 or rows < 0 or not 0 <= digest < 1 << BITS:
+            raise CommError(f"rank {self.rank}: the header of {tag} from rank {peer} is damaged")
         check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        found = Tag(self.modules[module], stage, chunk, other, bool(grad))
-        if found not in others:
-            check_tag(self.rank, peer, tag, found)
+        received = Tag(self.modules[module], stage, chunk, other, bool(grad))
+        if received not in others:
+            check_tag(self.rank, peer, tag, received)
         kind, size = DTYPES[dtype], torch.Size(shape)
         if math.prod(shape) * kind.itemsize > _device.memory(self.device):
             raise CommError(
-                f"rank {self.rank}: {found} from rank {peer} would have shape {shape}, more than fits on {self.device}"
+                f"rank {self.rank}: {received} from rank {peer} has shape {shape}, too large for {self.device}"
             )
-        self._sent.check(self.rank, peer, found, size, kind)
+        self._sent.check(self.rank, peer, received, size, kind)
         payload = torch.empty(shape, dtype=kind, device=self.device)
         if payload.numel():
-            self._receive_into(payload, peer, found, edge)
-        return found, Part(payload, rows)
+            self._receive_into(payload, peer, received, edge)
+        return received, Part(payload, rows)
 
-    def _let_go(self, peer: int, tag: Tag) -> None:
+    def _release_send(self, peer: int, tag: Tag) -> None:
         """Releases the message `tag` to `peer`: its gradient is back, so it was received.
 
         Gloo reports a send as complete only when it is waited for; NCCL and transports report it earlier (see `send`).
         """
-        for place, sent in enumerate(self._sends):
+        for index, sent in enumerate(self._sends):
             if (sent.peer, sent.tag) == (peer, tag):
                 self._end(sent)
-                del self._sends[place]
+                del self._sends[index]
                 return
 
-    def _edge(self, source: int, to: int, what: str) -> Edge:
-        if (source, to) in self._edges:
-            return self._edges[source, to]
-        if self._apart:
-            raise CommError(f"rank {self.rank}, {what}: no edge from rank {source} to {to}: pass it to add_edges first")
+    def _edge(self, source: int, target: int, operation: str) -> Edge:
+        if (source, target) in self._edges:
+            return self._edges[source, target]
+        if self._separate:
+            raise CommError(
+                f"rank {self.rank}, {operation}: no edge from rank {source} to {target}: pass it to add_edges first"
+            )
         return GroupEdge(None, self.paths, "gloo")
 
     def _receive_into(self, tensor: Tensor, peer: int, tag: Tag, edge: Edge) -> None:
@@ -316,15 +321,15 @@ class GroupChannel:
         )
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        mine = torch.empty_like(tensor[0])
-        flat, parts = mine.view(-1), tensor.contiguous().view(-1)
+        own_row = torch.empty_like(tensor[0])
+        flat, parts = own_row.view(-1), tensor.contiguous().view(-1)
         begin = partial(_reduce_scatter, flat, parts)
-        return self._start("reduce_scatter", tensor, ranks, key, mine, begin)
+        return self._start("reduce_scatter", tensor, ranks, key, own_row, begin)
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        whole = tensor.new_empty(len(ranks), *tensor.shape)
-        begin = partial(_all_gather, whole.view(-1), tensor.contiguous().view(-1))
-        return self._start("gather", tensor, ranks, key, whole, begin)
+        gathered = tensor.new_empty(len(ranks), *tensor.shape)
+        begin = partial(_all_gather, gathered.view(-1), tensor.contiguous().view(-1))
+        return self._start("gather", tensor, ranks, key, gathered, begin)
 
     def _start(
         self,
@@ -337,88 +342,90 @@ class GroupChannel:
     ) -> Pending:
         """Starts a collective of some ranks and adds it to their digests; `wait` returns `result`."""
         self._reductions.add(ranks, key, tensor)
-        what = f"{'GATHER' if kind == 'gather' else 'REDUCE'} {key}"
+        operation = f"{'GATHER' if kind == 'gather' else 'REDUCE'} {key}"
         token = self.recorder.begin(kind, key, tuple(ranks))
         group = self._groups.get(tuple(ranks))
         if group is None:
-            raise CommError(f"rank {self.rank}, {what}: no group of ranks {list(ranks)}: pass it to add_groups first")
+            raise CommError(
+                f"rank {self.rank}, {operation}: no group of ranks {list(ranks)}: pass it to add_groups first"
+            )
         try:
             work = begin(group)
         except RuntimeError as error:
-            raise self._lost_some(ranks, what, error) from error
+            raise self._lost_ranks(ranks, operation, error) from error
         assert work is not None
         self.paths.note(kind, PATHS.get(tensor.device.type, "gloo"))
 
         def finish() -> Tensor | None:
-            waiting = self.recorder.begin("wait", key, tuple(ranks))
+            wait_token = self.recorder.begin("wait", key, tuple(ranks))
             try:
-                if self._apart and kind == "gather":  # only the GPU waits, as in `_receive_into`
+                if self._separate and kind == "gather":  # only the GPU waits, as in `_receive_into`
                     work.wait()
-                    self._arrivals.append((_device.done(self.device), tuple(ranks), what))
+                    self._arrivals.append((_device.done(self.device), tuple(ranks), operation))
                 else:
                     work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
-                raise self._lost_some(ranks, what, error) from error
-            self.recorder.end(waiting)
+                raise self._lost_ranks(ranks, operation, error) from error
+            self.recorder.end(wait_token)
             self.recorder.end(token)
             return result
 
         return Pending(finish)
 
-    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
+    def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         check_numbers(numbers)
         self.collectives += 1
-        everyone = range(self.world)
-        token = self.recorder.begin("all_gather", what, tuple(everyone))
-        count, mine = numbers.numel(), self._digest
-        said = self._reductions.text() if compare_sums else ""
+        ranks = range(self.world)
+        token = self.recorder.begin("all_gather", operation, tuple(ranks))
+        count, own_digest = numbers.numel(), self._digest
+        sums_text = self._reductions.text() if compare_sums else ""
         # Prefix: count, digest of the subject, of the step's table and of the sums so far. Each has at most 48 bits, so
         # float64 holds it exactly.
-        first = [count, digest_of(what), mine, self._reductions.share(self.rank) if compare_sums else 0]
-        row = torch.zeros(-(-(len(first) + count) // _ROOM) * _ROOM, dtype=torch.float64)
-        row[: len(first)] = torch.tensor(first, dtype=torch.float64)
-        row[len(first) : len(first) + count] = numbers.detach()
+        prefix = [count, digest_of(operation), own_digest, self._reductions.share(self.rank) if compare_sums else 0]
+        row = torch.zeros(-(-(len(prefix) + count) // _ROOM) * _ROOM, dtype=torch.float64)
+        row[: len(prefix)] = torch.tensor(prefix, dtype=torch.float64)
+        row[len(prefix) : len(prefix) + count] = numbers.detach()
         rows = torch.empty(self.world, row.numel(), dtype=torch.float64)
-        group = self._groups.get(tuple(everyone), self._host)
+        group = self._groups.get(tuple(ranks), self._host)
         try:
             work = dist.all_gather(list(rows.unbind()), row, group=group, async_op=True)
         except RuntimeError as error:
-            raise self._lost_some(everyone, what, error) from error
+            raise self._lost_ranks(ranks, operation, error) from error
         assert work is not None
 
         def finish() -> Tensor:
-            waiting = self.recorder.begin("wait", what, tuple(everyone))
+            wait_token = self.recorder.begin("wait", operation, tuple(ranks))
             try:
                 work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
-                raise self._lost_some(everyone, what, error) from error
-            for peer, (its_count, about, digest, _) in enumerate(rows[:, : len(first)].tolist()):
-                if (its_count, about) != (count, first[1]):
+                raise self._lost_ranks(ranks, operation, error) from error
+            for peer, (peer_count, peer_subject, digest, _) in enumerate(rows[:, : len(prefix)].tolist()):
+                if (peer_count, peer_subject) != (count, prefix[1]):
                     raise CommError(
-                        f"rank {self.rank} gathers {count} numbers in {what}, but rank {peer} is elsewhere in its "
-                        f"program, or gathers {its_count:g}"
+                        f"rank {self.rank} gathers {count} numbers in {operation}, but rank {peer} gathers "
+                        f"{peer_count:g} or is in another part of its program"
                     )
-                check_digest(self.rank, peer, what, mine, int(digest) if 0 <= digest < 1 << BITS else -1)
+                check_digest(self.rank, peer, operation, own_digest, int(digest) if 0 <= digest < 1 << BITS else -1)
             if compare_sums and int(rows[:, 3].to(torch.int64).sum()) % (1 << BITS):
-                self._compare_sums(self._star.exchange(said, f"sums before {what}", self.timeout), what)
-            self.recorder.end(waiting)
+                self._compare_sums(self._star.exchange(sums_text, f"sums before {operation}", self.timeout), operation)
+            self.recorder.end(wait_token)
             self.recorder.end(token)
-            return rows[:, len(first) : len(first) + count].clone()
+            return rows[:, len(prefix) : len(prefix) + count].clone()
 
         return Pending(finish)
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, operation: str) -> list[Any]:
         self.collectives += 1
-        token = self.recorder.begin("exchange", what, tuple(range(self.world)))
-        said = self._star.exchange([value, self._reductions.text()], what, self.timeout)
-        self._compare_sums([text for _, text in said], what)
+        token = self.recorder.begin("exchange", operation, tuple(range(self.world)))
+        answers = self._star.exchange([value, self._reductions.text()], operation, self.timeout)
+        self._compare_sums([text for _, text in answers], operation)
         self.finish()
         self.recorder.end(token)
-        return [value for value, _ in said]
+        return [value for value, _ in answers]
 
-    def _compare_sums(self, texts: Sequence[str], what: str) -> None:
+    def _compare_sums(self, texts: Sequence[str], operation: str) -> None:
         if different := Reductions.disagreement(texts):
-            raise CommError(f"rank {self.rank}, {what}: {different}")
+            raise CommError(f"rank {self.rank}, {operation}: {different}")
 
     def finish(self) -> None:
         pending, self._sends = self._sends, deque()
@@ -426,14 +433,14 @@ class GroupChannel:
         self._sent.clear()
         waiting = self.recorder.begin("finish", "", tuple(sorted({sent.peer for sent in pending})))
         until = time.monotonic() + self.timeout
-        for done, ranks, what in arrivals:
+        for done, ranks, operation in arrivals:
             try:
                 while not done():
                     if time.monotonic() > until:
                         raise RuntimeError(f"timed out after {self.timeout:g} s")
                     time.sleep(1e-4)
             except RuntimeError as error:
-                raise self._lost_some(ranks, what, error) from error
+                raise self._lost_ranks(ranks, operation, error) from error
         for sent in pending:
             self._end(sent)
         self.recorder.end(waiting)
@@ -443,29 +450,29 @@ class GroupChannel:
             self._wait(work, (sent.peer,), f"SEND {sent.tag}")
         self.recorder.end(sent.token)
 
-    def _wait(self, work: Work, ranks: Sequence[int], what: str) -> None:
+    def _wait(self, work: Work, ranks: Sequence[int], operation: str) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise self._lost_some(ranks, what, error) from error
+            raise self._lost_ranks(ranks, operation, error) from error
 
     def leave(self, reason: str, cause: CommError | None = None) -> str:
-        waited, why = (cause.waited, cause.why) if cause is not None else ((), reason)
-        self._hang_up(waited, why, reason)
-        found = ""
-        if waited and not self._roll.traced:  # error of a lane, whose transport has no reports of other ranks
-            found, culprits = self._roll.trace(why, waited, self.timeout)
-            if set(culprits) == set(waited) and not is_slow(why):
-                found = ""  # `reason` already contains it
-        self._roll.leave(reason, self.timeout)
-        return found
+        missing, cause_reason = (cause.missing, cause.reason) if cause is not None else ((), reason)
+        self._disconnect_peers(missing, cause_reason, reason)
+        description = ""
+        if missing and not self._reports.traced:  # error of a lane, whose transport has no reports of other ranks
+            description, culprits = self._reports.trace(cause_reason, missing, self.timeout)
+            if set(culprits) == set(missing) and not is_slow(cause_reason):
+                description = ""  # `reason` already contains it
+        self._reports.leave(reason, self.timeout)
+        return description
 
-    def _hang_up(self, waited: Sequence[int], why: str, reason: str) -> None:
+    def _disconnect_peers(self, missing: Sequence[int], cause_reason: str, reason: str) -> None:
         """Reports that this rank aborts, and closes all connections, so that no peer waits for it."""
-        self._roll.gave_up(why, waited)
+        self._reports.report_abort(cause_reason, missing)
         ends: list[Transport | Edge] = [*self._lanes.values(), *self._edges.values()]
         for end in ends:
-            end._give_up(CommError(f"rank {self.rank} gave up: {reason}", waited, why))
+            end._abort(CommError(f"rank {self.rank} aborted: {reason}", missing, cause_reason))
         for ranks, group in [(range(self.world), self._host), *self._groups.items()]:
             peer = next((rank for rank in ranks if rank != self.rank), self.rank)
             if self.rank in ranks and peer != self.rank:
@@ -475,27 +482,27 @@ class GroupChannel:
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
 
-    def _lost_peer(self, peer: int, what: str, error: RuntimeError) -> CommError:
-        return self._lost_some([peer], what, error)
+    def _lost_peer(self, peer: int, operation: str, error: RuntimeError) -> CommError:
+        return self._lost_ranks([peer], operation, error)
 
-    def _lost_some(self, ranks: Sequence[int], what: str, error: RuntimeError) -> CommError:
-        why = error.why if isinstance(error, CommError) else reason_of(error, self.timeout)
-        self._hang_up(ranks, why, f"{what}: {why}")
-        lost, culprits = self._roll.trace(why, ranks, self.timeout)
-        return CommError(f"rank {self.rank}, {what}: {lost}", culprits, why)
+    def _lost_ranks(self, ranks: Sequence[int], operation: str, error: RuntimeError) -> CommError:
+        reason = error.reason if isinstance(error, CommError) else reason_of(error, self.timeout)
+        self._disconnect_peers(ranks, reason, f"{operation}: {reason}")
+        lost, culprits = self._reports.trace(reason, ranks, self.timeout)
+        return CommError(f"rank {self.rank}, {operation}: {lost}", culprits, reason)
 
 
-def _reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def _reduce_scatter(own_row: Tensor, parts: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Begin to sum all ranks' [ranks * n] into this rank's [n]. One flat tensor: from a list NCCL would make a copy."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
-    work: dist.Work | None = scatter(mine, parts, group=group, async_op=True)
+    work: dist.Work | None = scatter(own_row, parts, group=group, async_op=True)
     return work
 
 
-def _all_gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def _all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Begin to gather all ranks' [n] into one flat [ranks * n]."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    work: dist.Work | None = gather(whole, mine, group=group, async_op=True)
+    work: dist.Work | None = gather(gathered, own, group=group, async_op=True)
     return work
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.comm.process.abort_reports import AbortReports, reason_of
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import RollCall, reason_of
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import page_in_use
 
@@ -36,79 +36,85 @@ class Star:
     device: of messages in transit, as the group's backend requires. Errors are CommErrors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, roll: RollCall) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, reports: AbortReports) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.group, self.device, self.roll = group, device, roll
-        self._told: list[tuple[dist.Work, Tensor, int]] = []
+        self.group, self.device, self.reports = group, device, reports
+        self._in_flight: list[tuple[dist.Work, Tensor, int]] = []
 
-    def exchange(self, value: Any, what: str, timeout: float) -> list[Any]:
+    def exchange(self, value: Any, operation: str, timeout: float) -> list[Any]:
         """Every rank's ``value`` by rank; JSON-serializable, with the same types, keys and lengths on every rank.
 
         timeout: seconds that one rank may be behind another. Raises CommError, on all ranks that still answer.
         """
         deadline = time.monotonic() + timeout
         if self.rank > 0:
-            self._tell(what, value, 0, timeout)
+            self._send(operation, value, 0, timeout)
             # Rank 0 may be waiting for a lost rank and never receive this message: give it time to report that.
             patience = timeout + min(timeout / 2, 10.0)
-            wrong, values = self._hear(what, ["", [value] * self.world], 0, patience, timeout)
-            if wrong:
-                raise CommError(f"{wrong}; rank 0 told rank {self.rank}, in {what}")
+            failure, values = self._receive_value(operation, ["", [value] * self.world], 0, patience, timeout)
+            if failure:
+                raise CommError(f"{failure}; reported by rank 0 to rank {self.rank}, in {operation}")
         else:
             values = [value]
             try:
                 for peer in range(1, self.world):
-                    left = max(deadline - time.monotonic(), 1.0)  # receiving a message that has arrived also takes time
-                    values.append(self._hear(what, value, peer, left, timeout))
+                    remaining = max(
+                        deadline - time.monotonic(), 1.0
+                    )  # receiving a message that has arrived also takes time
+                    values.append(self._receive_value(operation, value, peer, remaining, timeout))
             except CommError as error:
                 for peer in range(1, self.world):
                     with contextlib.suppress(CommError):
-                        self._tell(what, [str(error), [value] * self.world], peer, timeout)
-                for work, *_ in self._told:
+                        self._send(operation, [str(error), [value] * self.world], peer, timeout)
+                for work, *_ in self._in_flight:
                     with contextlib.suppress(RuntimeError):
                         work.wait(timedelta(seconds=1))
                 raise
             for peer in range(1, self.world):
-                self._tell(what, ["", values], peer, timeout)
-        told, self._told = self._told, []
-        for work, _, peer in told:
-            with self._waiting_for(peer, what, timeout):
+                self._send(operation, ["", values], peer, timeout)
+        sent, self._in_flight = self._in_flight, []
+        for work, _, peer in sent:
+            with self._waiting_for(peer, operation, timeout):
                 work.wait(timedelta(seconds=timeout))
         return values
 
-    def _tell(self, what: str, value: Any, peer: int, timeout: float) -> None:
-        raw = encode(what, value)
+    def _send(self, operation: str, value: Any, peer: int, timeout: float) -> None:
+        raw = encode(operation, value)
         if len(raw) > LONGEST:
-            raise CommError(f"rank {self.rank}, {what}: a message has {len(raw)} bytes, at most {LONGEST} travel")
+            raise CommError(
+                f"rank {self.rank}, {operation}: a message has {len(raw)} bytes, at most {LONGEST} are supported"
+            )
         text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
         for tensor in (header(self.device, MESSAGE, len(raw)), text):
-            with self._waiting_for(peer, what, timeout):
+            with self._waiting_for(peer, operation, timeout):
                 work = dist.isend(tensor, peer, group=self.group)
             assert work is not None
-            self._told.append((work, tensor, peer))
+            self._in_flight.append((work, tensor, peer))
 
-    def _hear(self, what: str, like: Any, peer: int, patience: float, timeout: float) -> Any:
+    def _receive_value(self, operation: str, like: Any, peer: int, patience: float, timeout: float) -> Any:
         """The message of `peer`, of the form of `like`, within `patience` seconds; errors mention `timeout` seconds."""
         head = header(self.device)
-        self._receive(head, peer, what, patience, timeout)
+        self._receive(head, peer, operation, patience, timeout)
         magic, size, *_ = head.tolist()
         if magic != MESSAGE or not 0 < size <= LONGEST:
-            raise CommError(f"rank {self.rank}, {what}: what rank {peer} sent is no message: its program differs")
+            raise CommError(
+                f"rank {self.rank}, {operation}: rank {peer} sent something else than a message: its program differs"
+            )
         payload = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._receive(payload, peer, what, patience, timeout)
+        self._receive(payload, peer, operation, patience, timeout)
         try:
-            return decode(payload.cpu().numpy().tobytes(), what, like)
+            return decode(payload.cpu().numpy().tobytes(), operation, like)
         except ValueError as error:
-            raise CommError(f"rank {self.rank}, {what}: rank {peer} {error}") from error
+            raise CommError(f"rank {self.rank}, {operation}: rank {peer} {error}") from error
 
-    def _receive(self, tensor: Tensor, peer: int, what: str, patience: float, timeout: float) -> None:
-        with self._waiting_for(peer, what, timeout):
+    def _receive(self, tensor: Tensor, peer: int, operation: str, patience: float, timeout: float) -> None:
+        with self._waiting_for(peer, operation, timeout):
             work = dist.irecv(tensor, peer, group=self.group)
             assert work is not None
             work.wait(timedelta(seconds=patience))
 
     @contextlib.contextmanager
-    def _waiting_for(self, peer: int, what: str, timeout: float) -> Iterator[None]:
+    def _waiting_for(self, peer: int, operation: str, timeout: float) -> Iterator[None]:
         """Converts errors of torch into a CommError that names the lost rank.
 
         Rank 0 waits for one peer and names it at once. The others wait for rank 0, which may have ended because of
@@ -124,8 +130,8 @@ class Star:
         except RuntimeError as error:
             if self.rank == 0:
                 reason = reason_of(error, timeout)
-                self.roll.gave_up(reason, [peer])
+                self.reports.report_abort(reason, [peer])
                 lost = f"lost rank {peer} ({reason})"
             else:
-                lost, _ = self.roll.lost(range(self.world), error, timeout)
-            raise CommError(f"rank {self.rank}, {what}: {lost}") from error
+                lost, _ = self.reports.lost(range(self.world), error, timeout)
+            raise CommError(f"rank {self.rank}, {operation}: {lost}") from error

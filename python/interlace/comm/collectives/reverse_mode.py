@@ -14,8 +14,8 @@ def check_reverse_mode(name: str, *tensors: Tensor) -> None:
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{name} runs under no transform of torch.func (grad, vmap, jvp, ...): differentiate with "
-            "torch.autograd.grad or backward(), and give it a batch as a dimension of its tensors"
+            f"{name} does not support transforms of torch.func (grad, vmap, jvp, ...): differentiate with "
+            "torch.autograd.grad or backward(), and pass a batch as a dimension of the tensors"
         )
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(

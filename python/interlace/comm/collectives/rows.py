@@ -133,19 +133,22 @@ def all_to_all_single(
     """
     transport = resolve(group, input.device)
     name = "all_to_all_single"
-    for what, tensor in (("output", output), ("input", input)):
+    for argument, tensor in (("output", output), ("input", input)):
         if tensor.dim() == 0:
-            raise ValueError(f"{name}: {what} has no dimension to split")
+            raise ValueError(f"{name}: {argument} has no dimension to split")
     if output.shape[1:] != input.shape[1:]:
-        raise ValueError(f"{name}: rows of output {list(output.shape)} and of input {list(input.shape)} differ")
-    _check_pair(name, output, input)
-    takes = _splits(name, "output", output, output_split_sizes, transport.world)
-    gives = _splits(name, "input", input, input_split_sizes, transport.world)
-    if takes[transport.rank] != gives[transport.rank]:
         raise ValueError(
-            f"{name}: rank {transport.rank} gives itself {gives[transport.rank]} rows but takes {takes[transport.rank]}"
+            f"{name}: output {list(output.shape)} and input {list(input.shape)} need rows of the same shape"
         )
-    return _run(_exchange, name, transport, output, input, async_op, (takes, gives))
+    _check_pair(name, output, input)
+    receive_counts = _splits(name, "output", output, output_split_sizes, transport.world)
+    send_counts = _splits(name, "input", input, input_split_sizes, transport.world)
+    if receive_counts[transport.rank] != send_counts[transport.rank]:
+        raise ValueError(
+            f"{name}: rank {transport.rank} sends itself {send_counts[transport.rank]} rows, but receives "
+            f"{receive_counts[transport.rank]}"
+        )
+    return _run(_exchange, name, transport, output, input, async_op, (receive_counts, send_counts))
 
 
 # ---------------------------------------------------------------------- collectives on contiguous tensors
@@ -332,8 +335,8 @@ def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None
         if piece.data_ptr() == whole + call.transport.rank * piece.nbytes:
             return
     raise ValueError(
-        f"{call.name}: output and input share memory, which would be read after it was written: pass input.clone(), or "
-        "another output"
+        f"{call.name}: output and input share memory, so input would be overwritten before it is read: pass "
+        "input.clone(), or another output"
     )
 
 
@@ -375,7 +378,7 @@ def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
     if op not in _NAMES:
         raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
     if dtype not in _REDUCED:
-        raise ValueError(f"{name}: {dtype} is not reduced: convert the tensor (complex: torch.view_as_real)")
+        raise ValueError(f"{name}: {dtype} is not supported: convert the tensor (complex: torch.view_as_real)")
     if not dtype.is_floating_point and _NAMES[op] == "mean":
         raise ValueError(
             f"{name}: AVG of {dtype} would be rounded: convert the tensor to a floating-point dtype, or use SUM and "
@@ -386,25 +389,30 @@ def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
 
 def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
     if a.dtype != b.dtype or a.device != b.device:
-        raise ValueError(f"{name}: one tensor is {a.dtype} on {a.device}, the other {b.dtype} on {b.device}")
-
-
-def _check(name: str, whole: Tensor, piece: Tensor, elements: int, world: int) -> None:
-    _check_pair(name, whole, piece)
-    if whole.numel() != elements:
         raise ValueError(
-            f"{name}: the larger tensor {list(whole.shape)} must have {world} times the elements of {list(piece.shape)}"
+            f"{name}: one tensor is {a.dtype} on {a.device}, the other {b.dtype} on {b.device}: convert one of them"
         )
 
 
-def _splits(name: str, what: str, tensor: Tensor, sizes: Sequence[int] | None, world: int) -> list[int]:
+def _check(name: str, larger: Tensor, piece: Tensor, elements: int, world: int) -> None:
+    _check_pair(name, larger, piece)
+    if larger.numel() != elements:
+        raise ValueError(
+            f"{name}: the larger tensor {list(larger.shape)} must have {world} times the elements of "
+            f"{list(piece.shape)}"
+        )
+
+
+def _splits(name: str, argument: str, tensor: Tensor, sizes: Sequence[int] | None, world: int) -> list[int]:
     rows = tensor.shape[0]
     if sizes is None:
         if rows % world:
-            raise ValueError(f"{name}: {rows} rows of {what} do not divide into {world}: pass {what}_split_sizes")
+            raise ValueError(
+                f"{name}: {rows} rows of {argument} are not divisible by {world} ranks: pass {argument}_split_sizes"
+            )
         return [rows // world] * world
     if len(sizes) != world or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(
-            f"{name}: {what}_split_sizes {list(sizes)} must be {world} numbers, none negative, of sum {rows}"
+            f"{name}: {argument}_split_sizes {list(sizes)} must be {world} numbers >= 0 that sum to {rows}"
         )
     return [int(size) for size in sizes]

@@ -48,17 +48,17 @@ def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int | None = None, 
     check_length("x", shards, length)
     if rows.shape[0] not in (1, batch):
         raise ValueError(f"x has shape {list(x.shape)}: a batch of {rows.shape[0]}, but shards has {batch} sequences")
-    each = shards.tokens_per_rank
-    first = check_rank(shards, rank) * each
+    per_rank = shards.tokens_per_rank
+    first = check_rank(shards, rank) * per_rank
     if length == 0:
-        return rows.new_full((batch, each, *rows.shape[2:]), pad).movedim(1, dim)
-    index = _on_device(shards, "order", x.device)[:, first : first + each]
+        return rows.new_full((batch, per_rank, *rows.shape[2:]), pad).movedim(1, dim)
+    index = _on_device(shards, "order", x.device)[:, first : first + per_rank]
     row = torch.arange(batch, device=x.device)[:, None] if rows.shape[0] == batch else 0
-    taken = rows[row, index.clamp(max=length - 1)]
+    local = rows[row, index.clamp(max=length - 1)]
     if length < shards.padded_length:
-        beyond = (index >= length).view(batch, each, *(1,) * (taken.dim() - 2))
-        taken = taken.masked_fill(beyond, pad)
-    return taken.movedim(1, dim)
+        beyond = (index >= length).view(batch, per_rank, *(1,) * (local.dim() - 2))
+        local = local.masked_fill(beyond, pad)
+    return local.movedim(1, dim)
 
 
 def unshard(
@@ -83,20 +83,20 @@ def unshard(
     rows = local.movedim(dim, 1).contiguous()
     transport = resolve(group, local.device)
     check_ranks(shards, transport)
-    batch, each = len(shards.block_order), shards.tokens_per_rank
-    if rows.shape[:2] != (batch, each):
+    batch, per_rank = len(shards.block_order), shards.tokens_per_rank
+    if rows.shape[:2] != (batch, per_rank):
         raise ValueError(
-            f"local has shape {list(local.shape)}: {rows.shape[0]} sequences of {rows.shape[1]} tokens, but every rank "
-            f"of shards holds {batch} of {each}"
+            f"local has shape {list(local.shape)}: {rows.shape[0]} sequences of {rows.shape[1]} tokens, expected "
+            f"{batch} of {per_rank}"
         )
     length = int(shards.lengths.max()) if length is None else operator.index(length)
     if not 0 <= length <= shards.padded_length:
         raise ValueError(f"length must lie between 0 and {shards.padded_length}, got {length}")
     gathered = rows.new_empty(shards.ranks, *rows.shape)
     gather_rows("unshard", transport, gathered, rows, shards=fingerprint_of_shards(shards))
-    place = _on_device(shards, "inverse", local.device)[:, :length]
+    index = _on_device(shards, "inverse", local.device)[:, :length]
     row = torch.arange(batch, device=local.device)[:, None]
-    return gathered[place // each, row, place % each].movedim(1, dim)
+    return gathered[index // per_rank, row, index % per_rank].movedim(1, dim)
 
 
 def shard_mask(mask: BitfieldMask, shards: TokenShards, rank: int | None = None) -> BitfieldMask:
@@ -104,14 +104,14 @@ def shard_mask(mask: BitfieldMask, shards: TokenShards, rank: int | None = None)
 
     Tokens keep their positions; padding belongs to no document. Raises ValueError for a mask that does not fit shards.
     """
-    batch, each = len(shards.block_order), shards.tokens_per_rank
+    batch, per_rank = len(shards.block_order), shards.tokens_per_rank
     if mask.batch != batch:
         raise ValueError(f"the mask has {mask.batch} rows, but shards has {batch} sequences")
     check_length("the mask", shards, mask.length)
     index = _on_device(shards, "order", mask.device)
     if rank is not None:
-        first = check_rank(shards, rank) * each
-        index = index[:, first : first + each]
+        first = check_rank(shards, rank) * per_rank
+        index = index[:, first : first + per_rank]
     return mask.padded(shards.padded_length).select(index)
 
 
@@ -133,7 +133,7 @@ def check_length(name: str, shards: TokenShards, length: int) -> None:
     if not _fits(shards, length):
         raise ValueError(
             f"{name} has {length} tokens, but shards holds {shards.padded_length} in blocks of {shards.block} for "
-            f"{shards.ranks} ranks: distribute_tokens has to be given the row_blocks of these tokens"
+            f"{shards.ranks} ranks: pass the row_blocks of these tokens to distribute_tokens"
         )
 
 
@@ -145,14 +145,14 @@ def _fits(shards: TokenShards, length: int) -> bool:
 def _dimension(name: str, x: Tensor, dim: int | None, may_be_tokens: Callable[[int], bool]) -> int:
     """The dimension of the tokens; dimension 0 is the batch."""
     if x.dim() < 2 or not (dim is None or 1 <= dim < x.dim()):
-        mend = f": pass {name}[None], a batch of one" if x.dim() == 1 else ""
+        advice = f": pass {name}[None] for a batch of one" if x.dim() == 1 else ""
         raise ValueError(
-            f"{name} has shape {list(x.shape)} and dim is {dim}: dimension 0 is the batch and a later one the "
-            f"tokens{mend}"
+            f"{name} has shape {list(x.shape)} and dim is {dim}: dimension 0 must be the batch, and a later one "
+            f"the tokens{advice}"
         )
     if dim is None and x.dim() > 3 and may_be_tokens(x.shape[2]):
         raise ValueError(
-            f"{name} has shape {list(x.shape)}, of which dimension 2 could be the tokens: pass dim=2 if it is "
+            f"{name} has shape {list(x.shape)}, in which dimension 2 could be the tokens: pass dim=2 if it is "
             "[B, heads, T, D], or dim=1"
         )
     return 1 if dim is None else dim
@@ -160,7 +160,7 @@ def _dimension(name: str, x: Tensor, dim: int | None, may_be_tokens: Callable[[i
 
 def _on_device(shards: TokenShards, name: str, device: torch.device) -> Tensor:
     """shards.order or shards.inverse, int64 [B, padded_length], copied once to each device that needs it."""
-    made: dict[tuple[str, torch.device], Tensor] = shards.__dict__.setdefault("_on_device", {})
-    if (name, device) not in made:
-        made[name, device] = torch.from_numpy(getattr(shards, name)).to(device)
-    return made[name, device]
+    cache: dict[tuple[str, torch.device], Tensor] = shards.__dict__.setdefault("_on_device", {})
+    if (name, device) not in cache:
+        cache[name, device] = torch.from_numpy(getattr(shards, name)).to(device)
+    return cache[name, device]

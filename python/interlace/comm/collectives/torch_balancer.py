@@ -70,6 +70,6 @@ def _hook() -> Any:
         if rows.dim() == 2:  # older versions have a one-dimensional order for the whole batch
             return base
     raise RuntimeError(
-        f"torch {torch.__version__} has no _LoadBalancer for context parallelism that takes an order per sequence "
-        "(2.13 has): use interlace.comm.context_parallel_attention, which needs none, or another torch"
+        f"torch {torch.__version__} has no _LoadBalancer for context parallelism with an order per sequence: use "
+        "torch 2.13 or later, or interlace.comm.context_parallel_attention"
     )

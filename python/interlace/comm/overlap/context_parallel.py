@@ -182,14 +182,14 @@ def context_parallel_attention(
     q, k, v = cast_for_autocast(q, k, v)
     check_dtypes(q, k, v)
     chunks = _chunks(q, k, v, transport.world, heads_per_chunk)
-    built = _plan(mask, shards, transport, q, k, len(chunks))
+    cp_plan = _plan(mask, shards, transport, q, k, len(chunks))
     arguments = arguments_of(
         q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-        q=q.shape, k=k.shape, v=v.shape, shards=fingerprint_of_shards(shards), mask=built.fingerprint,
+        q=q.shape, k=k.shape, v=v.shape, shards=fingerprint_of_shards(shards), mask=cp_plan.fingerprint,
         scale=options[0], softcap=options[1], deterministic=options[2], chunks=len(chunks),
     )  # fmt: skip
     with transport.used_for(_NAME):
-        out, lse = _ContextParallel.apply(q, k, v, _Job(transport, arguments, built.plan, chunks, *options))
+        out, lse = _ContextParallel.apply(q, k, v, _Job(transport, arguments, cp_plan.plan, chunks, *options))
     return (out, lse) if return_lse else out
 
 
@@ -207,7 +207,7 @@ def _plan(
     elif not isinstance(mask, ContextParallelPlan):
         raise TypeError(f"mask must be a BitfieldMask or a ContextParallelPlan, got {type(mask).__name__}")
     if mask.shards is not shards:
-        raise ValueError("mask was built for other shards: a microbatch has one TokenShards, which all its parts share")
+        raise ValueError("mask was built for other shards: use one TokenShards for all parts of a microbatch")
     if mask.rank != transport.rank:
         raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {transport.rank} of the group")
     if mask.plan.device != q.device:
@@ -222,13 +222,13 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, world: int, heads: int | str) -> li
         if world == 1:
             heads = total
         else:
-            each = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-            heads = -(-LEAST_BYTES // each)
+            head_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+            heads = -(-LEAST_BYTES // head_bytes)
             if _device.on_gpu(k.device):
                 heads = max(heads, -(-LEAST_ROWS * total // (q.shape[0] * q.shape[1] * q.shape[2])))
             heads = -(-total // -(-total // min(heads, total)))  # the same number of chunks, with even lengths
     elif isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise ValueError(f'heads_per_chunk must be a number of key heads from 1 on, or "auto"; got {heads!r}')
+        raise ValueError(f'heads_per_chunk must be a number of key heads >= 1, or "auto"; got {heads!r}')
     return [slice(first, min(first + heads, total)) for first in range(0, total, heads)]
 
 
@@ -316,7 +316,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("context_parallel_attention has no second derivative")
+        raise RuntimeError("context_parallel_attention does not support second derivatives")
 
 
 class _GatheredHeads:
@@ -333,10 +333,10 @@ class _GatheredHeads:
         self.sources = (k.contiguous(), v.contiguous())
         self.tickets: dict[int, Ticket] = {}
         if transport.world > 1:
-            most = max(chunk.stop - chunk.start for chunk in chunks)
-            size = transport.world * sum(source[:, :most].numel() for source in self.sources)
-            self.room = [k.new_empty(size) for _ in range(min(self.BUFFERS, len(chunks)))]
-            for number in range(len(self.room)):
+            largest = max(chunk.stop - chunk.start for chunk in chunks)
+            size = transport.world * sum(source[:, :largest].numel() for source in self.sources)
+            self.buffers = [k.new_empty(size) for _ in range(min(self.BUFFERS, len(chunks)))]
+            for number in range(len(self.buffers)):
                 self._start(number)
 
     @contextmanager
@@ -349,32 +349,32 @@ class _GatheredHeads:
             yield keys, values
             return
         self.tickets.pop(number).wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         keys, values = (part.flatten(2, 3) for part in self._buffer(number))
         yield keys, values
         if self.transport.trace is not None:
-            self.transport.trace.add("read", self._name(number), began, time.perf_counter())
-        if number + len(self.room) < len(self.chunks):
-            self._start(number + len(self.room))
+            self.transport.trace.add("read", self._name(number), start, time.perf_counter())
+        if number + len(self.buffers) < len(self.chunks):
+            self._start(number + len(self.buffers))
 
     def _start(self, number: int) -> None:
         transport, chunk = self.transport, self.chunks[number]
-        began = time.perf_counter()
+        start = time.perf_counter()
         outgoing, incoming = [], []
         peers = peers_of(transport.rank, transport.world)
-        for source, to in zip(self.sources, self._buffer(number)):
-            mine = source[:, chunk]
-            to[:, :, transport.rank].copy_(mine)
-            outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(mine)]
-            incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(to[:, :, peer])]
+        for source, destination in zip(self.sources, self._buffer(number)):
+            own = source[:, chunk]
+            destination[:, :, transport.rank].copy_(own)
+            outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(own)]
+            incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(destination[:, :, peer])]
         trace = transport.trace
-        filled = None if trace is None else lambda: trace.add("write", self._name(number), began, time.perf_counter())
+        filled = None if trace is None else lambda: trace.add("write", self._name(number), start, time.perf_counter())
         label = f"{_NAME}, gather of {_named(chunk)}"
         self.tickets[number] = transport.copy_batch(outgoing, incoming, label, filled, self.arguments)
 
     def _buffer(self, number: int) -> list[Tensor]:
         """k and v of a chunk, [B, heads, world, tokens, D or Dv]; every rank's tokens of a head are contiguous."""
-        room, chunk, parts = self.room[number % len(self.room)], self.chunks[number], []
+        room, chunk, parts = self.buffers[number % len(self.buffers)], self.chunks[number], []
         for source in self.sources:
             batch, _, tokens, dim = source.shape
             shape = torch.Size((batch, chunk.stop - chunk.start, self.transport.world, tokens, dim))
@@ -383,7 +383,7 @@ class _GatheredHeads:
         return parts
 
     def _name(self, number: int) -> str:
-        return f"buffer {number % len(self.room)}, {_named(self.chunks[number])}"
+        return f"buffer {number % len(self.buffers)}, {_named(self.chunks[number])}"
 
 
 class _ScatteredGradients:
@@ -404,14 +404,14 @@ class _ScatteredGradients:
             return
         peers = peers_of(rank, world)
         by_rank = [part.unflatten(2, (world, -1)).unbind(2) for part in parts]
-        arrived = [part.new_empty(world, *result.shape) for part, result in zip(parts, results)]
-        for to, part in zip(arrived, by_rank):
-            to[rank].copy_(part[rank])
+        received = [part.new_empty(world, *result.shape) for part, result in zip(parts, results)]
+        for destination, part in zip(received, by_rank):
+            destination[rank].copy_(part[rank])
         outgoing = [Copy(peer, piece) for peer in peers for part in by_rank for piece in _pieces(part[peer])]
-        incoming = [Copy(peer, piece) for peer in peers for part in arrived for piece in _pieces(part[peer])]
+        incoming = [Copy(peer, piece) for peer in peers for part in received for piece in _pieces(part[peer])]
 
         def add_up() -> None:
-            for part, result in zip(arrived, results):
+            for part, result in zip(received, results):
                 reduce_in_order(part.unbind(), result)
 
         label = f"{_NAME}, gradients of {chunk}"

@@ -52,7 +52,7 @@ class DeferredGradients:
         for weight, products in self._of.values():
             for product in products:
                 of_product: Any = product
-                yield from ((weight, given) for given in of_product.args if isinstance(given, Tensor))
+                yield from ((weight, operand) for operand in of_product.args if isinstance(operand, Tensor))
 
     @torch.no_grad()
     def compute(self, weights: Collection[nn.Parameter] | None = None) -> None:
@@ -87,16 +87,16 @@ class Deferral:
     def __init__(self, weights: Collection[int] | None = None) -> None:
         """weights: ids of the weights whose gradients are deferred; None: any."""
         self._weights = weights
-        self._now: DeferredGradients | None = None
+        self._active: DeferredGradients | None = None
 
     @contextmanager
     def begin(self) -> Iterator[DeferredGradients]:
         """Block in which a backward runs. Yields the gradients that it defers."""
-        self._now = found = DeferredGradients()
+        self._active = gradients = DeferredGradients()
         try:
-            yield found
+            yield gradients
         finally:
-            self._now = None
+            self._active = None
 
     def takes(self, weight: Tensor) -> bool:
         """True if the gradient of `weight` can be deferred: it requires one, and is a trained leaf parameter."""
@@ -104,16 +104,14 @@ class Deferral:
             return False
         return isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
 
-    def put_off(self, weight: nn.Parameter, product: Callable[[], Tensor]) -> None:
+    def defer(self, weight: nn.Parameter, product: Callable[[], Tensor]) -> None:
         """See `DeferredGradients.add`."""
-        if self._now is None:
-            raise RuntimeError(
-                "the forward put the gradients of its weights off, so its backward must run inside Deferral.begin()"
-            )
-        self._now.add(weight, product)
+        if self._active is None:
+            raise RuntimeError("the forward deferred its weight gradients: run its backward inside Deferral.begin()")
+        self._active.add(weight, product)
 
 
-class PutOff:
+class DeferredWeights:
     """Weights of a product whose gradients are deferred, for the autograd function of that product.
 
     weights: the deferred weights, None in place of others.
@@ -129,13 +127,13 @@ class PutOff:
 
     def operands(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Arguments of the function for the weights, derived from the multiplied operands (`cast_operands`)."""
-        return [made if w is None else made.detach() for made, w in zip(weights, self.weights, strict=True)]
+        return [operand if w is None else operand.detach() for operand, w in zip(weights, self.weights, strict=True)]
 
-    def add(self, place: int, product: Callable[[], Tensor]) -> None:
-        """`product()`, in any dtype, is the gradient of the weight at `place`."""
-        weight = self.weights[place]
+    def add(self, index: int, product: Callable[[], Tensor]) -> None:
+        """`product()`, in any dtype, is the gradient of weight number `index`."""
+        weight = self.weights[index]
         assert isinstance(weight, nn.Parameter) and self._deferral is not None
-        self._deferral.put_off(weight, product)
+        self._deferral.defer(weight, product)
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, *, by: str = "out") -> Tensor:
@@ -149,10 +147,10 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: De
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
-    put_off = PutOff(deferral, [weight])
+    deferred = DeferredWeights(deferral, [weight])
     operand = weight.detach()
-    saved = _Saved.apply(put_off.anchor, [x.detach(), operand if x.requires_grad else None])
-    y: Tensor = _DeferredLinear.apply(x, operand, bias, put_off, saved, by)
+    saved = _Saved.apply(deferred.anchor, [x.detach(), operand if x.requires_grad else None])
+    y: Tensor = _DeferredLinear.apply(x, operand, bias, deferred, saved, by)
     return y
 
 
@@ -201,9 +199,9 @@ class _Saved(torch.autograd.Function):
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff, saved: Tensor, by: str
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeights, saved: Tensor, by: str
     ) -> Tensor:
-        ctx.saved, ctx.put_off, ctx.by = saved.grad_fn, put_off, by
+        ctx.saved, ctx.deferred, ctx.by = saved.grad_fn, deferred, by
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _product(x, weight, bias, by)
 
@@ -219,7 +217,7 @@ class _DeferredLinear(torch.autograd.Function):
                 d_x = _like(rows, grad, factor if ctx.by == "out" else factor.t()).reshape(x.shape)
             if ctx.needs_input_grad[2]:
                 d_bias = grad.sum(0).to(ctx.bias_dtype)
-            ctx.put_off.add(0, partial(_weight_gradient, grad, rows, ctx.by))
+            ctx.deferred.add(0, partial(_weight_gradient, grad, rows, ctx.by))
         return d_x, None, d_bias, None, None, None
 
 

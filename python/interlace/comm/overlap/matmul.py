@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.comm.collectives.one_operation import as_one_operation
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
-from interlace.comm.overlap.deferred import Deferral, PutOff, deferred_linear
+from interlace.comm.overlap.deferred import Deferral, DeferredWeights, deferred_linear
 from interlace.comm.overlap.tiles import Chunking, gather_products, scatter_products
 from interlace.comm.process.agreement import arguments_of
 from interlace.comm.process.groups import Group
@@ -85,27 +85,29 @@ def all_gather_matmul(
         raise ValueError("all_gather_matmul: weights must be a list of tensors: pass [weight]")
     for weight in weights:
         _check("all_gather_matmul", x, weight)
-    given, weights = weights, list(weights)
+    originals, weights = weights, list(weights)
     transport = resolve(group, x.device)
     x, *weights = cast_operands(x, *weights)
     if transport.world == 1:
         if deferral is not None:
-            return x, [deferred_linear(x, weight, None, deferral) for weight in given]
+            return x, [deferred_linear(x, weight, None, deferral) for weight in originals]
         return x, [nn.functional.linear(x, weight) for weight in weights]
     check_reverse_mode("all_gather_matmul", x, *weights)
     leading, (rows, width) = x.shape[:-2], x.shape[-2:]
     x = x.reshape(leading.numel(), rows, width)
-    watched = torch.is_grad_enabled()
-    again = "with gradients of weights" if watched and any(weight.requires_grad for weight in weights) else "alone"
+    grad_enabled = torch.is_grad_enabled()
+    kept_for = (
+        "with gradients of weights" if grad_enabled and any(weight.requires_grad for weight in weights) else "alone"
+    )
     chunking = chunking_of(
-        "all_gather_matmul", x, transport, num_chunks, layout, x.shape, watched and x.requires_grad,
-        x=torch.Size((*leading, rows, width)), regather=again if regather else False,
+        "all_gather_matmul", x, transport, num_chunks, layout, x.shape, grad_enabled and x.requires_grad,
+        x=torch.Size((*leading, rows, width)), regather=kept_for if regather else False,
     )  # fmt: skip
-    put_off = PutOff(deferral, given)
-    operands = put_off.operands(weights)
+    deferred = DeferredWeights(deferral, originals)
+    operands = deferred.operands(weights)
     with transport.used_for(chunking.label):
         gathered, *products = _AllGatherMatmul.apply(
-            x, transport, chunking, regather, put_off, put_off.anchor, *operands
+            x, transport, chunking, regather, deferred, deferred.anchor, *operands
         )
     total = transport.world * rows
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
@@ -136,26 +138,26 @@ def matmul_reduce_scatter(
     if x.dim() < 2:
         raise ValueError(f"matmul_reduce_scatter: x must be [..., rows, K], got {list(x.shape)}")
     _check("matmul_reduce_scatter", x, weight)
-    given = weight
+    original = weight
     x, weight = cast_operands(x, weight)
     transport = resolve(group, x.device)
     leading, (total, width), world = x.shape[:-2], x.shape[-2:], transport.world
     if world == 1:
-        return nn.functional.linear(x, weight) if deferral is None else deferred_linear(x, given, None, deferral)
+        return nn.functional.linear(x, weight) if deferral is None else deferred_linear(x, original, None, deferral)
     check_reverse_mode("matmul_reduce_scatter", x, weight)
     if total % world:
         raise ValueError(
-            f"matmul_reduce_scatter: {total} rows do not divide among {world} ranks: pad the sequence to a multiple"
+            f"matmul_reduce_scatter: {total} rows are not divisible by {world} ranks: pad the sequence to a multiple"
         )
     x = x.reshape(leading.numel(), world, total // world, width)
     shape = torch.Size((leading.numel(), total // world, weight.shape[0]))
     result = torch.Size((*leading, *shape[1:]))
     backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunking = chunking_of("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
-    put_off = PutOff(deferral, [given])
-    (operand,) = put_off.operands([weight])
+    deferred = DeferredWeights(deferral, [original])
+    (operand,) = deferred.operands([weight])
     with transport.used_for(chunking.label):
-        return _MatmulReduceScatter.apply(x, transport, chunking, put_off, put_off.anchor, operand).view(result)
+        return _MatmulReduceScatter.apply(x, transport, chunking, deferred, deferred.anchor, operand).view(result)
 
 
 def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
@@ -185,27 +187,29 @@ def chunking_of(
     if layout not in ("auto", "direct", "remap"):
         raise ValueError(f'{name}: layout must be "auto", "direct" or "remap", got {layout!r}')
     direct = rows >= DIRECT_ROWS * chunks if layout == "auto" else layout == "direct"
-    laid = "direct" if direct else "remap"
-    return Chunking(chunks, direct, name, arguments_of(like.dtype, backward, chunks=chunks, layout=laid, **options))
+    chosen_layout = "direct" if direct else "remap"
+    return Chunking(
+        chunks, direct, name, arguments_of(like.dtype, backward, chunks=chunks, layout=chosen_layout, **options)
+    )
 
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, regather: bool, put_off: PutOff,
+        ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, regather: bool, deferred: DeferredWeights,
         anchor: Tensor | None, *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]. put_off: weights with deferred gradients."""
+        """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]. deferred: weights with deferred gradients."""
         x = x.contiguous()
 
         def compute() -> list[Tensor]:
-            done = gather_products(transport, x, [weight.t() for weight in weights], chunking)
-            done.wait_rows()
-            done.wait()
-            return [done.rows, *done.products]
+            result = gather_products(transport, x, [weight.t() for weight in weights], chunking)
+            result.wait_rows()
+            result.wait()
+            return [result.rows, *result.products]
 
         gathered, *products = as_one_operation(compute, x)
-        ctx.transport, ctx.chunking, ctx.regather, ctx.put_off = transport, chunking, regather, put_off
+        ctx.transport, ctx.chunking, ctx.regather, ctx.deferred = transport, chunking, regather, deferred
         needed = any(ctx.needs_input_grad[5:])  # of the anchor or a weight
         kept = (x if regather else gathered,) if needed else ()
         ctx.save_for_backward(*weights, *kept)
@@ -226,18 +230,18 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx: Any, transport: Transport, chunking: Chunking, d_gathered: Tensor | None,
         d_products: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
         saved = ctx.saved_tensors  # read once: under activation checkpointing every access unpacks again
-        weights, kept = saved[: len(needs)], saved[len(needs) :]
+        weights, kept_rows = saved[: len(needs_weights)], saved[len(needs_weights) :]
         grads = [None if grad is None else grad.contiguous() for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
-        again = _Regather(transport, kept[0], chunking) if kept and ctx.regather else None
+        regather = _Regather(transport, kept_rows[0], chunking) if kept_rows and ctx.regather else None
 
         def weight_gradients() -> None:
-            rows = again.wait() if again is not None else kept[0]
+            rows = regather.wait() if regather is not None else kept_rows[0]
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
-                    if needs[i] and grad is not None:
+                    if needs_weights[i] and grad is not None:
                         d_weights[i] = weight_gradient(grad, rows)
 
         d_x = None
@@ -247,14 +251,14 @@ class _AllGatherMatmul(torch.autograd.Function):
             width = weights[0].shape[1] if weights else like.shape[3]
             d_x = like.new_empty(batch, rows, width)
             terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
-            meanwhile = weight_gradients if any(needs) else None
+            meanwhile = weight_gradients if any(needs_weights) else None
             scatter_products(transport, terms, d_gathered, d_x, chunking, meanwhile)
-        elif any(needs):
+        elif any(needs_weights):
             weight_gradients()
-        for place, (weight, grad) in enumerate(zip(ctx.put_off.weights, grads, strict=True)):
+        for index, (weight, grad) in enumerate(zip(ctx.deferred.weights, grads, strict=True)):
             if weight is not None and grad is not None:
-                whole = again.wait() if again is not None else kept[0]
-                ctx.put_off.add(place, partial(weight_gradient, grad, whole))
+                whole = regather.wait() if regather is not None else kept_rows[0]
+                ctx.deferred.add(index, partial(weight_gradient, grad, whole))
         return d_x, None, None, None, None, None, *d_weights
 
 
@@ -265,11 +269,11 @@ class _MatmulReduceScatter(torch.autograd.Function):
         x: Tensor,
         transport: Transport,
         chunking: Chunking,
-        put_off: PutOff,
+        deferred: DeferredWeights,
         anchor: Tensor | None,
         weight: Tensor,
     ) -> Tensor:
-        """x [B, W, m, K], weight [N, K] -> [B, m, N]. put_off: whether the weight's gradient is deferred."""
+        """x [B, W, m, K], weight [N, K] -> [B, m, N]. deferred: whether the weight's gradient is deferred."""
         batch, _, rows, _ = x.shape
         x = x.contiguous()
 
@@ -279,7 +283,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
             return [y]
 
         (y,) = as_one_operation(compute, x)
-        ctx.transport, ctx.chunking, ctx.put_off = transport, chunking, put_off
+        ctx.transport, ctx.chunking, ctx.deferred = transport, chunking, deferred
         ctx.save_for_backward(weight, x if any(ctx.needs_input_grad[4:]) else None)
         return y
 
@@ -292,17 +296,17 @@ class _MatmulReduceScatter(torch.autograd.Function):
         matrices = [weight] if needs_x else []
         d_weight = None
         with transport.used_for(chunking.label):
-            done = gather_products(transport, d_y.contiguous(), matrices, chunking)
+            result = gather_products(transport, d_y.contiguous(), matrices, chunking)
             if needs_weight:
-                done.wait_rows()
+                result.wait_rows()
                 # The remap of the last products may still run concurrently.
                 with computing(transport, f"{chunking.label}, weight gradient"):
-                    d_weight = weight_gradient(done.rows, x)
-            elif ctx.put_off.anchor is not None:
-                done.wait_rows()
-                ctx.put_off.add(0, partial(weight_gradient, done.rows, x))
-            done.wait()
-        return done.products[0] if needs_x else None, None, None, None, None, d_weight
+                    d_weight = weight_gradient(result.rows, x)
+            elif ctx.deferred.anchor is not None:
+                result.wait_rows()
+                ctx.deferred.add(0, partial(weight_gradient, result.rows, x))
+            result.wait()
+        return result.products[0] if needs_x else None, None, None, None, None, d_weight
 
 
 class _Regather:
@@ -346,6 +350,8 @@ def _check(name: str, x: Tensor, weight: Tensor) -> None:
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"{name}: a weight must be [N, {x.shape[-1]}] for x {list(x.shape)}, got {list(weight.shape)}")
     if weight.device != x.device:
-        raise ValueError(f"{name}: a weight is on {weight.device}, x on {x.device}")
+        raise ValueError(f"{name}: a weight is on {weight.device}, but x is on {x.device}: move one of them")
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"{name}: a weight is {weight.dtype}, x {x.dtype}: cast one of them, or use torch.autocast")
+        raise ValueError(
+            f"{name}: a weight is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast"
+        )

@@ -99,7 +99,7 @@ class SideStream:
         """The side stream of a transport; closed with it."""
         if transport not in _side_streams:
             _side_streams[transport] = side = SideStream(transport.device)
-            transport.ends_with_it.callback(side.end)
+            transport.closed_with_it.callback(side.end)
         return _side_streams[transport]
 
     def end(self) -> None:
@@ -112,20 +112,20 @@ class SideStream:
         if self._thread is not None:
             inference = torch.is_inference_mode_enabled()
 
-            def alike() -> None:  # these modes are thread-local
+            def run_in_modes() -> None:  # these modes are thread-local
                 with torch.inference_mode(inference), torch.no_grad():
                     function()
 
-            return self._thread.submit(alike).result
+            return self._thread.submit(run_in_modes).result
         assert self.stream is not None
         device = self.stream.device
         self.stream.wait_stream(torch.accelerator.current_stream(device))
         with self.stream:
             function()
-            done = self.stream.record_event()
+            event = self.stream.record_event()
 
         def wait(_: Callable[[], None] = function) -> None:  # keeps tensors that the stream reads alive until then
-            torch.accelerator.current_stream(device).wait_event(done)
+            torch.accelerator.current_stream(device).wait_event(event)
 
         return wait
 
@@ -138,38 +138,38 @@ class BufferRing(Generic[T]):
 
     def __init__(self, transport: Transport, buffers: Sequence[T], label: str) -> None:
         self.transport, self.buffers, self.label = transport, buffers, label
-        self._held: dict[int, tuple[int, Wait]] = {}  # buffer -> (its chunk, the wait until it is consumed)
-        self._since = [0.0] * len(buffers)
+        self._in_use: dict[int, tuple[int, Wait]] = {}  # buffer -> (its chunk, the wait until it is consumed)
+        self._start = [0.0] * len(buffers)
 
     def take(self, i: int) -> T:
         """The buffer for chunk i, to be written."""
-        place = i % len(self.buffers)
-        self._release(place)
-        self._since[place] = time.perf_counter()
-        return self.buffers[place]
+        index = i % len(self.buffers)
+        self._release(index)
+        self._start[index] = time.perf_counter()
+        return self.buffers[index]
 
     def filled(self, i: int, consumed: Wait) -> None:
         """Marks chunk i as written. Its buffer must not be modified until `consumed` returns."""
         self._note("write", i)
-        place = i % len(self.buffers)
-        self._held[place], self._since[place] = (i, consumed), time.perf_counter()
+        index = i % len(self.buffers)
+        self._in_use[index], self._start[index] = (i, consumed), time.perf_counter()
 
     def finish(self) -> None:
         """Returns when everything has been consumed."""
-        for place in range(len(self.buffers)):
-            self._release(place)
+        for index in range(len(self.buffers)):
+            self._release(index)
 
-    def _release(self, place: int) -> None:
-        if place in self._held:
-            i, consumed = self._held.pop(place)
+    def _release(self, index: int) -> None:
+        if index in self._in_use:
+            i, consumed = self._in_use.pop(index)
             consumed()
             self._note("read", i)
 
     def _note(self, kind: str, i: int) -> None:
         if self.transport.trace is not None:
-            place = i % len(self.buffers)
-            label = f"{self.label}, buffer {place}, chunk {i}"
-            self.transport.trace.add(kind, label, self._since[place], time.perf_counter())
+            index = i % len(self.buffers)
+            label = f"{self.label}, buffer {index}, chunk {i}"
+            self.transport.trace.add(kind, label, self._start[index], time.perf_counter())
 
 
 # ---------------------------------------------------------------------- gather -> product
@@ -209,14 +209,14 @@ def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, chunking: C
     """gathered [B, W, m, K] = all ranks' x, in one transfer."""
     peers = peers_of(transport.rank, transport.world)
     ranks = gathered.transpose(0, 1)
-    arrives = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
+    received = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
     outgoing = [Copy(peer, x) for peer in peers]
-    incoming = [Copy(peer, arrives[peer]) for peer in peers]
+    incoming = [Copy(peer, received[peer]) for peer in peers]
     ticket = transport.copy_batch(outgoing, incoming, chunking.chunk(0), None, chunking.arguments)
-    arrives[transport.rank].copy_(x)
+    received[transport.rank].copy_(x)
     ticket.wait()
-    if arrives is not ranks:
-        ranks.copy_(arrives)
+    if received is not ranks:
+        ranks.copy_(received)
 
 
 def _gather_direct(
@@ -246,9 +246,9 @@ def _gather_remapped(
 ) -> tuple[Wait, Wait]:  # fmt: skip
     """As `_gather_direct`, over contiguous buffers: one is received, one is multiplied, one is copied to its place."""
     peers, side, cuts = peers_of(transport.rank, transport.world), SideStream.of(transport), chunking.cuts(x.shape[1])
-    longest = (len(peers), x.shape[0], cuts[0].stop)
+    buffer_shape = (len(peers), x.shape[0], cuts[0].stop)
     buffers = [
-        [whole.new_empty(*longest, whole.shape[-1]) for whole in (gathered, *products)]
+        [destination.new_empty(*buffer_shape, destination.shape[-1]) for destination in (gathered, *products)]
         for _ in range(min(3, chunking.chunks))
     ]
     ring = BufferRing(transport, buffers, f"{chunking.label}, remap")
@@ -260,24 +260,24 @@ def _gather_remapped(
         incoming = [Copy(peer, buffer[0][_slot(transport, peer)]) for peer in peers]
         return transport.copy_batch(outgoing, incoming, chunking.chunk(i), None, chunking.arguments), buffer
 
-    def place(i: int, sources: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
+    def place(i: int, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> Wait:
         def copy() -> None:
             with computing(transport, f"{chunking.chunk(i)}, remap"):
-                for source, whole in zip(sources, wholes):
-                    whole[: transport.rank, :, cuts[i]].copy_(source[: transport.rank])
-                    whole[transport.rank + 1 :, :, cuts[i]].copy_(source[transport.rank :])
+                for source, destination in zip(sources, destinations):
+                    destination[: transport.rank, :, cuts[i]].copy_(source[: transport.rank])
+                    destination[transport.rank + 1 :, :, cuts[i]].copy_(source[transport.rank :])
 
         return side.run(copy)
 
     issued = [issue(0), issue(1)]
     _own_rows(transport, x, gathered, matrices, products, chunking)
     for i in range(chunking.chunks):
-        ticket, (arrived, *results) = issued[i]
+        ticket, (received, *results) = issued[i]
         ticket.wait()
-        rows_placed = place(i, [arrived], [gathered])
+        rows_placed = place(i, [received], [gathered])
         with computing(transport, chunking.chunk(i)):
             for matrix, result in zip(matrices, results):
-                multiply(arrived, matrix, result)
+                multiply(received, matrix, result)
         ring.filled(i, place(i, results, products))
         if i + 2 < chunking.chunks:
             issued.append(issue(i + 2))
@@ -327,32 +327,32 @@ def scatter_products(
     extra = None if extra is None else extra.transpose(0, 1)
     own_last = meanwhile is None
     ranks = _others(transport) if own_last else [slice(0, transport.world)]
-    longest = (len(peers) if own_last else transport.world, out.shape[0], cuts[0].stop, out.shape[2])
-    buffers = [transport.allocate(longest, out.dtype) for _ in range(2)]
+    buffer_shape = (len(peers) if own_last else transport.world, out.shape[0], cuts[0].stop, out.shape[2])
+    buffers = [transport.allocate(buffer_shape, out.dtype) for _ in range(2)]
     ring = BufferRing(transport, buffers, f"{chunking.label}, send")
-    arrived = []
+    all_received = []
     for i, cut in enumerate(cuts):
         sends = _first_rows(ring.take(i), cut)
         with computing(transport, chunking.chunk(i)):
             _produce(by_rank, extra, ranks, cut, sends, chunking.direct)
-        arrives = out.new_empty(len(peers), *sends.shape[1:])
+        received = out.new_empty(len(peers), *sends.shape[1:])
         outgoing = [Copy(peer, sends[_slot(transport, peer) if own_last else peer]) for peer in peers]
-        incoming = [Copy(peer, arrives[_slot(transport, peer)]) for peer in peers]
-        then = None if own_last else partial(_sum, transport, arrives, sends[rank], out[:, cut])
+        incoming = [Copy(peer, received[_slot(transport, peer)]) for peer in peers]
+        then = None if own_last else partial(_sum, transport, received, sends[rank], out[:, cut])
         ticket = transport.copy_batch(outgoing, incoming, chunking.chunk(i), then, chunking.arguments)
         ring.filled(i, ticket.wait)
-        arrived.append(arrives)
+        all_received.append(received)
     if meanwhile is not None:
         meanwhile()
         ring.finish()
         return
-    own = torch.empty_like(out)
+    own_rows = torch.empty_like(out)
     with computing(transport, f"{chunking.label}, own rows"):
-        _produce(by_rank, extra, [slice(rank, rank + 1)], slice(None), own[None], chunking.direct)
+        _produce(by_rank, extra, [slice(rank, rank + 1)], slice(None), own_rows[None], chunking.direct)
     ring.finish()
     with computing(transport, f"{chunking.label}, sum"):
-        for arrives, cut in zip(arrived, cuts):
-            _sum(transport, arrives, own[:, cut], out[:, cut])
+        for received, cut in zip(all_received, cuts):
+            _sum(transport, received, own_rows[:, cut], out[:, cut])
 
 
 def _scatter_whole(
@@ -362,11 +362,11 @@ def _scatter_whole(
     """`scatter_products` with one product per term and one transfer."""
     sends = transport.allocate((transport.world, *out.shape), out.dtype)
     by_rank = sends.transpose(0, 1)
-    whole = by_rank if by_rank.is_contiguous() else torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+    result = by_rank if by_rank.is_contiguous() else torch.empty_like(by_rank, memory_format=torch.contiguous_format)
     with computing(transport, chunking.chunk(0)):
-        _produce(terms, extra, [slice(None)], slice(None), whole, True)  # everything, the leading dimension first
-        if whole is not by_rank:
-            by_rank.copy_(whole)
+        _produce(terms, extra, [slice(None)], slice(None), result, True)  # everything, the leading dimension first
+        if result is not by_rank:
+            by_rank.copy_(result)
     ticket = reduce_pieces(transport, list(sends.unbind()), out, chunking.chunk(0), chunking.arguments)
     meanwhile()
     ticket.wait()
@@ -378,25 +378,25 @@ def _produce(
 ) -> None:  # fmt: skip
     """out [P, B, n, N] = the rows `cut` of `ranks` of the sum of all products and `extra`."""
 
-    def picked(whole: Tensor) -> list[Tensor]:
-        parts = [whole[some, :, cut] for some in ranks]
+    def picked(tensor: Tensor) -> list[Tensor]:
+        parts = [tensor[part_ranks, :, cut] for part_ranks in ranks]
         return parts if direct else [torch.cat(parts)]
 
     outs = list(out.split([part.shape[0] for part in picked(terms[0][0])])) if terms else []
     add = extra is not None
     if extra is not None:
-        torch.cat([extra[some, :, cut] for some in ranks], out=out)
+        torch.cat([extra[part_ranks, :, cut] for part_ranks in ranks], out=out)
     elif not terms:
         out.zero_()
     for rows, matrix in terms:
-        for part, to in zip(picked(rows), outs):
-            multiply(part, matrix, to, add)
+        for part, target in zip(picked(rows), outs):
+            multiply(part, matrix, target, add)
         add = True
 
 
-def _sum(transport: Transport, arrived: Tensor, own: Tensor, out: Tensor) -> None:
-    parts = list(arrived.unbind())
-    parts.insert(transport.rank, own)
+def _sum(transport: Transport, received: Tensor, own_rows: Tensor, out: Tensor) -> None:
+    parts = list(received.unbind())
+    parts.insert(transport.rank, own_rows)
     reduce_in_order(parts, out)
 
 

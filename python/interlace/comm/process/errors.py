@@ -1,4 +1,4 @@
-"""CommError: a failed transfer, with the ranks it waited for."""
+"""CommError: a failed transfer, with the missing ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 class CommError(RuntimeError):
     """A transfer cannot be completed. The message names the rank, the operation, the missing peers and the reason.
 
-    waited: ranks that are missing, by their global numbers; empty if no rank is missing. why: the reason alone.
+    missing: ranks that are missing, by their global numbers; empty if none is. reason: the reason alone.
     """
 
-    def __init__(self, text: str, waited: Sequence[int] = (), why: str = "") -> None:
+    def __init__(self, text: str, missing: Sequence[int] = (), reason: str = "") -> None:
         super().__init__(text)
-        self.waited, self.why = tuple(waited), why or text
+        self.missing, self.reason = tuple(missing), reason or text
 
-    def again(self) -> CommError:
+    def copy(self) -> CommError:
         """A copy without traceback and cause."""
-        return CommError(str(self), self.waited, self.why)
+        return CommError(str(self), self.missing, self.reason)

@@ -25,34 +25,36 @@ _here = threading.local()
 @contextmanager
 def use(transport: Transport) -> Iterator[Transport]:
     """Inside the block `group=None` means `transport`, in this thread."""
-    before = here()
+    previous = current_transport()
     _here.transport = transport
     try:
         yield transport
     finally:
-        _here.transport = before
+        _here.transport = previous
 
 
-def here() -> Transport | None:
+def current_transport() -> Transport | None:
     """The transport set by `use` for this thread; None if not set."""
     return getattr(_here, "transport", None)
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The process group of a ProcessGroup, a one-dimensional DeviceMesh, or None (the default one)."""
-    found: Any = None
+    result: Any = None
     if group is None:
-        found = dist.group.WORLD
+        result = dist.group.WORLD
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         pass  # dist.new_group returns this to non-members
     elif isinstance(group, dist.ProcessGroup):
-        found = group
+        result = group
     elif hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
-            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions: pass one of them, as mesh['tp']")
-        found = group.get_group()
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions: pass one of them, for example mesh['tp']"
+            )
+        result = group.get_group()
     else:
         raise TypeError(f"group must be a Transport, ProcessGroup, DeviceMesh or None, got {type(group).__name__}")
-    if not isinstance(found, dist.ProcessGroup):
-        raise ValueError("this rank is not a member of the process group")
-    return found
+    if not isinstance(result, dist.ProcessGroup):
+        raise ValueError("this rank is not a member of the process group: pass a group that contains it")
+    return result

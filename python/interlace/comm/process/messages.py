@@ -6,40 +6,42 @@ import json
 from typing import Any
 
 
-class Elsewhere(ValueError):
+class OtherOperation(ValueError):
     """A peer sent a message of another operation."""
 
 
-def encode(what: str, value: Any) -> bytes:
-    """Encodes a JSON-serializable value; `what` names the operation."""
-    return json.dumps([what, value]).encode()
+def encode(operation: str, value: Any) -> bytes:
+    """Encodes a JSON-serializable value; `operation` is its name."""
+    return json.dumps([operation, value]).encode()
 
 
-def decode(raw: bytes, what: str, like: Any) -> Any:
+def decode(raw: bytes, operation: str, like: Any) -> Any:
     """The value of a message.
 
     like: this rank's own value. The message must have the same types in the same places, and the same keys and lengths.
 
     Raises:
-        Elsewhere: a message of another operation. ValueError: damaged, or of another form. Both quote the peer's
+        OtherOperation: a message of another operation. ValueError: damaged, or of another form. Both quote the peer's
             message.
     """
     try:
-        theirs, value = json.loads(raw)
+        peer_operation, value = json.loads(raw)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"says what cannot be read ({error})") from error
-    if theirs != what:
-        raise Elsewhere(f"is in {theirs[:200]}" if isinstance(theirs, str) else "says what cannot be read")
-    if not _alike(like, value):
-        raise ValueError("says something of another form: do the ranks run one version of the program?")
+        raise ValueError(f"sent an unreadable message ({error})") from error
+    if peer_operation != operation:
+        raise OtherOperation(
+            f"is in {peer_operation[:200]}" if isinstance(peer_operation, str) else "sent an unreadable message"
+        )
+    if not _same_form(like, value):
+        raise ValueError("sent a message of another form: run the same version of the program on all ranks")
     return value
 
 
-def _alike(mine: Any, theirs: Any) -> bool:
-    if type(mine) is not type(theirs):
+def _same_form(own: Any, other: Any) -> bool:
+    if type(own) is not type(other):
         return False
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(_alike(mine[key], theirs[key]) for key in mine)
-    if isinstance(mine, list):
-        return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+    if isinstance(own, dict):
+        return own.keys() == other.keys() and all(_same_form(own[key], other[key]) for key in own)
+    if isinstance(own, list):
+        return len(own) == len(other) and all(map(_same_form, own, other))
     return True

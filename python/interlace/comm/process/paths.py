@@ -24,8 +24,8 @@ class Paths(dict[str, set[str]]):
             return
         self._noted.add((label, path))
         kind = label.partition(",")[0]
-        taken = self.setdefault(kind, set())
-        if path not in taken:
-            taken.add(path)
+        paths = self.setdefault(kind, set())
+        if path not in paths:
+            paths.add(path)
             if self._rank == 0:
                 _log.info("%s: %s", kind, path)

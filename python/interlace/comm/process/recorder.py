@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 VERSION = 1
 LONGEST = 500  # characters of a text
-_NOBODY: tuple[int, ...] = ()
+_NO_RANKS: tuple[int, ...] = ()
 _WAITS = frozenset({"receive", "wait", "finish"})  # kinds in which the rank only waits
 
 
@@ -62,24 +62,24 @@ class FlightRecorder:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.rank, self.capacity, self.world = rank, capacity, world
         self.begun = 0  # events so far; the next one's token
-        self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NOBODY, 0)] * capacity
+        self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NO_RANKS, 0)] * capacity
         self._ends = [0] * capacity
         self._page = page_in_use()
-        self._lane: Sequence[int] = _NOBODY  # ranks of the lane whose work is in progress
+        self._lane: Sequence[int] = _NO_RANKS  # ranks of the lane whose work is in progress
 
-    def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
+    def begin(self, kind: str, operation: object, ranks: Sequence[int] = _NO_RANKS) -> int:
         """An event begins; returns its token.
 
         kind: such as "receive"; "compute" for work, of this rank alone or of a lane; "wait" and "finish" for waits for
         earlier events.
-        what: converted to text in `dump`, so it must not change.
+        operation: converted to text in `dump`, so it must not change.
         ranks: participants: the peer of a send or receive, all ranks of a collective, the ranks of a lane for its work.
         """
         token = self.begun
         self.begun = token + 1
-        place = token % self.capacity
-        self._ends[place] = 0
-        self._events[place] = token, kind, what, ranks, time_ns()
+        slot = token % self.capacity
+        self._ends[slot] = 0
+        self._events[slot] = token, kind, operation, ranks, time_ns()
         if self._page is not None:
             if kind in _WAITS:
                 self._page.waiting(ranks)
@@ -92,25 +92,25 @@ class FlightRecorder:
 
     def end(self, token: int) -> None:
         """The event has ended. No-op if it is no longer in the ring."""
-        place = token % self.capacity
-        if self._events[place][0] == token:
-            self._ends[place] = time_ns()
-            kind = self._events[place][1]
+        slot = token % self.capacity
+        if self._events[slot][0] == token:
+            self._ends[slot] = time_ns()
+            kind = self._events[slot][1]
             if self._page is not None and kind in _WAITS:
                 self._page.computing(self._lane)
             elif self._page is not None and kind == "compute" and self._lane:
-                self._lane = _NOBODY
+                self._lane = _NO_RANKS
                 self._page.computing()
 
     def events(self) -> list[dict[str, Any]]:
         """The events in the ring, oldest first: id, kind, what, ranks, begin, end (wall clock in seconds), state."""
-        found = sorted(zip(self._events, self._ends, strict=True), key=lambda pair: pair[0][0])
+        pairs = sorted(zip(self._events, self._ends, strict=True), key=lambda pair: pair[0][0])
         return [
             {
-                "id": token, "kind": kind, "what": str(what)[:LONGEST], "ranks": [int(rank) for rank in ranks],
+                "id": token, "kind": kind, "what": str(operation)[:LONGEST], "ranks": [int(rank) for rank in ranks],
                 "begin": begin / 1e9, "end": end / 1e9 if end else None, "state": "done" if end else "waiting",
             }
-            for (token, kind, what, ranks, begin), end in found
+            for (token, kind, operation, ranks, begin), end in pairs
             if token >= 0
         ]  # fmt: skip
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.process.abort_reports import named, private_store
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import named, private_store
-from interlace.comm.process.messages import Elsewhere, decode, encode
+from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.recorder import page_in_use
 
 _POLL = 0.005  # seconds
@@ -36,35 +36,35 @@ class Rounds:
         self.store, self.rank, self.world = store, rank, world
         self._round = 0
 
-    def begin(self, what: str, value: Any) -> None:
-        """Starts the next round, named `what`, with this rank's `value` (JSON-serializable)."""
+    def begin(self, operation: str, value: Any) -> None:
+        """Starts the next round, named `operation`, with this rank's `value` (JSON-serializable)."""
         self._round += 1
-        self.say(self.rank, what, value)
+        self.put(self.rank, operation, value)
 
-    def say(self, place: int | str, what: str, value: Any) -> None:
-        """Writes to a place (a rank, or a name chosen by the caller) in this round."""
-        raw = encode(what, value)
-        with self._asking(what):
-            self.store.set(self._key(place), raw)
+    def put(self, key: int | str, operation: str, value: Any) -> None:
+        """Writes to a key (a rank, or a name chosen by the caller) in this round."""
+        raw = encode(operation, value)
+        with self._store_call(operation):
+            self.store.set(self._key(key), raw)
 
     def wait_for(
         self,
-        places: Iterable[int | str],
-        what: str,
+        keys: Iterable[int | str],
+        operation: str,
         watch: Callable[[Sequence[int | str]], None],
         slowest: float = _POLL,
     ) -> None:
-        """Returns when every one of `places` has a value in this round.
+        """Returns when every one of `keys` has a value in this round.
 
-        Until then calls `watch` repeatedly with the missing places, at intervals that grow up to `slowest` seconds.
+        Until then calls `watch` repeatedly with the missing keys, at intervals that grow up to `slowest` seconds.
         `watch` raises to end the wait.
         """
-        missing, pause, page = list(places), _POLL, page_in_use()
+        missing, pause, page = list(keys), _POLL, page_in_use()
         if page is not None:
-            page.waiting([place for place in missing if isinstance(place, int)])
+            page.waiting([key for key in missing if isinstance(key, int)])
         while True:
-            with self._asking(what):
-                missing = [place for place in missing if not self.store.check([self._key(place)])]
+            with self._store_call(operation):
+                missing = [key for key in missing if not self.store.check([self._key(key)])]
             if not missing:
                 if page is not None:
                     page.computing()
@@ -73,18 +73,18 @@ class Rounds:
             time.sleep(pause)
             pause = min(2 * pause, max(slowest, _POLL))
 
-    def hear(self, place: int | str, what: str, like: Any) -> Any:
-        """The value at `place`. Raises ValueError if it is not about `what`, or not of the form of `like`."""
-        with self._asking(what):
-            raw = self.store.get(self._key(place))
+    def get(self, key: int | str, operation: str, like: Any) -> Any:
+        """The value at `key`. Raises ValueError if it is not about `operation`, or not of the form of `like`."""
+        with self._store_call(operation):
+            raw = self.store.get(self._key(key))
         if len(raw) > self.longest:
-            raise ValueError(f"says {len(raw)} bytes, more than {self.longest}")
-        return decode(raw, what, like)
+            raise ValueError(f"sent {len(raw)} bytes, more than {self.longest}")
+        return decode(raw, operation, like)
 
-    def _key(self, place: int | str) -> str:
-        return f"round {self._round} of {place}"
+    def _key(self, key: int | str) -> str:
+        return f"round {self._round} of {key}"
 
-    def _asking(self, what: str) -> AbstractContextManager[None]:
+    def _store_call(self, operation: str) -> AbstractContextManager[None]:
         """Context of every store call."""
         return nullcontext()
 
@@ -94,76 +94,81 @@ class Rendezvous(Rounds):
 
     store: private to this rendezvous, for a library that needs one to connect.
     name: unique to this rendezvous, equal on all ranks.
-    called: global numbers of the ranks (in the whole job), used in error messages.
-    over: a rank is missing or in another part of its program, so no further agreement is possible.
+    global_ranks: global numbers of the ranks (in the whole job), used in error messages.
+    failed: a rank is missing or in another part of its program, so no further agreement is possible.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.process_group, self.device, self.timeout = process_group, device, timeout
-        self.rank, self.over = process_group.rank(), False
-        self.called: Sequence[int] = range(process_group.size())
+        self.rank, self.failed = process_group.rank(), False
+        self.global_ranks: Sequence[int] = range(process_group.size())
         with suppress(KeyError, ValueError):  # a group unknown to torch
-            self.called = dist.get_process_group_ranks(process_group)
-        self.me = self.called[self.rank]
-        with self._asking_the_store("meeting the other ranks"):
+            self.global_ranks = dist.get_process_group_ranks(process_group)
+        self.global_rank = self.global_ranks[self.rank]
+        with self._store_errors("connecting to the other ranks"):
             self.name, store = private_store(process_group, "connection")
         super().__init__(store, process_group.rank(), process_group.size())
 
-    def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:
+    def exchange(self, value: Any, operation: str, since: float | None = None) -> list[Any]:
         """Every rank's `value`, by rank. Raises CommError that names a missing rank or one with another message.
 
         value: JSON-serializable, on every rank with the same types in the same places, keys and lengths.
         since: start time of the preceding common step, from which the timeout counts; default: now.
         """
-        with self._asking_the_store(what):
-            self.begin(what, value)
+        with self._store_errors(operation):
+            self.begin(operation, value)
             now = time.monotonic()
             deadline = now + self.timeout if since is None else max(since + self.timeout, now) + _GRACE
 
             def watch(missing: Sequence[int | str]) -> None:
                 if time.monotonic() > deadline:
                     raise CommError(
-                        f"rank {self.me}, {what}: no word from {named([self.called[int(rank)] for rank in missing])} "
-                        f"within {self.timeout:g} s: every rank of the process group has to connect",
-                        [self.called[int(rank)] for rank in missing],
+                        f"rank {self.global_rank}, {operation}: no message from "
+                        f"{named([self.global_ranks[int(rank)] for rank in missing])} within {self.timeout:g} s: "
+                        "every rank of the process group must connect",
+                        [self.global_ranks[int(rank)] for rank in missing],
                     )
 
-            self.wait_for(range(self.world), what, watch)
-            return [self._read(rank, value, what) for rank in range(self.world)]
+            self.wait_for(range(self.world), operation, watch)
+            return [self._read(rank, value, operation) for rank in range(self.world)]
 
-    def _read(self, rank: int, mine: Any, what: str) -> Any:
-        """The value of `rank`, of the form of `mine`."""
+    def _read(self, rank: int, like: Any, operation: str) -> Any:
+        """The value of `rank`, of the form of `like`."""
         try:
-            return self.hear(rank, what, mine)
-        except Elsewhere as error:
-            other = self.called[rank]
-            raise CommError(f"rank {self.me} is in {what}, but rank {other} {error}: the programs differ") from error
+            return self.get(rank, operation, like)
+        except OtherOperation as error:
+            peer = self.global_ranks[rank]
+            raise CommError(
+                f"rank {self.global_rank} is in {operation}, but rank {peer} {error}: the programs of the ranks differ"
+            ) from error
         except ValueError as error:
-            raise CommError(f"rank {self.me}, {what}: rank {self.called[rank]} {error}") from error
+            raise CommError(f"rank {self.global_rank}, {operation}: rank {self.global_ranks[rank]} {error}") from error
 
     @contextmanager
-    def _asking_the_store(self, what: str) -> Iterator[None]:
+    def _store_errors(self, operation: str) -> Iterator[None]:
         try:
             yield
         except CommError:
-            self.over = True
+            self.failed = True
             raise
         except (RuntimeError, OSError) as error:
-            self.over = True
+            self.failed = True
             reason = " ".join(str(error).split())[:200]
-            raise CommError(f"rank {self.me}, {what}: the store of the process group is lost ({reason})") from error
+            raise CommError(
+                f"rank {self.global_rank}, {operation}: lost the store of the process group ({reason})"
+            ) from error
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def collective_step(self, operation: str) -> Iterator[None]:
         """A step of every rank. If it fails on some, all raise CommError with all reasons after all have finished."""
-        failure, began = "", time.monotonic()
+        failure, start = "", time.monotonic()
         try:
             yield
         except Exception as error:  # any error: the other ranks wait for this rank's result
             failure = " ".join(str(error).split())[:300] or type(error).__name__
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
                 failure = f"{type(error).__name__}: {failure}"
-        failures = {rank: text for rank, text in enumerate(self.exchange(failure, what, began)) if text}
+        failures = {rank: text for rank, text in enumerate(self.exchange(failure, operation, start)) if text}
         if failures:
-            reasons = "; ".join(f"rank {self.called[rank]}: {text}" for rank, text in failures.items())
-            raise CommError(f"rank {self.me}, {what}: {reasons}")
+            reasons = "; ".join(f"rank {self.global_ranks[rank]}: {text}" for rank, text in failures.items())
+            raise CommError(f"rank {self.global_rank}, {operation}: {reasons}")

@@ -55,5 +55,5 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
     """(family, address) pairs of a host name or number, IPv4 first, which every rank can reach."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted(((family, address) for family, _, _, _, address in found), key=lambda each: each[0] != socket.AF_INET)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted(((family, address) for family, _, _, _, address in infos), key=lambda pair: pair[0] != socket.AF_INET)

@@ -88,15 +88,15 @@ class Transport(ABC):
     @property
     def paths(self) -> Paths:
         """Kind of operation (prefix of its labels) -> the paths that its bytes took so far."""
-        found: Paths | None = self.__dict__.get("_paths")
-        if found is None:
-            found = self.__dict__["_paths"] = Paths(self.rank)
-        return found
+        paths: Paths | None = self.__dict__.get("_paths")
+        if paths is None:
+            paths = self.__dict__["_paths"] = Paths(self.rank)
+        return paths
 
     @paths.setter
-    def paths(self, found: Paths) -> None:
+    def paths(self, paths: Paths) -> None:
         """Several transports may share one `Paths`."""
-        self.__dict__["_paths"] = found
+        self.__dict__["_paths"] = paths
 
     @classmethod
     @abstractmethod
@@ -127,7 +127,7 @@ class Transport(ABC):
             for example a reduction. Runs on the transport's thread; on CUDA under its stream.
         """
 
-    def used_for(self, what: str, at_once: bool = False) -> AbstractContextManager[None]:
+    def used_for(self, label: str, at_once: bool = False) -> AbstractContextManager[None]:
         """A block with exclusive use of the transport. Reentrant; threads may use it one after another.
 
         Raises CommError, and notifies the peers, if another thread is inside.
@@ -136,10 +136,10 @@ class Transport(ABC):
         """
         inside = self.__dict__.get("_use")
         if self.world == 1 or (inside is not None and inside[0] == threading.get_ident()):
-            return _ANYBODY
-        return _Use(self, what, at_once)
+            return _NO_LOCK
+        return _Use(self, label, at_once)
 
-    def _give_up(self, error: CommError) -> None:
+    def _abort(self, error: CommError) -> None:
         """Notifies the peers that this rank aborts."""
         self.close()
 
@@ -165,9 +165,9 @@ class Transport(ABC):
         """Ends the transport and frees its memory; a second call is a no-op. Waiting peers get an error."""
 
     @property
-    def ends_with_it(self) -> contextlib.ExitStack:
+    def closed_with_it(self) -> contextlib.ExitStack:
         """Resources of operations that `close` also closes, such as threads."""
-        return self.__dict__.setdefault("_ends_with_it", contextlib.ExitStack())
+        return self.__dict__.setdefault("_closed_with_it", contextlib.ExitStack())
 
     def __enter__(self) -> Any:
         return self
@@ -190,8 +190,8 @@ class Forwarding(Transport):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.inner.allocate(shape, dtype)
 
-    def _give_up(self, error: CommError) -> None:
-        self.inner._give_up(error)
+    def _abort(self, error: CommError) -> None:
+        self.inner._abort(error)
 
     def signal(self, peer: int) -> None:
         self.inner.signal(peer)
@@ -201,7 +201,7 @@ class Forwarding(Transport):
 
     def close(self) -> None:
         self.inner.close()
-        self.ends_with_it.close()
+        self.closed_with_it.close()
 
 
 class _Use:
@@ -209,8 +209,8 @@ class _Use:
 
     __slots__ = ("at_once", "state", "transport", "what")
 
-    def __init__(self, transport: Transport, what: str, at_once: bool) -> None:
-        self.transport, self.what, self.at_once = transport, what, at_once
+    def __init__(self, transport: Transport, label: str, at_once: bool) -> None:
+        self.transport, self.what, self.at_once = transport, label, at_once
 
     def __enter__(self) -> None:
         self.state = state = self.transport.__dict__
@@ -223,19 +223,21 @@ class _Use:
         self.state["_use"] = None
         self.state["_user"].release()
 
-    def _refused(self, other: int, operation: str) -> CommError:
+    def _refused(self, other_thread: int, operation: str) -> CommError:
         names = {thread.ident: thread.name for thread in threading.enumerate()}  # without autograd threads
-        here, there = (names.get(thread, f"number {thread}") for thread in (threading.get_ident(), other))
-        error = CommError(
-            f"rank {self.transport.rank}, {self.what}: thread {here} uses the {self.transport.name} transport while "
-            f"thread {there} is in {operation}: the calls of several threads have no order that is the same on every "
-            "rank; let one wait for the other, or give each a transport of its own (comm.connect)"
+        own_name, other_name = (
+            names.get(thread, f"number {thread}") for thread in (threading.get_ident(), other_thread)
         )
-        self.transport._give_up(error)
+        error = CommError(
+            f"rank {self.transport.rank}, {self.what}: thread {own_name} uses the {self.transport.name} transport "
+            f"while thread {other_name} is in {operation}: calls of several threads have no common order on all ranks. "
+            "Let one thread wait for the other, or use a separate transport for each (comm.connect)"
+        )
+        self.transport._abort(error)
         return error
 
 
-_ANYBODY = contextlib.nullcontext()  # a single rank has no peers, and a thread may reenter its own block
+_NO_LOCK = contextlib.nullcontext()  # a single rank has no peers, and a thread may reenter its own block
 
 
 @lru_cache

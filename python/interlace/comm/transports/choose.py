@@ -23,8 +23,8 @@ import torch.distributed as dist
 from interlace import _device
 from interlace._hints import imported
 from interlace.comm.process import groups
+from interlace.comm.process.abort_reports import named
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import named
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
@@ -44,9 +44,9 @@ PREFERENCE = [
 
 
 _connected: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
-_alone: dict[torch.device, Transport] = {}
+_single_rank: dict[torch.device, Transport] = {}
 _connecting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-_finding = threading.Lock()  # guards these tables; never held while ranks wait for each other
+_lock = threading.Lock()  # guards these tables; never held while ranks wait for each other
 
 
 def connect(
@@ -75,42 +75,46 @@ def connect(
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     introduction = introduction_of(device, transport)
-    wanted = introduction["wanted"]
+    requested = introduction["wanted"]
     alone = process_group is None and not (dist.is_available() and dist.is_initialized())
     group = None if alone else groups.process_group(process_group)
     if timeout is None:
         timeout = _timeout_of(group, device)
     if group is None or group.size() == 1:
-        _known(wanted)
+        _known(requested)
         return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
 
     rendezvous = Rendezvous(group, device, timeout)
-    said = rendezvous.exchange(introduction, "choosing a transport")
-    wanted = _agreed(said, rendezvous.called)
-    reasons = _reasons(said, rendezvous.called)
-    candidates = [name for name, why in reasons.items() if not why]
-    if wanted != "auto":
-        if reasons[wanted]:
-            raise ValueError(f"transport {wanted!r} cannot run: {reasons[wanted]}")
-        candidates = [wanted]
+    introductions = rendezvous.exchange(introduction, "choosing a transport")
+    requested = _agreed(introductions, rendezvous.global_ranks)
+    reasons = _reasons(introductions, rendezvous.global_ranks)
+    candidates = [name for name, message in reasons.items() if not message]
+    if requested != "auto":
+        if reasons[requested]:
+            raise ValueError(f"transport {requested!r} cannot run: {reasons[requested]}")
+        candidates = [requested]
     for name in candidates:
         try:
-            found = _class_of(name).connect(rendezvous)
+            connected = _class_of(name).connect(rendezvous)
         except CommError as error:
             forget_locals(error)  # otherwise memory of this rank would live as long as the error
-            if wanted != "auto" or rendezvous.over:  # a rank that was missing once will be missing again
+            if requested != "auto" or rendezvous.failed:  # a rank that was missing once will be missing again
                 raise
             reasons[name] = str(error)
             continue
-        found.called = rendezvous.called
+        connected.global_ranks = rendezvous.global_ranks
         if rendezvous.rank == 0:
-            better = [(other, why) for other, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
-            others = "; ".join(f"not {other}: {why}" for other, why in better) or "no other is better"
+            better = [
+                (other, message)
+                for other, message in reasons.items()
+                if message and not message.startswith(_OTHER_DEVICE)
+            ]
+            others = "; ".join(f"not {other}: {message}" for other, message in better) or "the first of the preferred"
             _log.info("%d ranks on %s: transport %s (%s)", rendezvous.world, device.type, name, others)
-        return found
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return connected
+    message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise (CommError if candidates else ValueError)(
-        f"no transport for {rendezvous.world} ranks on {device.type}: {why}"
+        f"no transport for {rendezvous.world} ranks on {device.type}: {message}"
     )
 
 
@@ -119,13 +123,13 @@ def capabilities(wanted: str = "auto") -> dict[str, Capabilities]:
 
     wanted: a further transport to list, if it is a user's class.
     """
-    found = {"local": LocalTransport.capabilities()}
+    by_name = {"local": LocalTransport.capabilities()}
     for name in _names(wanted):
         transport = _class_of(name)
-        found[name] = (
+        by_name[name] = (
             transport.capabilities() if transport else Capabilities(name, "cuda", missing="not in this version")
         )
-    return found
+    return by_name
 
 
 def _names(wanted: str) -> list[str]:
@@ -151,9 +155,9 @@ def _class_of(name: str) -> Any:
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
     if group is not None:
-        for each in (device, torch.device("cpu")):
+        for candidate in (device, torch.device("cpu")):
             with contextlib.suppress(RuntimeError, AttributeError):  # no backend, or one without options
-                options: Any = group._get_backend(each).options
+                options: Any = group._get_backend(candidate).options
                 return float(options._timeout.total_seconds())
     return DEFAULT_TIMEOUT
 
@@ -167,47 +171,49 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
         "host": _host(),
         "card": _card(device),
         "can": {
-            name: [found.device, found.one_host, found.missing]
-            for name, found in capabilities(wanted).items()
+            name: [able.device, able.one_host, able.missing]
+            for name, able in capabilities(wanted).items()
             if name != "local"
         },
     }
 
 
-def edge_transports(said: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], own: str) -> dict[Any, str]:
+def edge_transports(
+    introductions: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], group_backend: str
+) -> dict[Any, str]:
     """Edge -> the transport that `connect` must create for it; "" if the group of torch.distributed carries it.
 
     torch.distributed is used where it can carry the edge, unless another transport is named. A named transport for a
     single host is not used between hosts.
 
-    own: the name of such a group's backend.
-    said: every rank's introduction.
+    group_backend: the name of such a group's backend.
+    introductions: every rank's introduction.
 
     Raises ValueError, identically on all ranks, for an edge that the named transport, or no transport, can carry.
     """
-    wanted, found = _agreed(said, range(len(said))), {}
+    requested, chosen = _agreed(introductions, range(len(introductions))), {}
     for edge in edges:
-        reasons = _reasons([said[rank] for rank in edge], edge)
-        shared = sharing(said, edge)
-        source, to = (said[rank] for rank in edge)
-        moves, one_host, _ = source["can"].get(wanted, ("", False, ""))
-        afar = moves == source["device"] and one_host and source["host"] != to["host"]
-        found[edge] = "" if (wanted in ("auto", own) and not shared) or afar else wanted
-        what = f"the pipeline edge from rank {edge[0]} to rank {edge[1]}"
-        if wanted != "auto" and found[edge] and reasons[wanted]:
-            raise ValueError(f"transport {wanted!r} cannot carry {what}: {reasons[wanted]}")
-        if found[edge] and all(reasons.values()):
-            why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise ValueError(f"no transport can carry {what}: {why}")
-    return found
+        reasons = _reasons([introductions[rank] for rank in edge], edge)
+        shared = sharing(introductions, edge)
+        source, target = (introductions[rank] for rank in edge)
+        moves, one_host, _ = source["can"].get(requested, ("", False, ""))
+        between_hosts = moves == source["device"] and one_host and source["host"] != target["host"]
+        chosen[edge] = "" if (requested in ("auto", group_backend) and not shared) or between_hosts else requested
+        edge_name = f"the pipeline edge from rank {edge[0]} to rank {edge[1]}"
+        if requested != "auto" and chosen[edge] and reasons[requested]:
+            raise ValueError(f"transport {requested!r} cannot carry {edge_name}: {reasons[requested]}")
+        if chosen[edge] and all(reasons.values()):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f"no transport can carry {edge_name}: {listed}")
+    return chosen
 
 
-def sharing(said: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Those of some ranks that share one GPU; empty if none do. said: every rank's introduction."""
+def sharing(introductions: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
+    """Those of some ranks that share one GPU; empty if none do. introductions: every rank's introduction."""
     cards: dict[str, list[int]] = {}
     for rank in ranks:
-        cards.setdefault(said[rank]["card"], []).append(rank)
-    return next((found for card, found in cards.items() if card and len(found) > 1), [])
+        cards.setdefault(introductions[rank]["card"], []).append(rank)
+    return next((on_card for card, on_card in cards.items() if card and len(on_card) > 1), [])
 
 
 def _card(device: torch.device) -> str:
@@ -225,19 +231,19 @@ def _host() -> str:
     return " ".join(parts)
 
 
-def _agreed(said: Sequence[dict[str, Any]], called: Sequence[int]) -> str:
+def _agreed(introductions: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> str:
     """The transport name that all ranks request. Raises ValueError with the requests if they differ.
 
-    called: global numbers of the ranks.
+    global_ranks: global numbers of the ranks.
     """
-    for key, what in (("wanted", "transports"), ("device", "devices")):
+    for key, subject in (("wanted", "transports"), ("device", "devices")):
         values: dict[str, list[int]] = {}
-        for rank, introduction in zip(called, said, strict=True):
+        for rank, introduction in zip(global_ranks, introductions, strict=True):
             values.setdefault(introduction[key], []).append(rank)
         if len(values) > 1:
-            each = ", ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
-            raise ValueError(f"the ranks ask for different {what}: {each}")
-    return _known(said[0]["wanted"])
+            requests = ", ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
+            raise ValueError(f"the ranks request different {subject}: {requests}: use the same on all")
+    return _known(introductions[0]["wanted"])
 
 
 def _known(name: str) -> str:
@@ -245,29 +251,32 @@ def _known(name: str) -> str:
     if name not in names:
         listed = ", ".join(names)
         raise ValueError(
-            f"transport {name!r} (argument or INTERLACE_TRANSPORT) is none of {listed}, nor a 'package.module:Class'"
+            f"unknown transport {name!r} (argument or INTERLACE_TRANSPORT): use one of {listed}, or a "
+            "'package.module:Class'"
         )
     return name
 
 
-def _reasons(said: Sequence[dict[str, Any]], called: Sequence[int]) -> dict[str, str]:
+def _reasons(introductions: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> dict[str, str]:
     """Transport -> why the ranks cannot use it together ("" if they can), best first.
 
-    called: global numbers of the ranks.
+    global_ranks: global numbers of the ranks.
     """
-    device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
+    device, hosts = introductions[0]["device"], {introduction["host"] for introduction in introductions}
     reasons = {}
-    for name in _names(said[0]["wanted"]):
-        moves, one_host, _ = said[0]["can"][name]
-        missing = {rank: introduction["can"][name][2] for rank, introduction in zip(called, said, strict=True)}
+    for name in _names(introductions[0]["wanted"]):
+        moves, one_host, _ = introductions[0]["can"][name]
+        missing = {
+            rank: introduction["can"][name][2] for rank, introduction in zip(global_ranks, introductions, strict=True)
+        }
         missing = {rank: why for rank, why in missing.items() if why}
         reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
         if moves != device:
             reason = f"{_OTHER_DEVICE} {moves} tensors"
         elif not reason and one_host and len(hosts) > 1:
-            reason = f"the ranks are on {len(hosts)} hosts or in as many containers"
-        elif not reason and name == "nccl" and (shared := sharing(said, range(len(said)))):
-            reason = f"{named([called[rank] for rank in shared])} share a GPU, which NCCL refuses"
+            reason = f"the ranks are on {len(hosts)} hosts or in several containers"
+        elif not reason and name == "nccl" and (shared := sharing(introductions, range(len(introductions)))):
+            reason = f"{named([global_ranks[rank] for rank in shared])} share a GPU, which NCCL does not support"
         reasons[name] = reason
     return reasons
 
@@ -278,13 +287,13 @@ def _unique(missing: dict[int, str]) -> list[str]:
 
 def members(group: groups.Group) -> tuple[int, int]:
     """(rank of this process, number of ranks) of `group`, without connecting anything. Errors as for `resolve`."""
-    group = groups.here() if group is None else group
+    group = groups.current_transport() if group is None else group
     if isinstance(group, Transport):
         return group.rank, group.world
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    found = groups.process_group(group)
-    return dist.get_rank(found), dist.get_world_size(found)
+    process_group = groups.process_group(group)
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
 def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transport:
@@ -296,22 +305,22 @@ def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transpor
     Raises:
         TypeError: not a group. ValueError: a mesh of several dimensions, or a process group without this rank.
     """
-    group = groups.here() if group is None else group
+    group = groups.current_transport() if group is None else group
     if isinstance(group, Transport):
         return group
     device = torch.device(device)
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        if device not in _alone:
-            _alone[device] = LocalTransport(0, LocalHub(1), device=device)
-        return _alone[device]
-    found = groups.process_group(group)
-    with _finding:
-        transports = _connected.setdefault(found, {})
-        connecting = _connecting.setdefault(found, threading.Lock())
+        if device not in _single_rank:
+            _single_rank[device] = LocalTransport(0, LocalHub(1), device=device)
+        return _single_rank[device]
+    process_group = groups.process_group(group)
+    with _lock:
+        transports = _connected.setdefault(process_group, {})
+        connecting = _connecting.setdefault(process_group, threading.Lock())
     if device.type not in transports:
         with connecting:  # once, even if several threads arrive together
             if device.type not in transports:
-                transports[device.type] = connect(found, device=device)
+                transports[device.type] = connect(process_group, device=device)
     return transports[device.type]
 
 
@@ -324,8 +333,8 @@ def disconnect(group: groups.Group = None) -> None:
         group.close()
         return
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        while _alone:
-            _alone.popitem()[1].close()
+        while _single_rank:
+            _single_rank.popitem()[1].close()
         return
     for transport in _connected.pop(groups.process_group(group), {}).values():
         transport.close()

@@ -26,7 +26,7 @@ from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
 from interlace.comm.transports.copiers import engine_missing
 from interlace.comm.transports.registered import Memory
-from interlace.comm.transports.shm import Segment, ShmTransport, born
+from interlace.comm.transports.shm import Segment, ShmTransport, start_time_of
 
 SLOTS = Exchange.SLOTS
 SLOT_BYTES = 8 << 20  # copy engines reach full speed from about 1 MiB on
@@ -57,26 +57,28 @@ class IpcWindow:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             size = f"{SLOTS * slot_bytes >> 20} MiB"
-            with rendezvous.together("sharing device memory"), _trying(f"share {size} of device memory"):
+            with rendezvous.collective_step("sharing device memory"), _as_comm_error(f"share {size} of device memory"):
                 self._own = _cupy().malloc(SLOTS * slot_bytes)
                 handle = _cupy().ipcGetMemHandle(self._own)
             handles = _exchanged(rendezvous, [handle], "exchanging handles of memory")
-            with rendezvous.together("mapping device memory"):
-                for rank, (found,) in enumerate(handles):
-                    with _trying(f"map the device memory of rank {rank}"):
-                        self.addresses.append(self._own if rank == rendezvous.rank else _cupy().ipcOpenMemHandle(found))
+            with rendezvous.collective_step("mapping device memory"):
+                for rank, (handle_of_rank,) in enumerate(handles):
+                    with _as_comm_error(f"map the device memory of rank {rank}"):
+                        self.addresses.append(
+                            self._own if rank == rendezvous.rank else _cupy().ipcOpenMemHandle(handle_of_rank)
+                        )
             undo.pop_all()
 
     def close(self) -> None:
-        own, self._own = self._own, 0
+        own_address, self._own = self._own, 0
         addresses, self.addresses = self.addresses, []
         for address in addresses:
-            if address != own:
+            if address != own_address:
                 with contextlib.suppress(Exception):
                     _cupy().ipcCloseMemHandle(address)
-        if own:
+        if own_address:
             with contextlib.suppress(Exception):
-                _cupy().free(own)
+                _cupy().free(own_address)
 
 
 class _DeviceMemory:
@@ -132,7 +134,7 @@ class IpcMemory:
         return memory.address
 
     def map(self, rank: int, handle: bytes, size: int) -> tuple[int, _Mapped]:
-        with _trying(f"map {size >> 20} MiB of the device memory of rank {rank}"):
+        with _as_comm_error(f"map {size >> 20} MiB of the device memory of rank {rank}"):
             mapped = _Mapped(handle)
         return mapped.address, mapped
 
@@ -145,39 +147,39 @@ class Events:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
-        self._of: list[list[int]] = []  # rank -> events
-        self._made: list[int] = []
+        self._by_rank: list[list[int]] = []  # rank -> events
+        self._events: list[int] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             runtime, handles = _cupy(), []
-            with rendezvous.together("sharing events"), _trying("share events"):
+            with rendezvous.collective_step("sharing events"), _as_comm_error("share events"):
                 for _ in range(EVENTS * (1 + rendezvous.world)):
                     flags = runtime.eventDisableTiming | runtime.eventInterprocess
-                    self._made.append(runtime.eventCreateWithFlags(flags))
-                    handles.append(runtime.ipcGetEventHandle(self._made[-1]))
-            own = list(self._made)
-            given = _exchanged(rendezvous, handles, "exchanging handles of events")
-            with rendezvous.together("opening events"):
-                for rank, found in enumerate(given):
-                    self._of.append(own if rank == rendezvous.rank else [])
-                    with _trying(f"open the events of rank {rank}"):
-                        for handle in found if rank != rendezvous.rank else ():
-                            self._made.append(runtime.ipcOpenEventHandle(handle))
-                            self._of[rank].append(self._made[-1])
+                    self._events.append(runtime.eventCreateWithFlags(flags))
+                    handles.append(runtime.ipcGetEventHandle(self._events[-1]))
+            own_events = list(self._events)
+            handles_of_ranks = _exchanged(rendezvous, handles, "exchanging handles of events")
+            with rendezvous.collective_step("opening events"):
+                for rank, rank_handles in enumerate(handles_of_ranks):
+                    self._by_rank.append(own_events if rank == rendezvous.rank else [])
+                    with _as_comm_error(f"open the events of rank {rank}"):
+                        for handle in rank_handles if rank != rendezvous.rank else ():
+                            self._events.append(runtime.ipcOpenEventHandle(handle))
+                            self._by_rank[rank].append(self._events[-1])
             undo.pop_all()
 
     @property
     def ready(self) -> list[int]:
         """[sender, slot]: recorded by the sender when the slot holds a piece."""
-        return [event for of in self._of for event in of[:EVENTS]]
+        return [event for events in self._by_rank for event in events[:EVENTS]]
 
     @property
     def read(self) -> list[int]:
         """[reader, sender, slot]: recorded by the reader when it has read that piece."""
-        return [event for of in self._of for event in of[EVENTS:]]
+        return [event for events in self._by_rank for event in events[EVENTS:]]
 
     def close(self) -> None:
-        events, self._made = self._made, []
+        events, self._events = self._events, []
         for event in events:
             with contextlib.suppress(Exception):
                 _cupy().eventDestroy(event)
@@ -229,7 +231,7 @@ class CudaIpcTransport(ShmTransport):
         """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         segment, processes = cls.share(rendezvous, HOST_SLOT_BYTES)
         with torch.cuda.device(rendezvous.device), contextlib.ExitStack() as undo:
-            _reach(rendezvous)
+            _check_peer_access(rendezvous)
             window = cls._open_window(rendezvous, slot_bytes)
             undo.callback(window.close)
             events = Events(rendezvous)
@@ -242,14 +244,14 @@ class CudaIpcTransport(ShmTransport):
             undo.pop_all()
         return transport
 
-    def _let_peers_read(self, exchange: Exchange) -> None:
+    def _wait_for_readers(self, exchange: Exchange) -> None:
         """Waits until copies out of this rank's memory are done, as far as peers have counted (enqueued) them."""
         deadline = time.monotonic() + min(self.timeout, FAREWELL)
         for slot, peer in exchange.readers():
             process, start = self.processes[peer]
             event = self._read[(peer * self.world + self.rank) * EVENTS + slot]
             while _cupy().eventQuery(event) != _READY:
-                if time.monotonic() > deadline or born(process) != start:
+                if time.monotonic() > deadline or start_time_of(process) != start:
                     break
                 time.sleep(1e-4)
 
@@ -263,53 +265,53 @@ class CudaIpcTransport(ShmTransport):
                     self._stream.synchronize()
             if events is not None and exchange is not None:
                 with contextlib.suppress(RuntimeError):
-                    self._let_peers_read(exchange)
+                    self._wait_for_readers(exchange)
             super()._shut()
             for part in (events, window):
                 if part is not None:
                     part.close()
 
 
-def _reach(rendezvous: Rendezvous) -> None:
+def _check_peer_access(rendezvous: Rendezvous) -> None:
     """Checks that each GPU can read the others' memory. Collective. Otherwise raises CommError on every rank.
 
     GPUs are identified by PCI address, since ranks may number them differently.
     """
-    what, runtime = "reaching the other GPUs", _cupy()
-    with rendezvous.together(what):
+    operation, runtime = "reaching the other GPUs", _cupy()
+    with rendezvous.collective_step(operation):
         name = runtime.deviceGetPCIBusId(rendezvous.device.index)
-    names = rendezvous.exchange(name, what)
-    with rendezvous.together(what):
-        for rank, other in enumerate(names):
+    names = rendezvous.exchange(name, operation)
+    with rendezvous.collective_step(operation):
+        for rank, peer_name in enumerate(names):
             try:
-                index = runtime.deviceGetByPCIBusId(other)
+                index = runtime.deviceGetByPCIBusId(peer_name)
             except Exception:
                 continue  # not visible to this process: opening its handle will show whether it works
-            if other != name and not runtime.deviceCanAccessPeer(rendezvous.device.index, index):
-                raise CommError(f"no peer access from {name} to {other} of rank {rank}")
+            if peer_name != name and not runtime.deviceCanAccessPeer(rendezvous.device.index, index):
+                raise CommError(f"no peer access from {name} to {peer_name} of rank {rank}")
 
 
-def _exchanged(rendezvous: Rendezvous, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
+def _exchanged(rendezvous: Rendezvous, handles: Sequence[bytes], operation: str) -> list[list[bytes]]:
     """Every rank's handles. Raises CommError if a handle has another length than this rank's."""
-    given = rendezvous.exchange([handle.hex() for handle in handles], what)
-    with rendezvous.together(what):
-        read = [[_handle(text, len(mine)) for text, mine in zip(texts, handles)] for texts in given]
+    answers = rendezvous.exchange([handle.hex() for handle in handles], operation)
+    with rendezvous.collective_step(operation):
+        read = [[_handle(text, len(own)) for text, own in zip(texts, handles)] for texts in answers]
     return read
 
 
 def _handle(text: str, length: int) -> bytes:
     handle = bytes.fromhex(text)
     if len(handle) != length:
-        raise CommError(f"a handle has {len(handle)} bytes instead of {length}")
+        raise CommError(f"a handle has {len(handle)} bytes, expected {length}")
     return handle
 
 
 @contextlib.contextmanager
-def _trying(what: str) -> Iterator[None]:
+def _as_comm_error(action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CommError(f"cannot {what} ({error})") from error
+        raise CommError(f"cannot {action} ({error})") from error
 
 
 def _nothing() -> None:
@@ -318,22 +320,22 @@ def _nothing() -> None:
 
 def _driver_functions() -> list[int]:
     """Addresses of the functions that the driver of `exchange.h` calls. Raises CommError if libcuda lacks one."""
-    with _trying("use libcuda"):
+    with _as_comm_error("use libcuda"):
         find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
-        found = []
+        addresses = []
         for name in _FUNCTIONS:
-            address, lacking = ctypes.c_void_p(), ctypes.c_int()
+            address, not_found = ctypes.c_void_p(), ctypes.c_int()
             flags = ctypes.c_uint64(0)
-            status = find(name.encode(), ctypes.byref(address), ctypes.c_int(_CUDA), flags, ctypes.byref(lacking))
-            if status or lacking.value or not address.value:
+            status = find(name.encode(), ctypes.byref(address), ctypes.c_int(_CUDA), flags, ctypes.byref(not_found))
+            if status or not_found.value or not address.value:
                 raise CommError(f"the driver has no {name} of CUDA 13: update it to 580 or later")
-            found.append(address.value)
-    return found
+            addresses.append(address.value)
+    return addresses
 
 
 def _missing() -> str:
-    if why := engine_missing():
-        return why
+    if reason := engine_missing():
+        return reason
     try:
         _driver_functions()
     except CommError as error:

@@ -47,16 +47,16 @@ class EmulatedTransport(Forwarding):
     ) -> Ticket:
         size = sum(tensor.nbytes for _, tensor in incoming)
         with self._lock:
-            began = max(self._free, time.perf_counter())
-            self._free = began + size / self.bandwidth
-            due = self._free + self.latency
+            start = max(self._free, time.perf_counter())
+            self._free = start + size / self.bandwidth
+            arrival = self._free + self.latency
         if self.trace is not None:
             self.trace.mark("issue", label)
 
         def arrive() -> None:
-            time.sleep(max(due - time.perf_counter(), 0.0))
+            time.sleep(max(arrival - time.perf_counter(), 0.0))
             if self.trace is not None:
-                self.trace.add("copy", label, began, time.perf_counter())
+                self.trace.add("copy", label, start, time.perf_counter())
             if then is not None:
                 then()
 

@@ -20,7 +20,7 @@ from interlace.comm.process.agreement import BETWEEN_ARGUMENTS, Arguments
 from interlace.comm.process.errors import CommError
 
 _FORMAT = struct.Struct("<8sQ16s16s16sHHH")
-_MAGIC, _REFUSED = b"ilcopies", b"ilrefuse"
+_MAGIC, _ABORTED = b"ilcopies", b"ilrefuse"
 HEADER_BYTES = 1024
 _LABEL_BYTES = 200
 _ARGUMENT_BYTES = 520
@@ -40,13 +40,15 @@ def header_of(sequence: int, label: str, arguments: Arguments, tensors: Sequence
     return Header(sequence, label, arguments.text, tuple([(t.numel(), t.dtype) for t in tensors]))
 
 
-def pack(found: Header) -> bytes:
+def pack(header: Header) -> bytes:
     """HEADER_BYTES bytes."""
-    label, shown = _digested(found.label, _LABEL_BYTES)
-    arguments, asked = _digested(found.arguments, _ARGUMENT_BYTES)
-    sizes, comes = _digested(described(found.sizes), _SIZES_BYTES)
-    head = _FORMAT.pack(_MAGIC, found.sequence, label, arguments, sizes, len(shown), len(asked), len(comes))
-    return (head + shown + asked + comes).ljust(HEADER_BYTES, b"\0")
+    label, label_prefix = _digested(header.label, _LABEL_BYTES)
+    arguments, arguments_prefix = _digested(header.arguments, _ARGUMENT_BYTES)
+    sizes, sizes_prefix = _digested(described(header.sizes), _SIZES_BYTES)
+    head = _FORMAT.pack(
+        _MAGIC, header.sequence, label, arguments, sizes, len(label_prefix), len(arguments_prefix), len(sizes_prefix)
+    )
+    return (head + label_prefix + arguments_prefix + sizes_prefix).ljust(HEADER_BYTES, b"\0")
 
 
 @lru_cache(4096)  # the same headers repeat in every step
@@ -56,10 +58,10 @@ def headers_of(world: int, label: str, arguments: str, copies: tuple[tuple[int, 
     return [pack(Header(0, label, arguments, each)) for each in sizes]
 
 
-def pack_refusal(reason: str) -> bytes:
+def pack_abort(reason: str) -> bytes:
     """HEADER_BYTES bytes that announce an abort, with the reason."""
     shown = reason.encode()[: HEADER_BYTES - _FORMAT.size]
-    return (_FORMAT.pack(_REFUSED, 0, b"", b"", b"", len(shown), 0, 0) + shown).ljust(HEADER_BYTES, b"\0")
+    return (_FORMAT.pack(_ABORTED, 0, b"", b"", b"", len(shown), 0, 0) + shown).ljust(HEADER_BYTES, b"\0")
 
 
 def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
@@ -74,12 +76,14 @@ def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
     for length in lengths:
         texts.append(raw[start : start + length].decode(errors="replace"))
         start += length
-    if magic == _REFUSED:
-        raise CommError(f"rank {rank}, {expected.label}: rank {peer} gave up ({texts[0]})", [peer], "it gave up")
+    if magic == _ABORTED:
+        raise CommError(f"rank {rank}, {expected.label}: rank {peer} aborted ({texts[0]})", [peer], "it aborted")
     if magic != _MAGIC:
-        raise CommError(f"rank {rank}, {expected.label}: what rank {peer} sent is no header: its program differs")
+        raise CommError(
+            f"rank {rank}, {expected.label}: rank {peer} sent something else than a header: its program differs"
+        )
     if (sequence, label) != (expected.sequence, _digested(expected.label, 0)[0]):
-        raise _elsewhere(rank, peer, expected, sequence, texts[0])
+        raise _other_operation(rank, peer, expected, sequence, texts[0])
     if arguments != _digested(expected.arguments, 0)[0]:
         raise _other_arguments(rank, peer, expected, texts[1], cut=lengths[1] == _ARGUMENT_BYTES)
     if sizes != _digested(described(expected.sizes), 0)[0]:
@@ -87,15 +91,15 @@ def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
     raise CommError(f"rank {rank}, {expected.label}: the header that rank {peer} sent is damaged")
 
 
-def check(rank: int, peer: int, expected: Header, found: Header) -> None:
-    """Raises CommError unless `found`, from `peer`, equals the header that `rank` expects."""
-    if found == expected:
+def check(rank: int, peer: int, expected: Header, received: Header) -> None:
+    """Raises CommError unless `received`, from `peer`, equals the header that `rank` expects."""
+    if received == expected:
         return
-    if (found.sequence, found.label) != (expected.sequence, expected.label):
-        raise _elsewhere(rank, peer, expected, found.sequence, found.label)
-    if found.arguments != expected.arguments:
-        raise _other_arguments(rank, peer, expected, found.arguments, cut=False)
-    raise _other_sizes(rank, peer, expected, described(found.sizes))
+    if (received.sequence, received.label) != (expected.sequence, expected.label):
+        raise _other_operation(rank, peer, expected, received.sequence, received.label)
+    if received.arguments != expected.arguments:
+        raise _other_arguments(rank, peer, expected, received.arguments, cut=False)
+    raise _other_sizes(rank, peer, expected, described(received.sizes))
 
 
 @lru_cache(4096)  # the same headers repeat in every step
@@ -103,30 +107,30 @@ def described(sizes: Sequence[tuple[int, torch.dtype]]) -> str:
     return " + ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes) or "nothing"
 
 
-def _elsewhere(rank: int, peer: int, expected: Header, sequence: int, label: str) -> CommError:
+def _other_operation(rank: int, peer: int, expected: Header, sequence: int, label: str) -> CommError:
     return CommError(
         f"rank {rank} is in {expected.label} (batch {expected.sequence}), but rank {peer} is in {label} (batch "
         f"{sequence}): the ranks' programs differ"
     )
 
 
-def differences(mine: str, theirs: str, here: str, there: str, cut: bool = False) -> list[str]:
+def differences(own_text: str, peer_text: str, own_place: str, peer_place: str, cut: bool = False) -> list[str]:
     """The arguments that differ between two texts, with both values. cut: the end of the second text is missing."""
-    ours, others = _named(mine), _named(theirs)
-    if cut and others:  # the last one may be truncated
-        others.popitem()
-    names = [name for name in (*ours, *(others.keys() - ours.keys())) if name in others or not cut]
+    own, peers = _named(own_text), _named(peer_text)
+    if cut and peers:  # the last one may be truncated
+        peers.popitem()
+    names = [name for name in (*own, *(peers.keys() - own.keys())) if name in peers or not cut]
     return [
-        f"{name} is {ours.get(name, 'not given')} {here} but {others.get(name, 'not given')} {there}"
+        f"{name} is {own.get(name, 'not given')} {own_place} but {peers.get(name, 'not given')} {peer_place}"
         for name in names
-        if ours.get(name) != others.get(name)
+        if own.get(name) != peers.get(name)
     ]
 
 
 def _other_arguments(rank: int, peer: int, expected: Header, text: str, cut: bool) -> CommError:
     different = differences(expected.arguments, text, "here", f"on rank {peer}", cut)
-    what = "; ".join(different) or f"what rank {peer} passes differs, beyond what a header can show"
-    return CommError(f"rank {rank}, {expected.label}: {what}: every rank must pass the same")
+    operation = "; ".join(different) or f"arguments of rank {peer} differ after the part that fits in a header"
+    return CommError(f"rank {rank}, {expected.label}: {operation}: every rank must pass the same")
 
 
 def _named(arguments: str) -> dict[str, str]:
@@ -142,7 +146,7 @@ def _other_sizes(rank: int, peer: int, expected: Header, sizes: str) -> CommErro
 
 
 @lru_cache(4096)
-def _digested(text: str, room: int) -> tuple[bytes, bytes]:
+def _digested(text: str, shown_bytes: int) -> tuple[bytes, bytes]:
     """The digest of a text, and its displayed prefix."""
     raw = text.encode()
-    return hashlib.blake2b(raw, digest_size=16).digest(), raw[:room]
+    return hashlib.blake2b(raw, digest_size=16).digest(), raw[:shown_bytes]

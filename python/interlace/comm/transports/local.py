@@ -41,30 +41,32 @@ class _Parcel(NamedTuple):
 class LocalHub(ThreadRanks):
     """Shared state of the virtual ranks of one process.
 
-    before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.
-    called: see `ThreadRanks`.
+    before: called as before(rank, step) at every step of a transfer ("post", "take", "taken"): tests delay there.
+    global_ranks: see `ThreadRanks`.
     """
 
     def __init__(
-        self, world: int, before: Callable[[int, str], None] | None = None, called: Sequence[int] | None = None
+        self, world: int, before: Callable[[int, str], None] | None = None, global_ranks: Sequence[int] | None = None
     ) -> None:
-        super().__init__(world, called)
-        self.before = before or (lambda rank, what: None)
+        super().__init__(world, global_ranks)
+        self.before = before or (lambda rank, step: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[tuple[torch.Event | None]]] = defaultdict(deque)  # (from, to)
         self.signals: dict[tuple[int, int], int] = defaultdict(int)
 
-    def first(self, rank: int, peer: int, what: str, timeout: float, waiting: deque[T]) -> T:
+    def first(self, rank: int, peer: int, operation: str, timeout: float, waiting: deque[T]) -> T:
         """The first entry of a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
         with self.changed:
-            self.expect(rank, peer, what, timeout, lambda: bool(waiting))
+            self.expect(rank, peer, operation, timeout, lambda: bool(waiting))
             return waiting[0]
 
-    def expect(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], bool]) -> None:
-        """Waits, with `changed` held, until `there` is true for an action of `peer`; errors as in `first`."""
-        if self.wait_for(rank, what, lambda: () if there() else (peer,), timeout):
-            me, other = self.called[rank], self.called[peer]
-            raise CommError(f"rank {me}, {what}: no answer from rank {other} within {timeout:g} s", [other])
+    def expect(self, rank: int, peer: int, operation: str, timeout: float, condition: Callable[[], bool]) -> None:
+        """Waits, with `changed` held, until `condition` is true for an action of `peer`; errors as in `first`."""
+        if self.wait_for(rank, operation, lambda: () if condition() else (peer,), timeout):
+            own_rank, peer_rank = self.global_ranks[rank], self.global_ranks[peer]
+            raise CommError(
+                f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {timeout:g} s", [peer_rank]
+            )
 
 
 class LocalTransport(QueueTransport):
@@ -82,16 +84,16 @@ class LocalTransport(QueueTransport):
         copier: Copier = plain_copies,
     ) -> None:
         super().__init__(rank, hub.world, device=_device.indexed(torch.device(device)), timeout=timeout)
-        self.hub, self.called = hub, hub.called
+        self.hub, self.global_ranks = hub, hub.global_ranks
         self.copier = copier
-        self.waited: dict[int, int] = defaultdict(int)
+        self._waits: dict[int, int] = defaultdict(int)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
         return Capabilities("local", "any", one_host=True)
 
     def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
     ) -> None:
         hub, rank = self.hub, self.rank
         hub.before(rank, "post")
@@ -100,14 +102,21 @@ class LocalTransport(QueueTransport):
         with hub.changed:
             for peer in peers:  # also empty parcels: a peer that expects data gets an error instead of waiting
                 tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(_Parcel(header_of(sequence, what, arguments, tensors), tensors, ready))
+                hub.posted[rank, peer].append(
+                    _Parcel(header_of(sequence, operation, arguments, tensors), tensors, ready)
+                )
             hub.changed.notify_all()
 
         for peer in peers:
             edge = (peer, rank)
-            parcel = hub.first(rank, peer, what, self.timeout, hub.posted[edge])
+            parcel = hub.first(rank, peer, operation, self.timeout, hub.posted[edge])
             expected = [tensor for source, tensor in incoming if source == peer]
-            check(self.called[rank], self.called[peer], header_of(sequence, what, arguments, expected), parcel.header)
+            check(
+                self.global_ranks[rank],
+                self.global_ranks[peer],
+                header_of(sequence, operation, arguments, expected),
+                parcel.header,
+            )
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.accelerator.current_stream().wait_event(parcel.ready)
@@ -121,7 +130,7 @@ class LocalTransport(QueueTransport):
 
         for peer in peers:
             edge = (rank, peer)
-            (taken,) = hub.first(rank, peer, what, self.timeout, hub.taken[edge])
+            (taken,) = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
             hub.before(rank, "taken")
             with hub.changed:
                 hub.taken[edge].popleft()
@@ -134,12 +143,12 @@ class LocalTransport(QueueTransport):
             self.hub.changed.notify_all()
 
     def wait(self, peer: int) -> None:
-        self.waited[peer] += 1
-        edge, count = (peer, self.rank), self.waited[peer]
+        self._waits[peer] += 1
+        edge, count = (peer, self.rank), self._waits[peer]
         with self.hub.changed:
             self.hub.expect(self.rank, peer, "wait", self.timeout, lambda: self.hub.signals[edge] >= count)
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         self.hub.leave(self.rank, reason)
 
     def _interrupt(self) -> None:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.comm.process.abort_reports import SLOW
 from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import SLOW
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities, Copy, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_abort
 from interlace.comm.transports.queued import QueueTransport
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
@@ -55,12 +55,12 @@ class GlooTransport(QueueTransport):
     @classmethod
     def connect(cls, rendezvous: Rendezvous) -> GlooTransport:
         """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
-        what, transport = f"connecting by {cls.name}", None
+        operation, transport = f"connecting by {cls.name}", None
         try:
-            with rendezvous.together(what):
+            with rendezvous.collective_step(operation):
                 transport = cls(rendezvous)
             assert transport is not None
-            with rendezvous.together(what):
+            with rendezvous.collective_step(operation):
                 transport._try()
         except CommError as error:
             if transport is not None:
@@ -73,74 +73,84 @@ class GlooTransport(QueueTransport):
         """Probe: raises RuntimeError if the connected group cannot move bytes."""
 
     def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
     ) -> None:
         self.before(self.rank, "post")
-        self._announce(outgoing, incoming, what, arguments, sequence)
+        self._announce(outgoing, incoming, operation, arguments, sequence)
         self.before(self.rank, "take")
-        self._move(outgoing, incoming, what)
+        self._move(outgoing, incoming, operation)
 
     def _announce(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
     ) -> None:
         """Exchanges headers with every peer; raises CommError if one differs from the expected header."""
         sent: list[tuple[int, Work, Tensor]] = []
-        asked: list[tuple[int, Work, Tensor]] = []
+        received: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
         for peer in self._peers:
-            mine = _bytes(pack(header_of(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])))
-            theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            own_header = _bytes(
+                pack(header_of(sequence, operation, arguments, [tensor for to, tensor in outgoing if to == peer]))
+            )
+            peer_header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             try:
-                sent.append((peer, self._start(peer, what, "send", mine, _HEADER), mine))
-                asked.append((peer, self._start(peer, what, "recv", theirs, _HEADER), theirs))
+                sent.append((peer, self._start(peer, operation, "send", own_header, _HEADER), own_header))
+                received.append((peer, self._start(peer, operation, "recv", peer_header, _HEADER), peer_header))
             except CommError as error:
                 lost = lost or error
-        for peer, work, theirs in asked:
+        for peer, work, peer_header in received:
             try:
-                self._finish(peer, what, work, self.timeout if lost is None else _FAREWELL)
+                self._finish(peer, operation, work, self.timeout if lost is None else _FAREWELL)
             except CommError as error:  # another peer may have sent the reason
                 lost = lost or error
                 continue
-            expected = header_of(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
-            check_packed(self.called[self.rank], self.called[peer], expected, theirs.numpy().tobytes())
+            expected = header_of(
+                sequence, operation, arguments, [tensor for source, tensor in incoming if source == peer]
+            )
+            check_packed(self.global_ranks[self.rank], self.global_ranks[peer], expected, peer_header.numpy().tobytes())
         if lost is not None:
             raise lost
         for peer, work, _ in sent:
-            self._finish(peer, what, work)
+            self._finish(peer, operation, work)
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str) -> None:
-        sent = [(peer, self._start(peer, what, "send", tensor, _BYTES)) for peer, tensor in outgoing if tensor.numel()]
-        asked = [(peer, self._start(peer, what, "recv", tensor, _BYTES)) for peer, tensor in incoming if tensor.numel()]
-        for peer, work in asked:
-            self._finish(peer, what, work)
+    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
+        sent = [
+            (peer, self._start(peer, operation, "send", tensor, _BYTES)) for peer, tensor in outgoing if tensor.numel()
+        ]
+        received = [
+            (peer, self._start(peer, operation, "recv", tensor, _BYTES)) for peer, tensor in incoming if tensor.numel()
+        ]
+        for peer, work in received:
+            self._finish(peer, operation, work)
         self.before(self.rank, "taken")
         for peer, work in sent:
-            self._finish(peer, what, work)
+            self._finish(peer, operation, work)
 
-    def _start(self, peer: int, what: str, direction: str, tensor: Tensor, tag: int) -> Work:
+    def _start(self, peer: int, operation: str, direction: str, tensor: Tensor, tag: int) -> Work:
         control = self._control
         if control is None:
-            raise CommError(f"rank {self.called[self.rank]}, {what}: the transport was closed meanwhile")
+            raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
         try:
             return getattr(control, direction)([tensor.view(torch.uint8)], peer, tag)
         except RuntimeError as error:
-            raise self._lost(peer, what, error) from error
+            raise self._lost(peer, operation, error) from error
 
-    def _finish(self, peer: int, what: str, work: Work, timeout: float | None = None) -> None:
+    def _finish(self, peer: int, operation: str, work: Work, timeout: float | None = None) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
         except RuntimeError as error:
-            raise self._lost(peer, what, error) from error
+            raise self._lost(peer, operation, error) from error
         self._progress.note()
 
-    def _lost(self, peer: int, what: str, error: RuntimeError) -> CommError:
+    def _lost(self, peer: int, operation: str, error: RuntimeError) -> CommError:
         reason = " ".join(str(error).split())[:200]
-        me, other = self.called[self.rank], self.called[peer]
+        own_rank, peer_rank = self.global_ranks[self.rank], self.global_ranks[peer]
         if "imed out" in reason or "imeout" in reason:
-            text = f"rank {me}, {what}: no answer from rank {other} within {self.timeout:g} s ({reason})"
-            return CommError(text, [other], SLOW.format(self.timeout))
+            text = f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {self.timeout:g} s ({reason})"
+            return CommError(text, [peer_rank], SLOW.format(self.timeout))
         return CommError(
-            f"rank {me}, {what}: lost rank {other} ({reason})", [other], f"its connection closed: {reason}"
+            f"rank {own_rank}, {operation}: lost rank {peer_rank} ({reason})",
+            [peer_rank],
+            f"its connection closed: {reason}",
         )
 
     def signal(self, peer: int) -> None:
@@ -152,7 +162,7 @@ class GlooTransport(QueueTransport):
                 self._finish(peer, "signal", sent.popleft()[0])
             sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
         except CommError as error:
-            self._give_up(error)
+            self._abort(error)
             raise
 
     def wait(self, peer: int) -> None:
@@ -161,7 +171,7 @@ class GlooTransport(QueueTransport):
         try:
             self._finish(peer, "wait", self._start(peer, "wait", "recv", flag, _SIGNAL))
         except CommError as error:
-            self._give_up(error)
+            self._abort(error)
             raise
 
     def barrier(self) -> None:
@@ -172,16 +182,16 @@ class GlooTransport(QueueTransport):
                 while sent:
                     self._finish(peer, "barrier", sent.popleft()[0])
         except CommError as error:
-            self._give_up(error)
+            self._abort(error)
             raise
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         # Send a refusal to peers that wait for a header. The others see the connection close.
-        head, sent = _bytes(pack_refusal(reason)), []
+        head, sent = _bytes(pack_abort(reason)), []
         for peer in self._peers:
             with contextlib.suppress(CommError):
                 sent.append(self._start(peer, "farewell", "send", head, _HEADER))
-        _linger(sent, _FAREWELL)
+        _wait_until_read(sent, _FAREWELL)
         sent.clear()
         self._disconnect()
 
@@ -189,7 +199,7 @@ class GlooTransport(QueueTransport):
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._break_off()
         elif self.failed is None:
-            _linger([work for sent in self._signals.values() for work, _ in sent], _LINGER)
+            _wait_until_read([work for sent in self._signals.values() for work, _ in sent], _LINGER)
         self._disconnect()
 
     def _break_off(self) -> None:
@@ -232,18 +242,20 @@ class NcclTransport(GlooTransport):
 
     def _try(self) -> None:
         with torch.cuda.device(self.device):  # NCCL connects with the first bytes: do it now, for clear errors
-            mine = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
-            copies = [Copy(peer, mine[peer : peer + 1]) for peer in self._peers]
+            probe = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
+            copies = [Copy(peer, probe[peer : peer + 1]) for peer in self._peers]
             self._move(copies, [Copy(peer, torch.empty_like(byte)) for peer, byte in copies], "connecting")
-            self._settle()
+            self._wait_for_last_batch()
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str) -> None:
-        self._settle()
+    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
+        self._wait_for_last_batch()
         # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
-        gives, takes = _rounds(outgoing), _rounds(incoming)
+        outgoing_rounds, incoming_rounds = _rounds(outgoing), _rounds(incoming)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for turn in range(max(len(gives), len(takes))):
-            give, take = (rounds[turn] if turn < len(rounds) else {} for rounds in (gives, takes))
+        for number in range(max(len(outgoing_rounds), len(incoming_rounds))):
+            give, take = (
+                rounds[number] if number < len(rounds) else {} for rounds in (outgoing_rounds, incoming_rounds)
+            )
             work = self._payload.alltoall(
                 [take.get(peer, nothing) for peer in range(self.world)],
                 [give.get(peer, nothing) for peer in range(self.world)],
@@ -251,20 +263,22 @@ class NcclTransport(GlooTransport):
             work.wait()  # blocks the current stream, not the host
         self.before(self.rank, "taken")
         if self.device.type == "cuda":
-            self._last = torch.cuda.current_stream(self.device).record_event(), what
+            self._last = torch.cuda.current_stream(self.device).record_event(), operation
 
-    def _settle(self) -> None:
+    def _wait_for_last_batch(self) -> None:
         """Waits until the previous batch has ended on the device: a hang is noticed one batch late."""
         if self._last is None:
             return
-        event, what = self._last
+        event, operation = self._last
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if self._closed:
-                raise CommError(f"rank {self.called[self.rank]}, {what}: the transport was closed meanwhile")
+                raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
             if time.monotonic() > deadline:
-                me, others = self.called[self.rank], [self.called[peer] for peer in self._peers]
-                raise CommError(f"rank {me}, {what}: the copies did not end within {self.timeout:g} s", others)
+                own_rank, peers = self.global_ranks[self.rank], [self.global_ranks[peer] for peer in self._peers]
+                raise CommError(
+                    f"rank {own_rank}, {operation}: the copies did not end within {self.timeout:g} s", peers
+                )
             time.sleep(50e-6)
         self._last = None
 
@@ -275,7 +289,7 @@ class NcclTransport(GlooTransport):
             payload.abort() if self.failed is not None else payload.shutdown()
 
 
-def _linger(works: Sequence[Work], seconds: float) -> None:
+def _wait_until_read(works: Sequence[Work], seconds: float) -> None:
     """Waits until messages are read. A timeout closes all connections; a failed message closes only its own."""
     deadline = time.monotonic() + seconds
     for work in works:
@@ -304,7 +318,7 @@ def _gloo(rendezvous: Rendezvous) -> Any:
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise CommError(
-            f"rank {rendezvous.rank}, connecting by gloo: not every rank came within {rendezvous.timeout:g} s "
+            f"rank {rendezvous.rank}, connecting by gloo: not all ranks joined within {rendezvous.timeout:g} s "
             f"({reason})"
         ) from error
 

@@ -38,8 +38,8 @@ class _LastProgress:
 
 
 class _QueuedTicket:
-    def __init__(self, what: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
-        self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
+    def __init__(self, operation: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
+        self.what, self.timeout, self.device, self.progress = operation, timeout, device, progress
         self.finished = threading.Event()
         self.error: CommError | None = None
         self.event: torch.Event | None = None
@@ -55,10 +55,10 @@ class _QueuedTicket:
         patience = self.timeout + 5.0
         while not self.finished.wait(max(self.progress.time + patience - time.monotonic(), 0.0)):
             if time.monotonic() >= self.progress.time + patience:
-                raise CommError(f"{self.what}: nothing moved for {patience:g} s")
+                raise CommError(f"{self.what}: no progress for {patience:g} s")
         self.keep = None
         if self.error is not None:
-            raise self.error.again() from self.error
+            raise self.error.copy() from self.error
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
@@ -74,12 +74,12 @@ class _EndedTicket:
 
     def wait(self) -> None:
         if self.error is not None:
-            raise self.error.again() from self.error
+            raise self.error.copy() from self.error
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
-def no_step(rank: int, what: str) -> None:
+def no_step(rank: int, operation: str) -> None:
     """Default of `QueueTransport.before`: no-op."""
 
 
@@ -101,13 +101,13 @@ class QueueTransport(Transport):
     runs_here = False
     """True if a batch may run on the calling thread if that thread waits at once (see `used_for`)."""
 
-    called: Sequence[int]
+    global_ranks: Sequence[int]
     """Global numbers of the ranks (in the whole job), used in errors. `rank` and peers are local numbers."""
 
     def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.device = device
-        self.called: Sequence[int] = range(world)
+        self.global_ranks: Sequence[int] = range(world)
         self.batches = 0
         self._process = os.getpid()
         self.failed: CommError | None = None
@@ -125,7 +125,7 @@ class QueueTransport(Transport):
 
     @abstractmethod
     def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
     ) -> None:
         """Runs one batch of flat tensors. Returns when incoming tensors are complete and outgoing ones are reusable.
 
@@ -142,16 +142,16 @@ class QueueTransport(Transport):
     def _interrupt(self) -> None:
         """Aborts a `_run` that waits."""
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         """Notifies the peers of this rank's abort and its reason, so that they do not wait until the timeout."""
 
-    def _give_up(self, error: CommError) -> None:
+    def _abort(self, error: CommError) -> None:
         """Marks the transport as failed and notifies the peers. Every later use raises. Only the first error counts."""
         forget_locals(error)
         if self.failed is None:
-            self.failed = error.again()
+            self.failed = error.copy()
             if not self._closed:
-                self._tell(str(error))
+                self._notify(str(error))
 
     def copy_batch(
         self,
@@ -188,7 +188,7 @@ class QueueTransport(Transport):
         def run() -> None:
             self._progress.note()
             with torch.inference_mode(inference), torch.no_grad():
-                ticket.event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
+                ticket.event = self._run_batch(outgoing, incoming, label, then, arguments, sequence, ready)
 
         self._newest = weakref.ref(ticket)
         self._queue.put((run, ticket))
@@ -201,20 +201,20 @@ class QueueTransport(Transport):
         event = error = None
         with self._here:
             try:
-                event = self._carry_out(outgoing, incoming, label, then, arguments, sequence, ready)
+                event = self._run_batch(outgoing, incoming, label, then, arguments, sequence, ready)
             except BaseException as failure:
                 error = _failure(self._named(label, sequence), failure)
-                self._give_up(error)
+                self._abort(error)
                 if not isinstance(failure, Exception):  # Ctrl-C
                     raise
         return _EndedTicket(error, event, self.device)
 
-    def _carry_out(
+    def _run_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
         arguments: Arguments, sequence: int, ready: torch.Event | None,
     ) -> torch.Event | None:  # fmt: skip
         """Runs one batch on the current thread; returns the event of its stream after all work is enqueued."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         with _NO_STREAM if self._stream is None else self._stream:
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
@@ -225,13 +225,13 @@ class QueueTransport(Transport):
             if outgoing or incoming:
                 self.paths.note(label, self.path_taken())
             if self.trace is not None:
-                self.trace.add("copy", label, began, time.perf_counter())
+                self.trace.add("copy", label, start, time.perf_counter())
             if then is not None:
                 then()
             return None if self._stream is None else self._stream.record_event()
 
     def _named(self, label: str, sequence: int) -> str:
-        return f"rank {self.called[self.rank]}, {label} (batch {sequence})"
+        return f"rank {self.global_ranks[self.rank]}, {label} (batch {sequence})"
 
     def close(self) -> None:
         if self._closed:
@@ -245,7 +245,7 @@ class QueueTransport(Transport):
         if self._here.acquire(timeout=5.0):
             self._here.release()
         self._shut()
-        self.ends_with_it.close()
+        self.closed_with_it.close()
 
     def __del__(self) -> None:
         # Not in a forked child: it has no thread to end and must not send messages for its parent.
@@ -255,13 +255,13 @@ class QueueTransport(Transport):
 
     def _check_open(self, label: str) -> None:
         if self._closed:
-            raise CommError(f"rank {self.called[self.rank]}, {label}: the {self.name} transport is closed")
+            raise CommError(f"rank {self.global_ranks[self.rank]}, {label}: the {self.name} transport is closed")
         if self.failed is not None:
             raise CommError(
-                f"rank {self.called[self.rank]}, {label}: the {self.name} transport failed before and cannot be used "
-                f"again; connect anew ({self.failed})",
-                self.failed.waited,
-                self.failed.why,
+                f"rank {self.global_ranks[self.rank]}, {label}: the {self.name} transport failed before: connect again "
+                f"({self.failed})",
+                self.failed.missing,
+                self.failed.reason,
             )
 
 
@@ -272,12 +272,12 @@ def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -
         transport = owner()
         try:
             if transport is not None and transport.failed is not None:
-                raise transport.failed.again()
+                raise transport.failed.copy()
             run()
         except BaseException as error:
             ticket.error = _failure(ticket.what, error)
             if transport is not None:
-                transport._give_up(ticket.error)
+                transport._abort(ticket.error)
         ticket.finished.set()
         del run, ticket, item, transport
 
@@ -309,7 +309,7 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
         if not 0 <= peer < world or peer == rank:
             raise ValueError(f"{label}: peer {peer} is not another rank of {world}")
         if tensor.device != device:
-            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {device}")
+            raise ValueError(f"{label}: a tensor is on {tensor.device}, but {transport.name} moves tensors on {device}")
         if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
             if not tensor.is_contiguous():
                 raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
@@ -319,10 +319,10 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
     return flat
 
 
-def _failure(what: str, error: BaseException) -> CommError:
+def _failure(operation: str, error: BaseException) -> CommError:
     if isinstance(error, CommError):
         return error
-    failure = CommError(f"{what}: {_line(error)}")
+    failure = CommError(f"{operation}: {_line(error)}")
     failure.__cause__ = error
     return failure
 

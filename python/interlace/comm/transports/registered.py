@@ -51,9 +51,9 @@ class Regions:
         self._exchange: Exchange | None = exchange
         self._memory = memory
         self._free: list[_Region] = []
-        self._made = 0
+        self._count = 0
         self._mapped: list[Any] = []
-        self._ends = contextlib.ExitStack()
+        self._releases = contextlib.ExitStack()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """A tensor in registered memory; None if it is too small for a region, or if no memory is left."""
@@ -71,19 +71,19 @@ class Regions:
         """The smallest free region that fits, unless most of it would be unused; else a new one."""
         fitting = [region for region in self._free if size <= region.size <= 2 * size + mmap.PAGESIZE]
         if fitting:
-            region = min(fitting, key=lambda found: found.size)
+            region = min(fitting, key=lambda region: region.size)
             self._free.remove(region)
             return region
-        if self._made == Exchange.REGIONS or self._exchange is None:
+        if self._count == Exchange.REGIONS or self._exchange is None:
             return None
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             memory, handle, end = self._memory.create(rounded)
         except OSError:
             return None
-        self._ends.callback(end)
-        region = _Region(self._made, memory, rounded)
-        self._made += 1
+        self._releases.callback(end)
+        region = _Region(self._count, memory, rounded)
+        self._count += 1
         self._exchange.add_region(region.number, self._memory.address(memory), rounded, handle)
         return region
 
@@ -101,4 +101,4 @@ class Regions:
         self._exchange = None
         self._mapped.clear()
         self._free.clear()
-        self._ends.close()
+        self._releases.close()

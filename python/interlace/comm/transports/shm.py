@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from interlace._core import Exchange
+from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import SLOW, named
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities, Copy, peers_of
 from interlace.comm.transports.header import check_packed, header_of, headers_of
@@ -51,7 +51,9 @@ class Segment:
         try:
             return reserved(size)
         except OSError as error:
-            raise CommError(f"{size >> 20} MiB of shared memory for {world} ranks cannot be had ({error})") from error
+            raise CommError(
+                f"{size >> 20} MiB of shared memory for {world} ranks are not available ({error})"
+            ) from error
 
     @staticmethod
     def size(world: int, slot_bytes: int) -> int:
@@ -132,8 +134,8 @@ class ShmTransport(QueueTransport):
         return SharedMemory(self.processes)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        found = self._regions.allocate(tuple(shape), dtype)
-        return super().allocate(shape, dtype) if found is None else found
+        tensor = self._regions.allocate(tuple(shape), dtype)
+        return super().allocate(shape, dtype) if tensor is None else tensor
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -147,38 +149,40 @@ class ShmTransport(QueueTransport):
     @staticmethod
     def share(rendezvous: Rendezvous, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
         """The memory that all ranks map, and their (process id, start time). Collective; errors as for `connect`."""
-        what, descriptor = "connecting by shared memory", -1
+        operation, descriptor = "connecting by shared memory", -1
         try:
-            with rendezvous.together(what):
+            with rendezvous.collective_step(operation):
                 if rendezvous.rank == 0:
                     descriptor = Segment.create(rendezvous.world, slot_bytes)
-            found = rendezvous.exchange([descriptor, os.getpid(), born(os.getpid()) or -1], what)
-            processes = [(process, start) for _, process, start in found]
-            with rendezvous.together(what):
+            answers = rendezvous.exchange([descriptor, os.getpid(), start_time_of(os.getpid()) or -1], operation)
+            processes = [(process, start) for _, process, start in answers]
+            with rendezvous.collective_step(operation):
                 if rendezvous.rank > 0:
-                    descriptor = _opened(found[0][1], found[0][0], Segment.size(rendezvous.world, slot_bytes))
+                    descriptor = _opened(answers[0][1], answers[0][0], Segment.size(rendezvous.world, slot_bytes))
                 segment = Segment(rendezvous.world, slot_bytes, descriptor)
-                hidden = [rank for rank, (process, start) in enumerate(processes) if born(process) != start]
+                hidden = [rank for rank, (process, start) in enumerate(processes) if start_time_of(process) != start]
                 if hidden:
-                    raise CommError(f"the processes of {named(hidden)} cannot be seen: in another container, or dead")
+                    raise CommError(
+                        f"the processes of {named(hidden)} are not visible: they are in another container, or dead"
+                    )
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         return segment, processes
 
     def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
     ) -> None:
-        exchange = self._exchange or self._open_exchange(what)
+        exchange = self._exchange or self._open_exchange(operation)
         before = None if self.before is no_step else partial(self.before, self.rank)
         if before is not None:
             before("post")
-        began, moves = time.monotonic(), exchange.moves
+        start, moves = time.monotonic(), exchange.moves
         sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in outgoing])
         expected = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in incoming])
         text, world = arguments.text, self.world
         status = exchange.run(
-            sequence, headers_of(world, what, text, sizes), headers_of(world, what, text, expected),
+            sequence, headers_of(world, operation, text, sizes), headers_of(world, operation, text, expected),
             [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in outgoing],
             [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in incoming],
             before, LOOK,
@@ -186,10 +190,12 @@ class ShmTransport(QueueTransport):
         if status != Exchange.DONE:
 
             def refuse(peer: int) -> None:
-                expected = header_of(sequence, what, arguments, [t for source, t in incoming if source == peer])
-                check_packed(self.called[self.rank], self.called[peer], expected, exchange.header_from(peer))
+                expected = header_of(sequence, operation, arguments, [t for source, t in incoming if source == peer])
+                check_packed(
+                    self.global_ranks[self.rank], self.global_ranks[peer], expected, exchange.header_from(peer)
+                )
 
-            self._finish(exchange, status, exchange.advance, exchange.lacking, what, began, moves, refuse)
+            self._finish(exchange, status, exchange.advance, exchange.lacking, operation, start, moves, refuse)
 
     def path_taken(self) -> str:
         return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
@@ -198,91 +204,97 @@ class ShmTransport(QueueTransport):
         self,
         exchange: Exchange,
         status: int,
-        go_on: Callable[[float], int],
+        run_driver: Callable[[float], int],
         lacking: Callable[[], Sequence[int]],
-        what: str,
-        began: float,
+        operation: str,
+        start: float,
         moves: int,
         refuse: Callable[[int], None] = lambda peer: None,
     ) -> None:
         """Runs the driver until it is done, and handles its early returns.
 
-        go_on: runs the driver for so many seconds without progress.
+        run_driver: runs the driver for so many seconds without progress.
         lacking: the peers that are waited for.
-        began, moves: start time, and the driver's progress count at that time.
+        start, moves: start time, and the driver's progress count at that time.
         refuse: raises for a peer that announced something else.
 
         Raises CommError if an awaited peer is lost, any rank has aborted, or nothing moved within the timeout.
         """
         lost: CommError | None = None
-        moved, looked = began, 0.0
+        last_move, last_look = start, 0.0
         while status != Exchange.DONE:
             if status == Exchange.HEADER:
                 refuse(exchange.peer)
             elif status == Exchange.MAP:
                 self._regions.map(exchange.peer, exchange.number)
             elif status == Exchange.DAMAGED:
-                me, other = self.called[self.rank], self.called[exchange.peer]
-                raise CommError(f"rank {me}: rank {other} names place {exchange.number}: its memory is damaged")
+                own_rank, peer_rank = self.global_ranks[self.rank], self.global_ranks[exchange.peer]
+                raise CommError(
+                    f"rank {own_rank}: rank {peer_rank} refers to region {exchange.number}: its memory is damaged"
+                )
             now = time.monotonic()
             if moves != exchange.moves:
-                moves, moved, lost = exchange.moves, now, None
+                moves, last_move, lost = exchange.moves, now, None
                 self._progress.note()
             elif lost is not None:  # lost before the last check for progress: no more data will come
                 raise lost
             waiting = lacking()
-            lost = self._lost(exchange, waiting, what, look=now - looked > LOOK)
-            if lost is None and now - moved > self.timeout:
-                missing = [self.called[peer] for peer in waiting]
+            lost = self._lost(exchange, waiting, operation, look=now - last_look > LOOK)
+            if lost is None and now - last_move > self.timeout:
+                missing = [self.global_ranks[peer] for peer in waiting]
                 text = f"no answer from {named(missing)} within {self.timeout:g} s"
-                lost = self._error(what, text, missing, SLOW.format(self.timeout))
-            if now - looked > LOOK:
-                looked = now
-            status = go_on(LOOK if lost is None else 0.0)
+                lost = self._error(operation, text, missing, SLOW.format(self.timeout))
+            if now - last_look > LOOK:
+                last_look = now
+            status = run_driver(LOOK if lost is None else 0.0)
 
-    def _lost(self, exchange: Exchange, waiting: Sequence[int], what: str, look: bool) -> CommError | None:
+    def _lost(self, exchange: Exchange, waiting: Sequence[int], operation: str, look: bool) -> CommError | None:
         """The reason why waiting is futile, if any. `look`: also check whether the processes are alive."""
         if self._closed:
-            return self._error(what, "the transport was closed meanwhile")
+            return self._error(operation, "the transport was closed meanwhile")
         for peer in self._peers:
             if exchange.state(peer) == Exchange.FAILED:
                 reason = exchange.reason(peer).decode(errors="replace")
-                return self._error(what, f"rank {self.called[peer]} gave up ({reason})", [self.called[peer]], reason)
+                return self._error(
+                    operation, f"rank {self.global_ranks[peer]} aborted ({reason})", [self.global_ranks[peer]], reason
+                )
         for peer in waiting:
-            (process, start), why = self.processes[peer], ""
+            (process, start), loss = self.processes[peer], ""
             if exchange.state(peer) == Exchange.CLOSED:
-                why = "it closed its transport"
-            elif look and born(process) != start:
-                why = f"its process, {process}, ended"
-            if why:
-                return self._error(what, f"lost rank {self.called[peer]} ({why})", [self.called[peer]], why)
+                loss = "it closed its transport"
+            elif look and start_time_of(process) != start:
+                loss = f"its process, {process}, ended"
+            if loss:
+                return self._error(
+                    operation, f"lost rank {self.global_ranks[peer]} ({loss})", [self.global_ranks[peer]], loss
+                )
         return None
 
-    def _error(self, what: str, text: str, waited: Sequence[int] = (), why: str = "") -> CommError:
-        return CommError(f"rank {self.called[self.rank]}, {what}: {text}", waited, why)
+    def _error(self, operation: str, text: str, missing: Sequence[int] = (), reason: str = "") -> CommError:
+        return CommError(f"rank {self.global_ranks[self.rank]}, {operation}: {text}", missing, reason)
 
     def signal(self, peer: int) -> None:
         self._open_exchange("signal").signal(peer)
 
     def wait(self, peer: int) -> None:
-        exchange, began = self._open_exchange("wait"), time.monotonic()
+        exchange, start = self._open_exchange("wait"), time.monotonic()
         moves = exchange.moves
         self._signals[peer] += 1
         wait = partial(exchange.wait, peer, self._signals[peer])
         try:
-            self._finish(exchange, wait(LOOK), wait, lambda: [peer], "wait", began, moves)
+            self._finish(exchange, wait(LOOK), wait, lambda: [peer], "wait", start, moves)
         except CommError as error:
-            self._give_up(error)
+            self._abort(error)
             raise
 
-    def _open_exchange(self, what: str) -> Exchange:
-        self._check_open(what)
+    def _open_exchange(self, operation: str) -> Exchange:
+        self._check_open(operation)
         exchange = self._exchange
         if exchange is None:
-            raise CommError(f"rank {self.called[self.rank]}, {what}: the {self.name} transport is closed")
+            raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the {self.name} transport is closed")
         return exchange
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         self._leave(Exchange.FAILED, reason)
 
     def _interrupt(self) -> None:
@@ -300,17 +312,17 @@ class ShmTransport(QueueTransport):
 def _opened(process: int, number: int, size: int) -> int:
     """A descriptor of the memory that a process of this user holds under its own descriptor number."""
     path = f"/proc/{process}/fd/{number}"
-    there = os.stat(path)  # check before opening: opening a device could have side effects
-    if (there.st_size, there.st_nlink, there.st_uid) != (size, 0, os.geteuid()) or not stat.S_ISREG(there.st_mode):
+    status = os.stat(path)  # check before opening: opening a device could have side effects
+    if (status.st_size, status.st_nlink, status.st_uid) != (size, 0, os.geteuid()) or not stat.S_ISREG(status.st_mode):
         raise CommError(f"descriptor {number} of process {process} is not the memory that rank 0 made")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if not os.path.samestat(there, os.fstat(descriptor)):
+    if not os.path.samestat(status, os.fstat(descriptor)):
         os.close(descriptor)
-        raise CommError(f"descriptor {number} of process {process} became something else while it was opened")
+        raise CommError(f"descriptor {number} of process {process} changed while it was opened")
     return descriptor
 
 
-def born(process: int) -> int | None:
+def start_time_of(process: int) -> int | None:
     """Start time of a process, in ticks since the host started; None if it is dead, including zombies.
 
     Together with the process id, which may be reused, it identifies a process.
@@ -329,11 +341,11 @@ def _missing() -> str:
     descriptor = -1
     try:
         descriptor = Segment.create(2, mmap.PAGESIZE)
-        mine = Segment(2, mmap.PAGESIZE, descriptor).exchange(0)
+        own_end = Segment(2, mmap.PAGESIZE, descriptor).exchange(0)
         with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as file:  # as a peer does
-            theirs = Segment(2, mmap.PAGESIZE, file.fileno()).exchange(1)
-        mine.signal(1)
-        if theirs.wait(0, 1, 0.0) != Exchange.DONE or born(os.getpid()) is None:
+            peer_end = Segment(2, mmap.PAGESIZE, file.fileno()).exchange(1)
+        own_end.signal(1)
+        if peer_end.wait(0, 1, 0.0) != Exchange.DONE or start_time_of(os.getpid()) is None:
             return "shared counters do not work here"
     except (CommError, OSError, AttributeError, ValueError) as error:
         return f"shared memory does not work here ({error})"

@@ -23,10 +23,10 @@ class SymmetricWindow:
     def __init__(self, rendezvous: Rendezvous, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         self.addresses: list[int] = []
-        with rendezvous.together("allocating symmetric memory"):
+        with rendezvous.collective_step("allocating symmetric memory"):
             memory = _symmetric_memory()
             self._tensor: Any = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=rendezvous.device)
-        with rendezvous.together("mapping symmetric memory"):
+        with rendezvous.collective_step("mapping symmetric memory"):
             self._handle: Any = memory.rendezvous(self._tensor, rendezvous.process_group.group_name)
             self.addresses = list(self._handle.buffer_ptrs)
 

@@ -326,7 +326,7 @@ class _Ahead:
             return
         except BaseException as error:  # passed to the consumer, not swallowed
             with contextlib.suppress(Exception):
-                self._exchange.transport._give_up(
+                self._exchange.transport._abort(
                     error if isinstance(error, CommError) else CommError(f"rank {self._rank} stopped reading: {error}")
                 )
             self._ready.put(error)

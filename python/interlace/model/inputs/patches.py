@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from interlace.model.inputs.base import Inputs, Item, data_of, together
 from interlace.model.sample import Media
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 
 GRID = "grid_thw"
 NUMBERS = {GRID: 3, "merge_sizes": 1}
@@ -149,7 +149,7 @@ class PatchInputs:
         """int64 [n, k] for each name; [n] for a single number."""
         made = {}
         for key, rows in zip(self.item_keys, numbers, strict=True):
-            tensor = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
+            tensor = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
             made[key] = tensor[:, 0] if NUMBERS[key] == 1 else tensor
         return made
 

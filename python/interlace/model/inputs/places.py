@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interlace.model.inputs.placeholders import Ids, is_placeholder
 from interlace.model.sample import IGNORE
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 
 KEY = "places"
 """Key of the places in the inputs."""
@@ -35,9 +35,10 @@ def with_places(inputs: dict[str, Any], placeholders: Mapping[str, Ids], device:
     ids, labels = inputs["input_ids"], inputs["labels"]
     flat = ids.reshape(-1)
     media = {
-        name: sent(is_placeholder(flat, token).nonzero().squeeze(1), device) for name, token in placeholders.items()
+        name: to_device(is_placeholder(flat, token).nonzero().squeeze(1), device)
+        for name, token in placeholders.items()
     }
-    targets = sent((labels[0] != IGNORE).nonzero().squeeze(1), device) if len(labels) == 1 else None
+    targets = to_device((labels[0] != IGNORE).nonzero().squeeze(1), device) if len(labels) == 1 else None
     return Places(ids, labels, media, targets)
 
 

@@ -269,11 +269,11 @@ class _Shuffled:
         self.plan = AttentionPlan.build(mask.select(self.order[None]))
         return self
 
-    def take(self, rows: Tensor) -> Tensor:
+    def shard(self, rows: Tensor) -> Tensor:
         return rows[:, self.order]
 
-    def whole(self, mine: Tensor) -> Tensor:
-        return mine[:, self.order.argsort()]
+    def unshard(self, rows: Tensor) -> Tensor:
+        return rows[:, self.order.argsort()]
 
 
 def encoder_takes_any_order(encoder: ModalityModule) -> bool:

@@ -203,7 +203,12 @@ class Roster:
         templates = self._templates()
         staying = [node for node in self.ready if node not in self.leaving]
         found = plan.regroup(
-            pipelines, failed, staying, templates.sizes, faults=self.settings.faults, most=templates.microbatches
+            pipelines,
+            failed,
+            staying,
+            templates.sizes,
+            faults=self.settings.faults,
+            max_pipelines=templates.microbatches,
         )
         return None if found is None else tuple(found)
 

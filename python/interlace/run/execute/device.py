@@ -19,7 +19,7 @@ from interlace import _device
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model import Media
-from interlace.parallel.sending import sent, sent_plan
+from interlace.parallel.sending import plan_to_device, to_device
 
 NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
 """Cached attributes of a plan."""
@@ -62,9 +62,9 @@ def moved(value: Any, device: torch.device) -> Any:
     Not moved are meta tensors, which carry only shapes, and the inputs that the host reads (`ON_THE_HOST`).
     """
     if isinstance(value, Tensor):
-        return sent(value, device)
+        return to_device(value, device)
     if isinstance(value, AttentionPlan):
-        plan = sent_plan(value, device)
+        plan = plan_to_device(value, device)
         # Results computed on the host: on a GPU they would need a synchronization.
         plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
         return plan

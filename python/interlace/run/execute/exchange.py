@@ -256,7 +256,7 @@ class Exchange:
         try:
             work()
         except CommError as error:
-            raise CommError(f"{what}: {error}", error.waited, error.why) from error
+            raise CommError(f"{what}: {error}", error.missing, error.reason) from error
 
 
 def _write(sample: Sample, part: str, into: Tensor, at: int) -> int:

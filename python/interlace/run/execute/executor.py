@@ -32,11 +32,11 @@ from torch.profiler import record_function
 
 from interlace.comm.channels.base import Channel, CommError, Part, Pending, Tag
 from interlace.comm.overlap.deferred import DeferredGradients
-from interlace.comm.process.lost import named
+from interlace.comm.process.abort_reports import named
 from interlace.comm.process.recorder import page_in_use
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
-from interlace.parallel.route import pairs, parts_of_regions, put, shares, take
+from interlace.parallel.route import pairs, parts_of_regions, put, rows_per_receiver, take
 from interlace.run.errors import PipelineError
 from interlace.run.execute.deferred import LinearLayers, linear_layers
 from interlace.run.execute.gradients import Sum
@@ -359,7 +359,7 @@ class Executor:
             parts = parts_of_regions(regions, place.lane.world, place.lane.world, receives=False)
             mine, first = parts[place.lane.rank], sum(regions[: self.stages[self._reader(tag)].place.cp.rank])
             piece = gradient.narrow(0, mine.start - first, mine.stop - mine.start)
-            self._arrive(tag, piece, place, shares(parts, place.lane.world))
+            self._arrive(tag, piece, place, rows_per_receiver(parts, place.lane.world))
         else:
             self._add(source, reader, gradient, self._saved[source][1])
 
@@ -424,7 +424,7 @@ class Executor:
         mine = received[0].tensor if len(received) == 1 else torch.cat([part.tensor for part in received], -2)
         rows = received[0].rows
         regions = self._regions(tag, rows, place.cp.world)
-        due = shares(parts_of_regions(regions, len(others), lane.world, receives=not grad), lane.world)
+        due = rows_per_receiver(parts_of_regions(regions, len(others), lane.world, receives=not grad), lane.world)
         if (mine.shape[-2], rows) != (due[lane.rank], sum(regions)):
             raise PipelineError(
                 f"received {mine.shape[-2]} rows of {rows}, expected {due[lane.rank]} of {sum(regions)}: install the "

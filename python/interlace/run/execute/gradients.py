@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from interlace.comm.channels.base import Channel, Pending
 from interlace.parallel.region import Region
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 
 BUCKET_BYTES = 32 << 20
 
@@ -28,7 +28,7 @@ class Sum:
             gradients = [p.grad for p in bucket]
             pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(bucket, gradients)]
             flags = torch.tensor([float(g is not None) for g in gradients], dtype=bucket[0].dtype)
-            flat = torch.cat([*pieces, sent(flags, bucket[0].device)])
+            flat = torch.cat([*pieces, to_device(flags, bucket[0].device)])
             for p in bucket:
                 p.grad = None  # the bucket has it: avoids a second copy while the sum is in flight
             del gradients, pieces

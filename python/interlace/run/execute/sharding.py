@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from interlace.comm.channels.base import Channel, Pending
 from interlace.layout import Shard
 from interlace.parallel.region import Region
-from interlace.parallel.sending import sent
+from interlace.parallel.sending import to_device
 from interlace.run.errors import PipelineError
 from interlace.run.execute.gradients import buckets, present
 from interlace.run.execute.weights import Pieces
@@ -47,7 +47,7 @@ class Weight:
         self.source: nn.Parameter | None = None
         start, stop = rows[place], rows[place + 1]
         if start < stop:
-            region = Region.whole(whole.shape) if cut is None else cut
+            region = Region.full(whole.shape) if cut is None else cut
             self.region = region.rows(start, stop) if whole.dim() else region
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
@@ -241,7 +241,7 @@ class Sharded:
                 if weight.whole.grad is not None
             )
             flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
-            flat[:, width:] = sent(flags, flat.device)
+            flat[:, width:] = to_device(flags, flat.device)
             for weight in bucket:
                 weight.whole.grad = None
             started.append((bucket, channel.start_reduce_scatter(flat, ranks, f"{key} {number}")))

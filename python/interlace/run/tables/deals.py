@@ -19,7 +19,7 @@ from interlace.layout import Layout
 from interlace.model import IGNORE, MultimodalModel
 from interlace.model.inputs.placeholders import blank_id, is_placeholder
 from interlace.model.multimodal import LANGUAGE_MODEL
-from interlace.parallel.context import Context, Share, deal
+from interlace.parallel.context import Context, Share, assign_tokens
 from interlace.parallel.route import Routes
 from interlace.run.lanes import Place
 from interlace.run.tables.batch import GlobalBatch
@@ -58,9 +58,9 @@ class Deals:
         shards, _ = self._deal(chunk)
         share = Share.of(collated["mask"], shards, place.cp, self._mllm.language_settings.backend)
         return {
-            "input_ids": share.take(collated["input_ids"], pad=blank_id(self._mllm.placeholders)),
-            "labels": share.take(collated["labels"], pad=IGNORE),
-            "position_ids": share.take(collated["position_ids"]),
+            "input_ids": share.shard(collated["input_ids"], pad=blank_id(self._mllm.placeholders)),
+            "labels": share.shard(collated["labels"], pad=IGNORE),
+            "position_ids": share.shard(collated["position_ids"]),
             "plan": share.plan,
             "attend": share.attend,
         }
@@ -76,7 +76,7 @@ class Deals:
             if chunk not in self._made:
                 samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
                 collated = self._mllm.collate_module(LANGUAGE_MODEL, samples)
-                shards = deal(collated["mask"], self.ranks, self._order, collated["plan"])
+                shards = assign_tokens(collated["mask"], self.ranks, self._order, collated["plan"])
                 ids = collated["input_ids"]
                 owner = np.repeat(shards.rank_of_block, shards.block, axis=1)[:, : ids.shape[1]]
                 placeholders = self._mllm.placeholders.items()

@@ -27,7 +27,7 @@ def plot_layout(layout: Layout, held: Sequence[Mapping[str, int]], path: str | P
     """
     ranks, names = len(held), list(layout.modules)
     if not 1 <= ranks <= layout.world:
-        raise ValueError(f"held speaks of {ranks} ranks, and the layout has {layout.world}: give 1 to {layout.world}")
+        raise ValueError(f"held is for {ranks} ranks, but the layout has {layout.world}: give 1 to {layout.world}")
     width, height = 0.9 + _CELL * len(names) + _BARS + 0.9, _TOP + _ROW * ranks + _BOTTOM
     figure = canvas(width, height, _DPI)
     colours = module_colours(names)
@@ -50,11 +50,11 @@ def plot_layout(layout: Layout, held: Sequence[Mapping[str, int]], path: str | P
         spine.set_visible(False)
 
     bars = figure.add_axes(((0.8 + _CELL * len(names) + 0.3) / width, low, _BARS / width, tall))
-    most = max(sum(each.values()) for each in held)
+    most = max(sum(labels.values()) for labels in held)
     scale, unit = next((s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if most >= s / 2)
     begin = [0.0] * ranks
     for kind in held[0]:
-        sizes = [each[kind] / scale for each in held]
+        sizes = [labels[kind] / scale for labels in held]
         bars.barh(range(ranks), sizes, 0.7, begin, color=_SHADES.get(kind, GREY), edgecolor=EDGE, label=kind)
         begin = [a + b for a, b in zip(begin, sizes, strict=True)]
     bars.set_ylim(ranks - 0.5, -0.5)

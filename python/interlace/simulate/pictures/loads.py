@@ -80,13 +80,13 @@ def _checked(name: str, values: ArrayLike) -> Floats:
 
 def _bars(axes: Any, values: Floats) -> None:
     """Draws bars, with the heaviest in orange, grey up to its height, and a line at the mean."""
-    heaviest, places = int(values.argmax()), np.arange(len(values))
+    heaviest, positions = int(values.argmax()), np.arange(len(values))
     if len(values) <= MOST_BARS:
-        axes.bar(places, values[heaviest] - values, 0.8, bottom=values, color=IDLE, linewidth=0)
-        axes.bar(places, values, 0.8, color=shade(_BLUE, 0.25), linewidth=0)
+        axes.bar(positions, values[heaviest] - values, 0.8, bottom=values, color=IDLE, linewidth=0)
+        axes.bar(positions, values, 0.8, color=shade(_BLUE, 0.25), linewidth=0)
     else:  # one outline, since bars narrower than a pixel may vanish
-        axes.fill_between(places, values, values[heaviest], step="mid", color=IDLE, linewidth=0)
-        axes.fill_between(places, values, step="mid", color=shade(_BLUE, 0.25), linewidth=0)
+        axes.fill_between(positions, values, values[heaviest], step="mid", color=IDLE, linewidth=0)
+        axes.fill_between(positions, values, step="mid", color=shade(_BLUE, 0.25), linewidth=0)
     axes.bar(heaviest, values[heaviest], max(0.8, len(values) / 250), color=_ORANGE, linewidth=0)
     axes.axhline(values.mean(), color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_xlim(-0.7, len(values) - 0.3)
@@ -152,7 +152,7 @@ def plot_deferral(
     costs = {"LLM": _checked("llm_cost", llm_cost), "encoder": _checked("encoder_cost", encoder_cost)}
     for name, planned, of in (("LLM", plan.llm_loads, plan.llm_of), ("encoder", plan.encoder_loads, plan.encoder_of)):
         if len(costs[name]) != len(of) or not np.allclose(np.bincount(of, costs[name], plan.microbatches), planned):
-            raise ValueError(f"the {name} costs are not those that the plan was made for: give the same arrays")
+            raise ValueError(f"the {name} costs differ from those of the plan: pass the same arrays")
     count, n = plan.microbatches, len(plan.llm_of)
     given = (np.arange(n) * count // n).astype(np.int32)
     columns: Sequence[tuple[str, NDArray[np.int32], NDArray[np.int32], str]] = (
@@ -200,7 +200,7 @@ def plot_deferral(
                 axes.set_ylabel(f"{side} ({unit})", fontsize=9, color=QUIET)
     _heading(figure, title)
     _legend(
-        figure, sample="a sample, by number", deferred="deferred", gone="where it would have been",
+        figure, sample="a sample, by number", deferred="deferred", gone="without deferral",
         waiting="waits for the costliest", line="costliest microbatch",
     )  # fmt: skip
     figure.savefig(path, dpi=_DPI)
@@ -239,11 +239,11 @@ def _stacks(
     return feet
 
 
-def _boxes(places: NDArray[Any], feet: Floats, heights: Floats, width: float, **style: Any) -> Any:
+def _boxes(positions: NDArray[Any], feet: Floats, heights: Floats, width: float, **style: Any) -> Any:
     """Boxes as one collection, which draws thousands of samples quickly."""
     from matplotlib.collections import PolyCollection
 
-    left, right, top = places - width / 2, places + width / 2, feet + heights
+    left, right, top = positions - width / 2, positions + width / 2, feet + heights
     corners = np.stack([left, feet, left, top, right, top, right, feet], axis=-1)
     return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
 

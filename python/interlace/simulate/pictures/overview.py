@@ -29,19 +29,19 @@ _DPI = 120
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
 
 
-def facts_of(schedule: Schedule, found: Simulated, groups: RankGroups) -> str:
+def facts_of(schedule: Schedule, simulated: Simulated, groups: RankGroups) -> str:
     """One-line summary of the step for the page and the picture."""
     lanes, ranks = len(schedule.graph.layout.lanes()), schedule.graph.layout.world
-    scale, unit = next(((s, u) for s, u in _UNITS if found.makespan * s >= 1.0), _UNITS[-1])
+    scale, unit = next(((s, u) for s, u in _UNITS if simulated.makespan * s >= 1.0), _UNITS[-1])
     return (
         f"{ranks:,} ranks in {lanes:,} lanes, {len(groups.names):,} groups · {len(schedule.table.chunks):,} chunks, "
-        f"{len(schedule.rows):,} actions · {found.makespan * scale:.4g} {unit} · bubble {found.bubble:.1%}"
+        f"{len(schedule.rows):,} actions · {simulated.makespan * scale:.4g} {unit} · bubble {simulated.bubble:.1%}"
     )
 
 
 def write_overview(
     schedule: Schedule,
-    found: Simulated,
+    simulated: Simulated,
     groups: RankGroups,
     used: Utilisation,
     path: str | Path,
@@ -66,7 +66,9 @@ def write_overview(
         row = {"name": name, "least": used.least[group], "mean": used.mean[group], "most": used.most[group]}
         lanes = np.flatnonzero(lane_group == group).tolist() if group in full else []
         rows.append(
-            row | {"full": {"lanes": [_lane(schedule, found, lane, boxes[lane]) for lane in lanes]}} if lanes else row
+            row | {"full": {"lanes": [_lane(schedule, simulated, lane, boxes[lane]) for lane in lanes]}}
+            if lanes
+            else row
         )
     shares = np.clip(np.rint(used.over_time * 255), 0, 255).astype(np.uint8)
     data = {
@@ -75,7 +77,7 @@ def write_overview(
         "heat": _packed(shares),
         "modules": [{"name": name, "colour": colours[name]} for name in modules],
         "groups": rows,
-        "facts": facts_of(schedule, found, groups),
+        "facts": facts_of(schedule, simulated, groups),
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     body = (resources.files("interlace.simulate") / "overview_page.html").read_text(encoding="utf-8")
@@ -108,7 +110,7 @@ def _group_of_lanes(schedule: Schedule, groups: RankGroups) -> NDArray[np.int64]
     return np.array([groups.of_rank[lane.ranks[0]] for lane in schedule.graph.layout.lanes()])
 
 
-def _lane(schedule: Schedule, found: Simulated, lane: int, at: NDArray[np.int64]) -> dict[str, str]:
+def _lane(schedule: Schedule, simulated: Simulated, lane: int, at: NDArray[np.int64]) -> dict[str, str]:
     rows, ranks = schedule.rows[at], schedule.graph.layout.lanes()[lane].ranks
     chunks = schedule.table.chunks
     stages = dict.fromkeys(
@@ -119,8 +121,8 @@ def _lane(schedule: Schedule, found: Simulated, lane: int, at: NDArray[np.int64]
     index = np.array([chunks[c].index for c in rows[:, CHUNK].tolist()], np.uint32)
     return {
         "name": f"{', '.join(stages) or 'idle'}   {where}",
-        "start": _packed(found.start[at].astype(np.float32)),
-        "length": _packed((found.finish[at] - found.start[at]).astype(np.float32)),
+        "start": _packed(simulated.start[at].astype(np.float32)),
+        "length": _packed((simulated.finish[at] - simulated.start[at]).astype(np.float32)),
         "kind": _packed((4 * rows[:, MODULE] + rows[:, OP]).astype(np.uint8)),
         "chunk": _packed(index),
     }
@@ -133,7 +135,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 def plot_overview(
     schedule: Schedule,
-    found: Simulated,
+    simulated: Simulated,
     groups: RankGroups,
     used: Utilisation,
     path: str | Path,
@@ -177,7 +179,7 @@ def plot_overview(
             spine.set_visible(False)
     figure.text(0.12, 1 - 0.27 / height, title, fontsize=12.5, weight="bold", color=INK, va="center_baseline")
     figure.text(
-        0.12, 1 - 0.52 / height, facts_of(schedule, found, groups), fontsize=9, color=QUIET, va="center_baseline"
+        0.12, 1 - 0.52 / height, facts_of(schedule, simulated, groups), fontsize=9, color=QUIET, va="center_baseline"
     )
     handles = [Patch(color=colours[name]) for name in modules] + [Patch(color=IDLE)]
     figure.legend(

@@ -50,7 +50,7 @@ def plot_recovery(
         ValueError: there is no run, or a run is empty.
     """
     if not runs or not all(runs.values()):
-        raise ValueError("no run to draw: give what `replay` found for at least one system")
+        raise ValueError("no run to draw: give the result of `replay` for at least one system")
     until = next(iter(runs.values()))[-1].stop
     edges = np.linspace(0.0, until, windows + 1)
     height = 5.0 + 0.42 * len(runs)
@@ -59,24 +59,24 @@ def plot_recovery(
         3, 1, left=0.145, right=0.975, top=1 - 0.75 / height, bottom=0.75 / height, hspace=0.42,
         height_ratios=(2.6, 0.8, 0.42 * len(runs)),
     )  # fmt: skip
-    lines, there, bars = (figure.add_subplot(grid[row]) for row in range(3))
+    lines, nodes_present, bars = (figure.add_subplot(grid[row]) for row in range(3))
     for (name, stretches), colour in zip(runs.items(), COLOURS, strict=False):
         found, mean = throughput_over_time(stretches, edges), Spent.sum(each.spent for each in stretches).throughput
         lines.step(edges / 3600, [*found, found[-1]], where="post", color=colour, linewidth=1.3, label=name)
         lines.axhline(mean, color=colour, linewidth=1.0, linestyle=":")
     lines.set_ylabel("samples per second", fontsize=9, color=QUIET)
     lines.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(runs), frameon=False, fontsize=9, labelcolor=INK)
-    there.step(np.append(nodes[0], until) / 3600, np.append(nodes[1], nodes[1][-1]), where="post", color=INK)
-    there.set_ylabel("nodes", fontsize=9, color=QUIET)
-    there.set_xlabel("hours", fontsize=9, color=QUIET, labelpad=1)
-    for axes in (lines, there):
+    nodes_present.step(np.append(nodes[0], until) / 3600, np.append(nodes[1], nodes[1][-1]), where="post", color=INK)
+    nodes_present.set_ylabel("nodes", fontsize=9, color=QUIET)
+    nodes_present.set_xlabel("hours", fontsize=9, color=QUIET, labelpad=1)
+    for axes in (lines, nodes_present):
         axes.set_xlim(0, until / 3600)
         axes.set_ylim(bottom=0)
         plain(axes, 9)
     lines.tick_params(labelbottom=False)
     names = list(runs)
     left = np.zeros(len(names))
-    totals = [Spent.sum(each.spent for each in runs[name]) for name in names]
+    totals = [Spent.sum(run.spent for run in runs[name]) for name in names]
     for kind in KINDS:
         shares = np.array([getattr(spent, kind) / spent.total for spent in totals])
         if shares.any():

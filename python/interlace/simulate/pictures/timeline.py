@@ -66,10 +66,10 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     for rank, action, start, finish in boxes:
         place = (rank, timeline.number(action.chunk), (start - timeline.begin) * scale, (finish - start) * scale)
         groups.setdefault((action.module, action.op), []).append(place)
-    for (module, op), places in groups.items():
+    for (module, op), rows in groups.items():
         axes.add_collection(
             PolyCollection(
-                [_corners(rank, start, length) for rank, _, start, length in places],
+                [_corners(rank, start, length) for rank, _, start, length in rows],
                 facecolor=shade(colours[module], _SHADES[op]),
                 edgecolor=EDGE,
                 linewidth=0.8 if pixels * typical > 6 else 0.25,
@@ -77,9 +77,9 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
             )
         )
     for ops in ({Op.FORWARD}, set(_SHADES) - {Op.FORWARD}):
-        places = [place for (_, op), members in groups.items() if op in ops for place in members]
-        if places:
-            _number(axes, ops, places, pixels, row, zoom)
+        rows = [place for (_, op), members in groups.items() if op in ops for place in members]
+        if rows:
+            _number(axes, ops, rows, pixels, row, zoom)
 
     _label(axes, timeline, names, unit, zoom)
     heading = title if title is not None else (timeline.name.upper() or "timeline")
@@ -96,13 +96,13 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
 
 def _number(
-    axes: Any, ops: Iterable[Op], places: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
+    axes: Any, ops: Iterable[Op], rows: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
 ) -> None:
     """Writes the chunks' numbers into boxes (rank, number, start, length) of the same kind, in one format.
 
     Numbers are upright if the boxes are wide enough, else rotated by 90 degrees. Much smaller boxes get none.
     """
-    digits = max(len(str(number)) for _, number, _, _ in places)
+    digits = max(len(str(number)) for _, number, _, _ in rows)
     letter = 0.62 * digits + 0.35  # width of the number and its margins, as a share of the font size
     tall = row * 0.84 * 72  # points
 
@@ -110,11 +110,11 @@ def _number(
         room = length * pixels / _DPI * 72
         return min(9.0 * zoom, tall * 0.5, room / letter), min(8.0 * zoom, room * 0.85, tall / letter)
 
-    usual = sorted(length for _, _, _, length in places)[len(places) // 4]
+    usual = sorted(length for _, _, _, length in rows)[len(rows) // 4]
     upright, turned = fit(usual)
     turn = upright < 6.0 * zoom and turned > upright
     colour = INK if Op.FORWARD in ops else "white"
-    for rank, number, start, length in places:
+    for rank, number, start, length in rows:
         size = min(turned if turn else upright, fit(length)[turn])
         if size >= 4.0:
             axes.text(

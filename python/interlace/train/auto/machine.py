@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from interlace import _device
+from interlace.costs.host_overhead import HostOverhead
 from interlace.costs.links import Link, Links
-from interlace.costs.outside_lists import Around
 from interlace.costs.step import Costs
 from interlace.plan import LinkModel
 from interlace.train.config.load import ConfigError
@@ -110,7 +110,7 @@ def here(
     how: str,
     worth: float,
     say: Callable[[str], None],
-    around: Callable[[int, int], Around],
+    around: Callable[[int, int], HostOverhead],
 ) -> Machine:
     """This machine: layers timed on rank 0's device with `samples`; `links` as given.
 
@@ -145,7 +145,7 @@ def here(
     if kind != "cpu":
         say("measuring (a few seconds)")
         once = profile_costs(model, samples, **stated, budget=BUDGET_SECONDS, optimizer=update())
-        once = replace(once, around=around(launcher.local_ranks(max(worlds)), 1))
+        once = replace(once, host_overhead=around(launcher.local_ranks(max(worlds)), 1))
         return Machine(lambda world, threads: once, lambda world: links, memory, origin, kind)
     measured = measure(
         Profile(model, samples, **stated),
@@ -156,7 +156,7 @@ def here(
         say=say,
     )
     costs = {
-        setting: replace(each, around=around(launcher.local_ranks(setting.world), setting.threads))
+        setting: replace(each, host_overhead=around(launcher.local_ranks(setting.world), setting.threads))
         for setting, each in measured.costs.items()
     }
     measured_layers = tuple(sorted({each.world for each in costs}))

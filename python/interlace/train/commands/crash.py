@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from interlace.comm.process.lost import named
+from interlace.comm.process.abort_reports import named
 from interlace.resilience.supervisor.faults import reached
 from interlace.train.config.load import ConfigError
 

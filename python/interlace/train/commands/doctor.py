@@ -144,20 +144,20 @@ def _chosen() -> Check:
     import torch
 
     from interlace.attention._self_check import verdicts
-    from interlace.attention.op import chosen, why_not
+    from interlace.attention.op import choose_backend, unsupported
 
     shape = "bf16, head dimension 128"
     if not torch.cuda.is_available():
-        return True, f"{chosen(torch.empty(1, 1, 1, 128, dtype=torch.bfloat16))} ({shape}); no GPU here"
+        return True, f"{choose_backend(torch.empty(1, 1, 1, 128, dtype=torch.bfloat16))} ({shape}); no GPU here"
     device = torch.device("cuda", torch.cuda.current_device())
     q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
-    name = chosen(q)
+    name = choose_backend(q)
     if name != "gluon":
         faster = ("gluon", "triton")[: 1 if name == "triton" else 2]
-        return True, f"{name} ({shape}); " + "; ".join(f"{other} is off, {why_not(other, q)}" for other in faster)
+        return True, f"{name} ({shape}); " + "; ".join(f"{other} is off, {unsupported(other, q)}" for other in faster)
     if any((each.kernel, each.shape, each.passed) == ("Gluon forward", shape, False) for each in verdicts(device)):
         return True, f"triton ({shape}); gluon is off, its forward differs from the reference on this card"
-    if (back := chosen(q, forward=False)) == name:
+    if (back := choose_backend(q, forward=False)) == name:
         return True, f"gluon ({shape}); it was the faster one on an H200"
     untried = "its backward has not been shown right and faster on a GPU yet"
     return True, f"gluon forward, {back} backward ({shape}); gluon's forward was the faster one on an H200, {untried}"

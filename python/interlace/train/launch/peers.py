@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.channels.star import Star
+from interlace.comm.process.abort_reports import AbortReports, reason_of
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.lost import RollCall, reason_of
 from interlace.train.errors import TrainingError
 
 T = TypeVar("T")
@@ -29,8 +29,8 @@ class Peers:
     """All ranks of the run, as seen by this one (only itself without a process group).
 
     `timeout` is the maximum delay of one rank behind another, in seconds. `allowance` is added to it while a checkpoint
-    is written or read. `coordinated` as in `RollCall`. The constructor and every method are collective: all ranks make
-    the same calls in the same order.
+    is written or read. `coordinated` as in `AbortReports`. The constructor and every method are collective: all ranks
+    make the same calls in the same order.
     """
 
     def __init__(self, timeout: float, allowance: float = 0.0, *, coordinated: bool = False) -> None:
@@ -43,7 +43,7 @@ class Peers:
             with self.waiting("meeting the others"):
                 dist.barrier()
                 group = dist.new_group(timeout=timedelta(seconds=timeout + allowance), backend="gloo")
-                self._star = Star(group, torch.device("cpu"), RollCall(group, "run", coordinated=coordinated))
+                self._star = Star(group, torch.device("cpu"), AbortReports(group, "run", coordinated=coordinated))
 
     def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
         """Every rank's `value`, by rank. `what` names the operation; `patient` adds the allowance."""

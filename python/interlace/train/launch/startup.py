@@ -75,10 +75,10 @@ class Startup(Rounds):
                 self._wait(others, others, what)
                 texts = [mine, *(self._heard(rank, rank, what, "") for rank in others)]
             except TrainingError as error:
-                self.say(_ANSWER, what, [str(error), [""] * self.world])
+                self.put(_ANSWER, what, [str(error), [""] * self.world])
                 self._linger()
                 raise
-            self.say(_ANSWER, what, ["", texts])
+            self.put(_ANSWER, what, ["", texts])
         else:
             self._wait([_ANSWER], [0], what)
             lost, texts = self._heard(_ANSWER, 0, what, ["", [""] * self.world])
@@ -89,7 +89,7 @@ class Startup(Rounds):
 
     def _heard(self, place: int | str, rank: int, what: str, like: Any) -> Any:
         try:
-            return self.hear(place, what, like)
+            return self.get(place, what, like)
         except ValueError as error:
             raise TrainingError(f"rank {self.rank}, {what}: rank {rank} {error}") from error
 
@@ -148,7 +148,7 @@ class Startup(Rounds):
             now = time.monotonic()
             if now - looked >= min(1.0, self.timeout / 4):
                 looked = now
-                with self._asking(what):
+                with self._store_call(what):
                     for rank in (of[place] for place in missing):
                         beats = self.store.add(f"alive/{rank}", 0)
                         if beats != signs[rank][0]:
@@ -163,7 +163,7 @@ class Startup(Rounds):
 
         self.wait_for(places, what, watch, slowest=0.2)
 
-    def _asking(self, what: str) -> AbstractContextManager[None]:
+    def _store_call(self, what: str) -> AbstractContextManager[None]:
         return self.bounded(what)
 
     def _linger(self) -> None:

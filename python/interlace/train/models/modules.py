@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace._hints import nearest
-from interlace.attention.hf.dropout import dropout_key, dropout_rate, place_of
+from interlace.attention.hf.dropout import dropout_key, dropout_rate, path_of
 from interlace.model.inputs.callbacks import misfit
 from interlace.model.projector import ItemProjector
 from interlace.model.whole.model import whole_class
@@ -77,7 +77,7 @@ def check_attention_dropout(model: Any, folder: str | None, source: str) -> None
         for part in module.modules():
             if part.training and (rate := dropout_rate(part)):
                 config = module.config if folder is None else whole_class(Path(folder))[1]
-                key = place_of(config, part.config) + dropout_key(part, rate)
+                key = path_of(config, part.config) + dropout_key(part, rate)
                 where = (
                     f"[model.{name}.config] {key}" if folder is None else f"[model] path: {key} of {folder}/config.json"
                 )

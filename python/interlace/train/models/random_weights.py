@@ -15,7 +15,7 @@ from interlace.model import MultimodalModel
 from interlace.model.lora import lora_layers, reset_adapter
 from interlace.model.patterns import base_name
 from interlace.model.stages.slice import clone
-from interlace.parallel.families import around
+from interlace.parallel.families import ancestors
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config.load import ConfigError
 
@@ -75,7 +75,7 @@ def _part_with_values(
         if not inside or any(first[key] == key for key in inside):  # a tied weight is filled under its first name
             fill(_join(path, name), module)
     child = part
-    for prefix in around(path):  # rules for modules around this part may fill it too (Whisper's sinusoids)
+    for prefix in ancestors(path):  # rules for modules around this part may fill it too (Whisper's sinusoids)
         shell = clone(model.get_submodule(prefix))
         shell._modules[path[len(prefix) :].lstrip(".").partition(".")[0]] = child
         fill(prefix, shell)

@@ -59,7 +59,7 @@ def measure(config: Config, model: Any, data: Any, device: torch.device) -> Fitt
         optimizer=time_optimizer(config, model, device),
     )
     around = measure_overhead(config, model, data, device.type)
-    return replace(found, around=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
+    return replace(found, host_overhead=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
 
 
 def chunk_samples(config: Config, data: Any) -> int:

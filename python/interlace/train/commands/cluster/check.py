@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from interlace.comm.process.lost import first_line
+from interlace.comm.process.abort_reports import first_line
 from interlace.comm.process.rendezvous import Rounds
 from interlace.train import device as devices
 from interlace.train.commands.cluster import facts as cluster_facts
@@ -97,7 +97,7 @@ def _read(text: str, form: Any) -> Any:
     try:
         value = TypeAdapter(form).validate_json(text, strict=True)
     except ValidationError as error:
-        raise ValueError("says something of another form: do the ranks run one version of the program?") from error
+        raise ValueError("sent a message of another form: run the same version of the program on all ranks") from error
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
@@ -146,7 +146,7 @@ class Meeting(Rounds):
             self.begin(what, [json.dumps(value), failure])
             if self.rank > 0:
                 self._await([_VERDICT], [0], what, _OTHERS * patience)
-                stop, answer = self.hear(_VERDICT, what, ["", ""])
+                stop, answer = self.get(_VERDICT, what, ["", ""])
                 if stop:
                     raise Stopped([Trouble(stop, "")])
                 try:
@@ -162,7 +162,7 @@ class Meeting(Rounds):
                 troubles.append(Trouble(text, "look for these processes and their logs; slow ones need --timeout"))
             for rank in (rank for rank in range(1, self.world) if rank not in silent):
                 try:
-                    text, failure = self.hear(rank, what, ["", ""])
+                    text, failure = self.get(rank, what, ["", ""])
                     values.append(None if failure else _read(text, form(rank)))
                 except ValueError as error:
                     failure = str(error)
@@ -173,9 +173,9 @@ class Meeting(Rounds):
                     raise Stopped(troubles)
                 answer = judge(values)
             except Stopped as stop:
-                self.say(_VERDICT, what, [str(stop), ""])
+                self.put(_VERDICT, what, [str(stop), ""])
                 raise
-            self.say(_VERDICT, what, ["", json.dumps(answer)])
+            self.put(_VERDICT, what, ["", json.dumps(answer)])
             return answer
 
     def _await(self, places: Iterable[int | str], ranks: Iterable[int], what: str, seconds: float) -> list[int]:
@@ -199,7 +199,7 @@ class Meeting(Rounds):
                 self._end(f"no answer from rank 0 within {seconds:g} s, {what}")
             return late
 
-    def _asking(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def _store_call(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self._the_store_answers(what)
 
     @contextlib.contextmanager

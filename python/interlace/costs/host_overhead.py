@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Around:
+class HostOverhead:
     """Host seconds of a rank per step, outside its action lists.
 
     sample: per sample of the global batch, before the first action and after the last: table, comparison of ranks,
@@ -28,13 +28,13 @@ class Around:
     def __post_init__(self) -> None:
         for name, value in (("sample", self.sample), ("read", self.read), *self.decode.items()):
             if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}: give seconds from 0 upwards")
+                raise ValueError(f"{name} is {value!r}: it must be a number of seconds >= 0")
 
-    def aside(self, samples: int) -> float:
+    def step_seconds(self, samples: int) -> float:
         """Seconds before the first action and after the last, of a step over `samples` samples."""
         return self.sample * samples
 
-    def ahead(self, samples: int, encoded: Mapping[str, int]) -> float:
+    def read_seconds(self, samples: int, encoded: Mapping[str, int]) -> float:
         """Seconds that a rank takes to read a step's data ahead. encoded: encoder -> samples whose items it decodes."""
         return self.read * samples + sum(self.decode.get(name, 0.0) * count for name, count in encoded.items())
 
@@ -43,12 +43,12 @@ class Around:
         return asdict(self) | {"error": None if math.isnan(self.error) else self.error}
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> Around:
+    def from_table(cls, table: Mapping[str, Any]) -> HostOverhead:
         """Reads a table made by `to_table`. Raises KeyError, TypeError or ValueError for an invalid table."""
         decode = {str(name): float(seconds) for name, seconds in table["decode"].items()}
         error = math.nan if table["error"] is None else float(table["error"])
         return cls(float(table["sample"]), float(table["read"]), decode, error)
 
 
-NOTHING_AROUND = Around()
-"""Around of a step that consists only of its lists and the optimizer."""
+NO_HOST_OVERHEAD = HostOverhead()
+"""HostOverhead of a step that consists only of its lists and the optimizer."""

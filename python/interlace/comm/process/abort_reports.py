@@ -60,14 +60,14 @@ def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, Any]:
     return name, dist.PrefixStore(name, store)
 
 
-class Word(NamedTuple):
+class AbortReport(NamedTuple):
     """Abort report of a rank: the reason, and the ranks it waited for in vain (empty: a reason of its own)."""
 
     reason: str
-    waited: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
-class RollCall:
+class AbortReports:
     """Failure reports of the ranks of a group. Created by all ranks in the same order.
 
     A rank that was waited for in vain may itself have waited for another. So each rank reports whom it waited for when
@@ -78,7 +78,7 @@ class RollCall:
         """coordinated: an external supervisor finds the lost ranks, so ranks need not wait for each other's reports."""
         self.rank, self.world, self._coordinated = group.rank(), group.size(), coordinated
         self._store = private_store(group, f"roll call of the {name}")[1]
-        self._said: Word | None = None
+        self._published: AbortReport | None = None
         self._silent = 0  # number of lost ranks without a report
         self.traced = False  # whether the lost ranks are known
 
@@ -91,26 +91,26 @@ class RollCall:
         """
         if self._coordinated:
             return
-        self._say(Word(reason))
+        self._publish(AbortReport(reason))
         grace = 2 * min(timeout, _LONGEST) + _grace(timeout)
         # Only silent ranks: in a collective this rank waited for all, most of which are alive and will search.
-        away = self._silent
-        if self.rank > 0 or _is_kept_elsewhere():
+        silent = self._silent
+        if self.rank > 0 or _store_outlives_ranks():
             bounded(lambda: self._store.add(_DONE, 1), 1.0)
         elif self.traced:
 
             def stay() -> bool:
                 deadline, pause = time.monotonic() + grace, _POLL
-                while self._store.add(_DONE, 0) < self.world - 1 - away and time.monotonic() < deadline:
+                while self._store.add(_DONE, 0) < self.world - 1 - silent and time.monotonic() < deadline:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.5)
                 return True
 
             bounded(stay, grace + 1.0)
 
-    def gave_up(self, reason: str, waited: Sequence[int]) -> None:
-        """This rank stops waiting for the ranks `waited`. reason: as from `reason_of`."""
-        self._say(Word(reason, tuple(rank for rank in waited if rank != self.rank)))
+    def report_abort(self, reason: str, missing: Sequence[int]) -> None:
+        """This rank stops waiting for the ranks `missing`. reason: as from `reason_of`."""
+        self._publish(AbortReport(reason, tuple(rank for rank in missing if rank != self.rank)))
 
     def lost(self, ranks: Sequence[int], error: BaseException, timeout: float) -> tuple[str, list[int]]:
         """Reports that this rank stops waiting for `ranks`, and returns (description of the lost ranks, lost ranks).
@@ -121,55 +121,58 @@ class RollCall:
 
     def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
         """As `lost`, for a known `reason`."""
-        self.gave_up(reason, ranks)
+        self.report_abort(reason, ranks)
         self.traced = True
         if self._coordinated:
             return f"lost {named(list(ranks))} ({reason})", list(ranks)
-        mine = Word(reason, tuple(rank for rank in ranks if rank != self.rank))
-        said: dict[int, Word] = {}
+        own_report = AbortReport(reason, tuple(rank for rank in ranks if rank != self.rank))
+        reports: dict[int, AbortReport] = {}
         grace, begin = _grace(timeout), time.monotonic()
-        moved = [begin]  # last time the store answered
+        last_answer = [begin]  # last time the store answered
 
         def listen() -> bool:
-            certain, pause = begin, _POLL
+            last_report, pause = begin, _POLL
             while True:
-                silent, surely, late = _trail(mine, said, self.rank)
+                silent, dead, all_slow = _follow_reports(own_report, reports, self.rank)
                 for rank in silent:
                     if self._store.check([_key(rank)]):
-                        said[rank] = _read(self._store.get(_key(rank)))
-                        certain, pause = time.monotonic(), _POLL
-                moved[0] = now = time.monotonic()
-                if any(rank in said for rank in silent):
-                    if any(not word.waited for word in said.values()):
+                        reports[rank] = _read(self._store.get(_key(rank)))
+                        last_report, pause = time.monotonic(), _POLL
+                last_answer[0] = now = time.monotonic()
+                if any(rank in reports for rank in silent):
+                    if any(not report.missing for report in reports.values()):
                         return True
                     continue
                 # A closed connection and a single silent rank: that rank is dead. With several silent ranks, wait until
                 # the live ones have noticed, which may take each of them as long as this rank's own wait.
-                known = (surely or len(silent) == 1) and not late and now - certain > min(grace, _AT_ONCE)
-                if not silent or known or now - begin > grace + (0.0 if late else min(timeout, _LONGEST)):
+                certain = (dead or len(silent) == 1) and not all_slow and now - last_report > min(grace, _AT_ONCE)
+                if not silent or certain or now - begin > grace + (0.0 if all_slow else min(timeout, _LONGEST)):
                     return True
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
 
-        answered = _while_it_moves(listen, lambda: time.monotonic() - moved[0] < grace + 1.0)
-        left = next((rank for rank, word in list(said.items()) if not word.waited), None)
-        if left is not None:
-            return f"lost rank {left} (it gave up: {said[left].reason})", [left]
-        silent, surely, _ = _trail(mine, dict(said), self.rank)
-        culprits = sorted(surely or silent) or list(mine.waited)
-        if not answered and 0 not in said and self.rank > 0 and not _is_kept_elsewhere():
+        answered = _run_while_progressing(listen, lambda: time.monotonic() - last_answer[0] < grace + 1.0)
+        aborted = next((rank for rank, report in list(reports.items()) if not report.missing), None)
+        if aborted is not None:
+            return f"lost rank {aborted} (it aborted: {reports[aborted].reason})", [aborted]
+        silent, dead, _ = _follow_reports(own_report, dict(reports), self.rank)
+        culprits = sorted(dead or silent) or list(own_report.missing)
+        if not answered and 0 not in reports and self.rank > 0 and not _store_outlives_ranks():
             culprits = [0]  # it holds the store, which no longer answers
-        self._silent = sum(rank not in said for rank in culprits)
-        words = [mine, *said.values()]
-        of = next((word for word in words if set(culprits) & set(word.waited)), mine)
-        if not is_slow(of.reason):  # a closed connection, perhaps by a rank whose wait timed out
-            of = next((word for word in words if is_slow(word.reason) and set(culprits) & set(word.waited)), of)
-        return f"lost {named(culprits)} ({of.reason})", culprits
+        self._silent = sum(rank not in reports for rank in culprits)
+        all_reports = [own_report, *reports.values()]
+        cause = next((report for report in all_reports if set(culprits) & set(report.missing)), own_report)
+        if not is_slow(cause.reason):  # a closed connection, perhaps by a rank whose wait timed out
+            cause = next(
+                (report for report in all_reports if is_slow(report.reason) and set(culprits) & set(report.missing)),
+                cause,
+            )
+        return f"lost {named(culprits)} ({cause.reason})", culprits
 
-    def _say(self, word: Word) -> None:
-        if self._said is None and not self._coordinated:
-            self._said = word
-            raw = encode(_WHAT, [word.reason[:500], " ".join(map(str, word.waited))])
+    def _publish(self, report: AbortReport) -> None:
+        if self._published is None and not self._coordinated:
+            self._published = report
+            raw = encode(_WHAT, [report.reason[:500], " ".join(map(str, report.missing))])
             bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)
 
 
@@ -178,74 +181,76 @@ def _grace(timeout: float) -> float:
     return min(timeout / 2, 10.0)
 
 
-def _trail(mine: Word, said: Mapping[int, Word], me: int) -> tuple[list[int], dict[int, Word], bool]:
+def _follow_reports(
+    own_report: AbortReport, reports: Mapping[int, AbortReport], own_rank: int
+) -> tuple[list[int], dict[int, AbortReport], bool]:
     """Follows the reports: (silent ranks, ranks that died for certain, whether all waits for silent ranks timed out).
 
     A rank died for certain if a rank that waited for it alone saw its connection close.
     """
     silent: dict[int, None] = {}
-    surely: dict[int, Word] = {}
-    late, seen, words = True, {me}, [mine]
-    while words:
-        word = words.pop()
-        for rank in word.waited:
-            if rank not in said and rank != me:
+    dead: dict[int, AbortReport] = {}
+    all_slow, seen, pending = True, {own_rank}, [own_report]
+    while pending:
+        report = pending.pop()
+        for rank in report.missing:
+            if rank not in reports and rank != own_rank:
                 silent[rank] = None
-                late &= is_slow(word.reason)
-                if len(word.waited) == 1 and not is_slow(word.reason):
-                    surely[rank] = word
+                all_slow &= is_slow(report.reason)
+                if len(report.missing) == 1 and not is_slow(report.reason):
+                    dead[rank] = report
             elif rank not in seen:
                 seen.add(rank)
-                words.append(said[rank])
-    return list(silent), surely, late
+                pending.append(reports[rank])
+    return list(silent), dead, all_slow
 
 
-def _while_it_moves(call: Callable[[], bool], moves: Callable[[], bool]) -> bool:
-    """The result of `call`; False if it fails or `moves` turns False.
+def _run_while_progressing(call: Callable[[], bool], progresses: Callable[[], bool]) -> bool:
+    """The result of `call`; False if it fails or `progresses` turns False.
 
     Torch may block forever on a store whose host hangs.
     """
-    ended, found = threading.Event(), [False]
+    ended, result = threading.Event(), [False]
 
     def run() -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            found[0] = call()
+            result[0] = call()
         ended.set()
 
     threading.Thread(target=run, name="asking-the-store", daemon=True).start()
-    while not ended.wait(0.1) and moves():
+    while not ended.wait(0.1) and progresses():
         pass
-    return found[0]
+    return result[0]
 
 
-def _is_kept_elsewhere() -> bool:
+def _store_outlives_ranks() -> bool:
     """True if the store outlives the ranks: torchrun's agent holds it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T | None:
     """The result of `call`; None if it fails or takes longer (torch may block forever on a store whose host hangs)."""
-    found: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except (RuntimeError, OSError):
             return
 
     thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _key(rank: int) -> str:
     return f"rank {rank}"
 
 
-def _read(raw: bytes) -> Word:
+def _read(raw: bytes) -> AbortReport:
     try:
-        reason, waited = decode(raw, _WHAT, ["", ""])
-        return Word(reason, tuple(map(int, waited.split())))
+        reason, missing = decode(raw, _WHAT, ["", ""])
+        return AbortReport(reason, tuple(map(int, missing.split())))
     except ValueError as error:
-        return Word(str(error))
+        return AbortReport(str(error))
