@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.region import Region
+from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
 from interlace.run.execute.device import autocast as autocast_to
@@ -39,12 +40,23 @@ from interlace.run.options import StepOptions
 from interlace.run.tables.ahead import TablesAhead
 from interlace.run.tables.assign import assigner_of
 from interlace.run.tables.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
-from interlace.run.tables.deals import deals_of
+from interlace.run.tables.deals import Deals, deals_of
 from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.lists import Lists
 from interlace.run.tables.needs import Needs, needs_of
 from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
+
+
+class Prepared(NamedTuple):
+    """A batch ready to run. deals, routes: of each rank of this process."""
+
+    batch: GlobalBatch
+    table: StepTable
+    schedule: Schedule
+    deals: Mapping[int, Deals]
+    routes: Mapping[int, Routes]
+    device: torch.device
 
 
 class ParallelModel:
@@ -226,24 +238,27 @@ class ParallelModel:
         parameters or frozen flags have changed since `parallelize`. Raises PipelineError if a peer is lost; then the
         gradients are undefined.
         """
-        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, loss_scale)
+        with self._leaving_on_error():
+            return self._run_step(samples, microbatches, chunks, place, note, loss_scale)
 
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch on the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
-        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, None)
+        with self._leaving_on_error():
+            return self._run_step(samples, microbatches, chunks, (0, 0, 0), lambda: 0.0, None)
 
-    def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None) -> StepResult:
-        """loss_scale: for a training step; None for evaluation."""
+    @contextlib.contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Runs a step. After an error, other than one that all ranks raise, this rank leaves the group."""
         if self._failed:
             raise PipelineError(
                 f"an earlier step failed and left the ranks out of sync ({self._failed}): restart the run"
             )
         try:
             with as_pipeline_errors():
-                return self._run_step(given, note, loss_scale)
+                yield
         except Exception as error:
             for rank in self._ranks.values():
                 rank.recover()
@@ -259,29 +274,33 @@ class ParallelModel:
             raise
 
     def _run_step(
-        self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None
+        self,
+        samples: Sequence[Any] | Dispatched,
+        microbatches: Microbatches,
+        chunks: Mapping[str, int] | None,
+        place: tuple[int, int, int],
+        note: Callable[[], float],
+        loss_scale: float | None,
     ) -> StepResult:
-        train = loss_scale is not None
-        refused: ValueError | None = None
+        """Arguments as in `step`. loss_scale: None for evaluation."""
+        train, prepared, refused = loss_scale is not None, None, None
         text, digest = "", 0
         try:
-            if train:
-                self._trained.check(self.mllm)
-            batch, device = given(), device_of(self.mllm)
-            table = self._table(batch)
-            deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self.options.context_order)
-            schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
-            routes = {number: each.routes(device) for number, each in deals.items()}
-            text = comparison.of_samples(batch.lists()).text
-            digest = comparison.number(table.digest, schedule.digest, self._agreed.text, loss_scale, text)
+            prepared = self._prepare(samples, microbatches, chunks, place, train)
+            text = comparison.of_samples(prepared.batch.lists()).text
+            digest = comparison.number(
+                prepared.table.digest, prepared.schedule.digest, self._agreed.text, loss_scale, text
+            )
         except ValueError as error:
             refused = error
         compare = comparison.begin(
-            self.channel, digest, refused is not None, f"{self._agreed.text}; {train=}; {loss_scale=}", text
+            self.channel, digest, prepared is None, f"{self._agreed.text}; {train=}; {loss_scale=}", text
         )
-        if refused is not None:
+        if prepared is None:
             compare()
+            assert refused is not None
             raise refused
+        table = prepared.table
         tokens = int(table.targets.sum()) if table.targets is not None else 0
         if tokens == 0:
             compare()
@@ -289,31 +308,13 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        ends = {
-            i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
-            for i, c in enumerate(table.chunks)
-        }
         self._refresh()
         earlier_gradients = self._set_shared_gradients_aside() if train else []
-        steps = {
-            number: Step(
-                routes=routes[number],
-                ends=ends,
-                inputs=collator(self.mllm, table, batch.of_rank(number), self._ranks[number].stages, device),
-                dealt=deals[number].inputs,
-                scale=(loss_scale or 1.0) / tokens,
-                start=compare,
-                autocast=lambda: autocast_to(device, self.options.autocast),
-                mark=clock(device),
-                drawing=partial(drawing, device),
-                dispatch=batch.starter(number),
-            )
-            for number in self.ranks
-        }
+        steps = self._steps(prepared, compare, (loss_scale or 1.0) / tokens)
         if train:
             self._norm = None
         try:
-            self._execute(schedule, steps, digest, device)
+            self._execute(prepared.schedule, steps, digest, prepared.device)
         except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
             for parameter, gradient in earlier_gradients:
                 parameter.grad = gradient
@@ -321,12 +322,54 @@ class ParallelModel:
         self._collect_gradients()
         for parameter, gradient in earlier_gradients:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._last, self._times = (schedule, table), {number: step.times for number, step in steps.items()}
+        self._last = prepared.schedule, table
+        self._times = {number: step.times for number, step in steps.items()}
         loss, norm, notes = self._results(steps, note, train)
         if train:
             self._norm = norm, self._signature()
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
         return StepResult(loss / tokens, tokens, most, notes, table)
+
+    def _prepare(
+        self,
+        samples: Sequence[Any] | Dispatched,
+        microbatches: Microbatches,
+        chunks: Mapping[str, int] | None,
+        place: tuple[int, int, int],
+        train: bool,
+    ) -> Prepared:
+        """Table and schedule of a batch. Raises ValueError for a batch that cannot run."""
+        if train:
+            self._trained.check(self.mllm)
+        batch, device = GlobalBatch.of(samples, microbatches, chunks, place), device_of(self.mllm)
+        table = self._table(batch)
+        deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self.options.context_order)
+        schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
+        routes = {number: each.routes(device) for number, each in deals.items()}
+        return Prepared(batch, table, schedule, deals, routes, device)
+
+    def _steps(self, prepared: Prepared, compare: Callable[[], None], scale: float) -> dict[int, Step]:
+        """Inputs of the step for each rank of this process. compare: see `Step.start`; scale: of the summed loss."""
+        table, device = prepared.table, prepared.device
+        ends = {
+            i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
+            for i, c in enumerate(table.chunks)
+        }
+        return {
+            number: Step(
+                routes=prepared.routes[number],
+                ends=ends,
+                inputs=collator(self.mllm, table, prepared.batch.of_rank(number), self._ranks[number].stages, device),
+                dealt=prepared.deals[number].inputs,
+                scale=scale,
+                start=compare,
+                autocast=lambda: autocast_to(device, self.options.autocast),
+                mark=clock(device),
+                drawing=partial(drawing, device),
+                dispatch=prepared.batch.starter(number),
+            )
+            for number in self.ranks
+        }
 
     def _refresh(self) -> None:
         """Update views, pieces and shards from the model's own parameters, and drop their gradients."""
