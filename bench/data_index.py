@@ -64,7 +64,7 @@ def chat_format() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     from interlace.data.chats.encoding.tokens import TokenizerFormat
-    from interlace.data.media import ImageSpec
+    from interlace.modalities.image import ImageSpec
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -131,7 +131,7 @@ if __name__ == "__main__":
     run("data", "check", config, "--out", folder / "data.html")
     run("train", config)
     run_folder = folder / "runs" / "shapes" / "latest"
-    run("generate", run_folder, "--image", folder / "pictures" / "0.png", "--prompt", "What is it?")
+    run("generate", run_folder, "--image", folder / "pictures" / "0.png", "--text", "What is it?")
     run("export", run_folder, folder / "exported")
 
     model = MultimodalModel.from_pretrained(folder / "exported")

@@ -200,20 +200,20 @@ def test_a_trained_model_answers(
     assert main(["generate", str(trained), "--image", str(image), "--max-new-tokens", "4"]) == 0
     assert len(capfd.readouterr().out.strip()) <= 4
     for arguments, message in [
-        (["--prompt", "x" * 70], "reads max_position_embeddings = 64"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
+        (["--text", "x" * 70], "reads max_position_embeddings = 64"),
+        (["--text", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
         (["--image", str(tmp_path)], "a folder, not a file"),
     ]:
         capfd.readouterr()
         assert main(["generate", str(trained), *arguments]) == 2, arguments
         said = capfd.readouterr().err
         assert message in said and len(said.strip().splitlines()) == 1
-    assert main(["generate", str(trained), "--prompt", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
+    assert main(["generate", str(trained), "--text", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
 
     def missing(*_: object) -> None:
         raise ImportError("pillow is not installed")
 
-    monkeypatch.setattr("interlace.data.load_image", missing)
+    monkeypatch.setattr("interlace.modalities.image.Image.load", missing)
     assert main(["generate", str(trained), "--image", str(image)]) == 2
     assert "pillow is not installed" in capfd.readouterr().err
 

@@ -26,7 +26,20 @@ ROOMS = (
         "layout",
         "schedule",
     ),
-    *("plan", "simulate", "comm", "parallel", "model", "run", "estimate", "data", "resilience", "train", "cli"),
+    *(
+        "plan",
+        "simulate",
+        "comm",
+        "parallel",
+        "modalities",
+        "model",
+        "run",
+        "estimate",
+        "data",
+        "resilience",
+        "train",
+        "cli",
+    ),
     "__main__",
 )
 PURE = ("masks", "balance", "costs", "layout", "plan", "schedule", "simulate")  # nor torch.distributed

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from bench.papers.frame import Claim, Row, Rows, Table
 from interlace.data.loader import Loader
-from interlace.data.media import decode_image
+from interlace.modalities.image import decode_image
 from interlace.model import Media, Sample
 
 CASES = {"8 images of 512": (8, 512), "16 images of 512": (16, 512), "8 images of 1024": (8, 1024),

@@ -12,7 +12,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,7 +95,19 @@ def _unread() -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses wrong arguments in one line, without the usage."""
+    """Refuses wrong arguments in one line, without the usage.
+
+    complete: adds the options that need imports, once the command is chosen.
+    """
+
+    complete: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in ArgumentParser."""
+        complete, self.complete = self.complete, None
+        if complete is not None:
+            complete(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"interlace: {message} (see {self.prog} --help)\n")
@@ -123,15 +135,13 @@ class _Commands:
     """Adds commands, or subcommands of one command, to a parser."""
 
     def __init__(self, parent: argparse.ArgumentParser, *, dest: str) -> None:
-        self._added = parent.add_subparsers(dest=dest, metavar=dest, required=dest != "command")
+        self._added = parent.add_subparsers(dest=dest, metavar=dest, required=dest != "command", parser_class=_Parser)
 
     def group(self, name: str, summary: str, description: str) -> _Commands:
         """Adds a command that has subcommands."""
         return _Commands(self._added.add_parser(name, help=summary, description=description), dest="action")
 
-    def add(
-        self, name: str, run: str, summary: str, more: str = "", *, config: bool = False
-    ) -> argparse.ArgumentParser:
+    def add(self, name: str, run: str, summary: str, more: str = "", *, config: bool = False) -> _Parser:
         """Adds a command.
 
         run: "module:function" below `interlace.train.commands`. summary: its line in the list of commands, and the
@@ -145,6 +155,15 @@ class _Commands:
             command.add_argument("config", type=_path, help="TOML file, such as configs/stamps.toml")
             _add_set(command)
         return command
+
+
+class _Given(argparse.Action):
+    """Collects (name of the option, value), in the order of the command line."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        """Appends one."""
+        given = [*getattr(namespace, self.dest), ((option or "").removeprefix("--"), str(value))]
+        setattr(namespace, self.dest, given)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,12 +242,17 @@ def _add_coordinator(commands: _Commands) -> None:
 
 def _add_generate(commands: _Commands) -> None:
     generate = commands.add(
-        "generate", "generate:generate", "answer from a checkpoint: images and/or speech and/or text -> text"
+        "generate",
+        "generate:generate",
+        "answer from a model: media and text -> text",
+        "The model is a run, one of its checkpoints, an exported folder or a whole HuggingFace checkpoint. Media and "
+        "texts make a turn, which ends with its --text; each turn is answered in one paragraph on stdout. Several "
+        "--text are a conversation: each answer sees all turns before it.",
     )
-    generate.add_argument("run", type=_path, help=CHECKPOINT)
-    generate.add_argument("--image", type=_path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
-    generate.add_argument("--speech", type=_path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
-    generate.add_argument("--prompt", default="", help="text after the media")
+    generate.add_argument("model", type=_path, help=f"{CHECKPOINT}; or an exported folder")
+    generate.complete = _add_media
+    _moved(generate, "--text", "--prompt")
+    _moved(generate, "--audio", "--speech")
     _add_choice(generate)
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in tokens (default: 96)")
 
@@ -519,6 +543,21 @@ def _add_set(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_media(command: argparse.ArgumentParser) -> None:
+    """An option for each modality, and ``--text``."""
+    from interlace.modalities import all_modalities
+
+    command.set_defaults(given=[])
+    for modality in all_modalities():
+        endings = ", ".join(modality.suffixes)
+        command.add_argument(
+            f"--{modality.name}", dest="given", action=_Given, type=_path, metavar="FILE", help=endings
+        )
+    command.add_argument(
+        "--text", dest="given", action=_Given, metavar="TEXT", help="a question, after its files; may be repeated"
+    )
+
+
 def _add_choice(command: argparse.ArgumentParser) -> None:
     _add_set(command)
     command.add_argument("--step", type=int, help="use the checkpoint of this step (default: the best or the newest)")
@@ -558,7 +597,7 @@ def _check_cache() -> None:
 def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can correct it, the program knows this error). Modules that were never loaded cannot have raised it."""
     users = {"interlace.train.config.load": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
-    users |= {"interlace.data.media": "DecodeError"}
+    users |= {"interlace.modalities.errors": "DecodeError"}
     failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
     failures |= {"interlace.comm.process.errors": "CommError"}
     failures |= {"interlace.resilience.errors": "ResilienceError"}

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from interlace.data.chats.encoding.tokens import TokenizerFormat
-from interlace.data.media import AudioSpec, ImageSpec
+from interlace.modalities.audio import AudioSpec
+from interlace.modalities.image import ImageSpec
 from tests.data.chat_families import trained
 
 TEMPLATE = (

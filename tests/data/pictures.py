@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from interlace.data.builtin.base import Reading
-from interlace.data.media import DecodeError
+from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Media, Sample
 
 

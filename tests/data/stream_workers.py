@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from interlace.data import SampleStream
-from interlace.data.media import DecodeError
+from interlace.modalities.errors import DecodeError
 from interlace.model import Media, Sample
 from tests.tiny import random_sample
 

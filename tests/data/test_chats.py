@@ -18,10 +18,11 @@ from PIL import Image, ImageOps
 from interlace.data import IGNORE, DecodeError, load_chats
 from interlace.data.chats.encoding.tokens import Encoded, Item, TokenizerFormat
 from interlace.data.chats.examine import examine, shortened
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn, parse
+from interlace.data.chats.files.shapes import Chat, Part, Turn, parse
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import prepare
-from interlace.data.media import ImageSpec, load_image
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.image import ImageSpec, load_image
 from tests.data.chat_families import trained
 from tests.data.chat_faults import TEMPLATE, chats, image, said, talk, user
 

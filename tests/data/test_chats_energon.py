@@ -11,8 +11,8 @@ import pytest
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files.records import ChatFileError, find
 from interlace.data.chats.files.sources import Rules
-from interlace.data.chats.files.tar import ASKED
-from interlace.data.opened import member_of, read_head
+from interlace.modalities import IMAGE
+from interlace.modalities.files import member_of, read_head
 from tests.data.chat_faults import chats
 from tests.data.tars import captioned, picture, text, write_tar
 
@@ -48,7 +48,7 @@ def test_parts_have_their_tars_and_leave_out_what_is_excluded(tmp_path: Path) ->
     folder = energon(tmp_path / "set", CAPTIONS, splits, [captioned(3, start) for start in (0, 3, 6, 9)])
     names = [said[0] for said in _texts(folder / "train")]
     assert names == ["0000.png", "0001.png", "0002.png", "0006.png", "0008.png"]
-    assert _texts(folder / "val")[0] == ["0009.png", ASKED["image"], "this is number 9"]
+    assert _texts(folder / "val")[0] == ["0009.png", IMAGE.question, "this is number 9"]
     assert _texts(folder / "val", prompt="What?")[0][1] == "What?"
     (folder / "val").mkdir()  # as in folders of tars that have the names of splits
     assert len(_texts(folder / "val")) == 3

@@ -11,11 +11,12 @@ from interlace import cli
 from interlace.data.chats.encoding.tokens import TokenizerFormat
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files.records import ChatFileError, find
-from interlace.data.chats.files.shapes import BROKEN, BrokenSampleError, parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.page import Findings
 from interlace.data.chats.store import prepare
-from interlace.data.media import decode_image
+from interlace.modalities.errors import BROKEN, BrokenSampleError
+from interlace.modalities.image import decode_image
 from tests.data.chat_faults import FAULTS, RIGHT, TEMPLATE, chats, image, said, sound, talk, user, write_files
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from interlace.data.chats.dataset import ChatDataset, load_chats
-from interlace.data.chats.encoding.media import read_clip
 from interlace.data.chats.encoding.processor import ProcessorFormat
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files.sources import Rules
+from interlace.modalities.audio import read_clip
 from interlace.model.whole.positions import GRID, SECONDS
 from tests.data import chat_families
 

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import cli
-from interlace.data.chats.encoding.headers import look_at
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import index_pool
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, records
-from interlace.data.chats.files.shapes import BrokenSampleError, stated
+from interlace.data.chats.files.shapes import stated
 from interlace.data.chats.files.sources import Rules, chat_of
+from interlace.modalities import named
+from interlace.modalities.errors import BrokenSampleError
 from tests.data.chat_faults import chats, said, talk, user
 from tests.data.tars import captioned, picture, write_tar
 
@@ -72,7 +73,7 @@ def _check(index: Any, files: list[Path], media: Path) -> None:
         assert len(told) == len(parts)
         for part, (when, size) in zip(parts, told, strict=True):
             there = os.path.exists(part.path)
-            assert size == (look_at(part.kind, part.path, decode=False) if there else ())
+            assert size == (named(part.kind).probe(part.path, decode=False) if there else ())
             assert when == ((os.stat(part.path).st_size, os.stat(part.path).st_mtime_ns) if there else (-1, -1))
 
 

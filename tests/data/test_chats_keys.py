@@ -24,35 +24,34 @@ from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.keys import (
     FILE_KEYS,
-    LIMITS,
-    RECORD,
     REFUSED_FILE,
     REFUSED_RECORD,
-    REFUSED_TURN,
-    STATED,
     TURNS,
     WEIGHTS,
+    record_keys,
+    refused_turn,
 )
-from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import prepare
 from interlace.data.chats.stream import ChatStream
-from interlace.data.media import ImageSpec
+from interlace.modalities import all_modalities
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.image import ImageSpec
 from tests.data import chat_families
 from tests.data.brought_records import cases
 from tests.data.chat_faults import TEMPLATE, chats, said, talk, user
 from tests.data.templates import QWEN3, TOKENS
 
 KNOWN = {
-    *RECORD,
+    *record_keys(),
     *REFUSED_RECORD,
-    *REFUSED_TURN,
+    *refused_turn(),
     *REFUSED_FILE,
     *WEIGHTS,
     *FILE_KEYS,
     *(key for pair in TURNS.values() for key in pair),
-    *(key for keys in LIMITS.values() for key in keys),
-    *(key for keys, _ in STATED.values() for key in keys),
+    *(key for modality in all_modalities() for key in (*modality.limits, *modality.size_keys)),
     *("type", "text", "image_url", "label", "fps"),
 }
 

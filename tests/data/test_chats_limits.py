@@ -16,7 +16,7 @@ from interlace.data.chats.dataset import load_chats
 from interlace.data.chats.encoding.processor import ProcessorFormat
 from interlace.data.chats.examine import Examined, examine
 from interlace.data.chats.files.sources import Rules
-from interlace.data.media import ImageSpec, decode_image
+from interlace.modalities.image import ImageSpec, decode_image
 from tests.data import chat_families
 from tests.data.chat_faults import chats, said, talk, user
 

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from interlace.data import ChatDataset, load_chats
-from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
+from interlace.modalities.errors import BrokenSampleError
 from tests.data.chat_faults import chats, said, user
 
 SIZES = {"red": (16, 16), "green": (24, 8), "blue": (32, 16)}

@@ -14,14 +14,16 @@ import torch
 from PIL import Image
 
 from interlace.data.chats.dataset import load_chats
-from interlace.data.chats.encoding.headers import look_at
 from interlace.data.chats.encoding.tokens import TokenizerFormat
-from interlace.data.chats.encoding.video import VideoSpec, _time, read_frames, video_size
 from interlace.data.chats.examine import examine
-from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import prepare
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, load_audio
+from interlace.modalities import named
+from interlace.modalities.audio import AudioSpec, load_audio
+from interlace.modalities.errors import BrokenSampleError, DecodeError
+from interlace.modalities.image import ImageSpec
+from interlace.modalities.video import VideoSpec, _time, read_frames, video_size
 from tests.data.chat_families import trained
 from tests.data.chat_faults import TEMPLATE, said, talk, user
 
@@ -37,7 +39,7 @@ def _format(**video: Any) -> TokenizerFormat:
         tags={"vision": "<image>", "audio": "<audio>"},
         specs={"vision": ImageSpec(8, 16), "audio": AudioSpec(16, 4.0)},
         tokens={"vision": lambda shape: shape[1] * shape[2] // 64, "audio": lambda shape: -(-shape[1] // 4)},
-        video=VideoSpec(**video),
+        settings={"video": VideoSpec(**video)},
     )
 
 
@@ -128,13 +130,13 @@ def test_videos_that_cannot_be_read(tmp_path: Path) -> None:
     _sound(tmp_path / "sound.wav", 1)
     for name in ("torn.mp4", "text.mp4", "sound.wav"):
         with pytest.raises(BrokenSampleError) as raised:
-            look_at("video", str(tmp_path / name), decode=True)
+            named("video").probe(str(tmp_path / name), decode=True)
         assert raised.value.kind == "broken file" and name in str(raised.value)
 
 
 def test_frames_without_a_time_are_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _video(tmp_path / "a.mp4", 2)
-    monkeypatch.setattr("interlace.data.chats.encoding.video._time", _refused)
+    monkeypatch.setattr("interlace.modalities.video._time", _refused)
     with pytest.raises(BrokenSampleError, match="does not say when"):
         video_size(str(path), decode=False)
     with pytest.raises(DecodeError, match="does not say when"):

@@ -18,8 +18,9 @@ from interlace.data import load_chats
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files.records import ChatFileError, find
 from interlace.data.chats.files.sources import Rules
-from interlace.data.chats.files.tar import ASKED, braces
-from interlace.data.opened import member_of, opened
+from interlace.data.chats.files.tar import braces
+from interlace.modalities import IMAGE
+from interlace.modalities.files import member_of, opened
 from tests.data.chat_faults import chats
 from tests.data.tars import captioned, clip, picture, text, write_tar
 
@@ -68,7 +69,7 @@ def test_all_shapes_of_json_say_the_same(tmp_path: Path, said: Any) -> None:
 @pytest.mark.parametrize("prompt", [None, "", "Name it."])
 def test_captions_answer_the_prompt(tmp_path: Path, members: dict[str, bytes], prompt: str | None) -> None:
     one = _one(write_tar(tmp_path / "s.tar", {"x.jpg": picture(kind="JPEG")} | members), prompt=prompt)
-    asked = ASKED["image"] if prompt is None else prompt
+    asked = IMAGE.question if prompt is None else prompt
     assert _said(one) == [("image", "x.jpg"), *[("text", asked)][: bool(asked)], ("text", "a frog")]
 
 
@@ -116,7 +117,7 @@ def test_tar_shards_yield_the_same_samples_as_json_lines(tmp_path: Path) -> None
     for name, data in members.items():
         (tmp_path / name).write_bytes(data)
         if name.endswith(".txt"):
-            asked = {"role": "user", "content": "<image>" + ASKED["image"]}
+            asked = {"role": "user", "content": "<image>" + IMAGE.question}
             said = {"role": "assistant", "content": data.decode()}
             lines.append(text({"messages": [asked, said], "image": name.replace("txt", "png")}))
     (tmp_path / "c.jsonl").write_bytes(b"\n".join(lines))

@@ -11,9 +11,10 @@ import pytest
 from interlace.data.chats.encoding.processor import ProcessorFormat
 from interlace.data.chats.encoding.tokens import TokenizerFormat
 from interlace.data.chats.examine import examine
-from interlace.data.chats.files.shapes import BrokenSampleError, parse
+from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.page import Findings
+from interlace.modalities.errors import BrokenSampleError
 from tests.data.chat_families import llava, pictures, trained
 from tests.data.chat_faults import said, user
 from tests.data.templates import GLM4, LLAMA3, LLAVA15, MISTRAL, QWEN3, R1, THINKING, TOKENS

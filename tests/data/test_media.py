@@ -9,21 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from interlace.data.media import (
-    AudioSpec,
-    DecodeError,
-    ImageSpec,
-    ImageTooLarge,
-    clip_info,
-    decode_audio,
-    decode_image,
-    image_size,
-    load_audio,
-    load_image,
-    log_mel,
-    svg_size,
-    to_tensor,
-)
+from interlace.modalities.audio import AudioSpec, clip_info, decode_audio, load_audio, log_mel
+from interlace.modalities.base import to_tensor
+from interlace.modalities.errors import DecodeError
+from interlace.modalities.image import ImageSpec, ImageTooLarge, decode_image, image_size, load_image, svg_size
 from tests.data.package import write_clip, write_png, write_svg
 
 

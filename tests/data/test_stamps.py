@@ -39,7 +39,8 @@ from interlace.data.chats.encoding.bpe import LEAST, write_tokenizer
 from interlace.data.chats.encoding.load import load_tokenizer
 from interlace.data.chats.encoding.tokens import TokenizerFormat
 from interlace.data.chats.files.sources import Rules
-from interlace.data.media import AudioSpec, ImageSpec
+from interlace.modalities.audio import AudioSpec
+from interlace.modalities.image import ImageSpec
 from tests.data.package import BROKEN, SETTINGS, WORDS
 
 SPECS = {"vision": ImageSpec(16, 9), "audio": AudioSpec(80, 6.0)}

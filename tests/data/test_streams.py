@@ -14,9 +14,9 @@ import torch
 
 from interlace.comm.transports.base import Forwarding
 from interlace.data import IterableStream, StreamError, StreamLoader
-from interlace.data.media import DecodeError
 from interlace.estimate.step_flops import StepFlops
 from interlace.layout import Layout, ParallelSpec
+from interlace.modalities.errors import DecodeError
 from interlace.model import Media, Sample, SampleOutline
 from interlace.model.collate import JOINED
 from interlace.model.naming import LANGUAGE_MODEL

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from interlace.comm.transports.shm import born
 from interlace.data import Loader, RowLoader, Sample
-from interlace.data.media import DecodeError
 from interlace.data.workers import pool as workers
 from interlace.data.workers.decode_cache import PREFIX, Place
 from interlace.data.workers.pool import WorkerPool, WorkersError, sensible
 from interlace.data.workers.tasks import Task, sample_key
+from interlace.modalities.errors import DecodeError
 from tests import forkserver
 from tests.data.pictures import Killer, Pictures
 from tests.data.workers import numbers, seen, take

@@ -148,23 +148,21 @@ RUNS = [
     ),
     Fault(
         "a step that is not there",
-        "generate {run} --prompt a --step 7",
+        "generate {run} --text a --step 7",
         ("has no checkpoint of that step; it has 1, 2",),
     ),
     Fault(
         "an answer from a cut-off checkpoint",
-        "generate {run} --prompt a --step 2",
+        "generate {run} --text a --step 2",
         ("step-00000002 is torn: ",),
         _newest_cut,
     ),
-    Fault(
-        "an answer from no run", "generate {at}/pictures --prompt a", ("pictures: not a run folder (no config.toml)",)
-    ),
-    Fault("nothing asked", "generate {run}", ("nothing to answer: give --image, --speech or --prompt",)),
+    Fault("an answer from no run", "generate {at}/pictures --text a", ("pictures: not a run folder (no config.toml)",)),
+    Fault("nothing asked", "generate {run}", ("nothing to answer: give --image, --video, --audio or --text",)),
     Fault("a picture that is not there", "generate {run} --image {at}/gone.png", ("gone.png: no such file",)),
     Fault(
         "speech that the model does not hear",
-        "generate {run} --speech {at}/train.jsonl",
+        "generate {run} --audio {at}/train.jsonl",
         (
             "train.jsonl: ",
             "Format not recognised",
@@ -173,7 +171,7 @@ RUNS = [
     Fault("a folder as picture", "generate {run} --image {at}/pictures", ("pictures: a folder, not a file",)),
     Fault(
         "a prompt longer than the model",
-        "generate {run} --prompt '" + "word " * 600 + "'",
+        "generate {run} --text '" + "word " * 600 + "'",
         (
             "the prompt is 1811 tokens long",
             "give less",
@@ -228,7 +226,7 @@ RUNS = [
     ),
     Fault(
         "a tokenizer that has grown",
-        "generate {run} --prompt a",
+        "generate {run} --text a",
         ("is a checkpoint of another model: language_model.model.embed_tokens.weight is float32[370",),
         lambda at: at.write(
             "tokenizer/tokenizer.json", json.dumps(_grown(json.loads((at.at / "tokenizer/tokenizer.json").read_text())))

@@ -44,7 +44,7 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
         )
         picture = str(own / "pictures" / "0.png")
         capfd.readouterr()
-        assert main(["generate", str(folder), "--image", picture, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
+        assert main(["generate", str(folder), "--image", picture, "--text", "What?", "--max-new-tokens", "3"]) == 0
         assert main(["generate", str(folder), "--image", str(own / "own.toml")]) == 2
         assert "own.toml: cannot identify image file" in capfd.readouterr().err
         for command in ("plan", "simulate"):

@@ -72,7 +72,7 @@ def test_the_page_has_all_that_a_stranger_asks(tmp_path: Path) -> None:
         tmp_path,
         lines,
         answers=[Answer(sample, "which <two>?", "one & two", "one & two"), Answer(sample, "", "three", "<b>")],
-        pixels={"vision": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))},
+        scalings={"vision": ("image", ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))},
         counted=[Accuracy("digit", 60, 0.5, 0.25, 0.125), Accuracy("a<b", 2, 1.0, 1.0, None)],
     )
     assert "<td>digit<td>60<td>50.0 %<td>25.0 %<td>12.5 %" in text and "<td>a&lt;b<td>2<td>100.0 %" in text

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from interlace.data import ByteTokenizer, DigitsDataset
-from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.modalities.errors import BrokenSampleError
 from interlace.train.report import answers
 from interlace.train.report import closing as report
 from tests.train.one_process import toy_config

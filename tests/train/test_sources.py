@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from interlace.cli import main
-from interlace.data.chats.files.tar import ASKED
+from interlace.modalities import IMAGE
 from interlace.train.config.load import ConfigError, load
 from interlace.train.trainer import HELD_OUT
 from tests.data.tars import captioned, write_tar
@@ -106,7 +106,7 @@ def test_settings_of_sources(mixed: Path) -> None:
     first, second = load(mixed, ["data.prompt='What?'", "data.media='/m'"]).data.each_source()
     assert (first.prompt, second.prompt, first.media) == ("What?", "Which number?", "/m")
     assert second.train == [str(mixed.parent / "shards" / "s-{00..01}.tar")]
-    assert ASKED["image"] not in second.prompt
+    assert IMAGE.question not in second.prompt
     [alone] = load(mixed.parent / "own.toml", ["data.limit=3"]).data.each_source()
     assert (alone.name, alone.limit, alone.weight) == ("data", 3, 1.0)
 

@@ -106,11 +106,11 @@ def test_every_command(
     losses = {way: held_out_loss(run) for way, run in runs.items()}
     found["resume"] = do("train", "--resume", runs["full"] / "checkpoints" / "step-00000001")
     assert do("export", runs["full"], tmp_path / "out" / "resumed") == "ok"
-    given = ("--speech", "0.wav") if kind_of(name) == "audio" else ("--image", "0.png")
-    found["generate"] = do(
-        "generate", runs["full"], given[0], tmp_path / "media" / given[1], "--prompt", "What?", "--max-new-tokens", 3
-    )
-    assert do.said.out.endswith("\n")
+    given = ("--audio", "0.wav") if kind_of(name) == "audio" else ("--image", "0.png")
+    asked = (given[0], tmp_path / "media" / given[1], "--text", "What?", "--max-new-tokens", 3)
+    found["generate"] = do("generate", runs["full"], *asked)
+    answer = do.said.out
+    assert do("generate", tmp_path / "out" / "full", *asked) == "ok" and do.said.out == answer and answer.endswith("\n")
 
     weights = {way: all_weights(tmp_path / "out" / way) for way in (*WAYS, "resumed")}
     before = all_weights(tmp_path / "model")

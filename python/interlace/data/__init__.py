@@ -1,6 +1,6 @@
 """Multimodal datasets and the loaders that feed them to the trainer.
 
-- `media`: decodes files. `loader`: batches. `mixture`: several sources. `rows`: packed batches.
+- `loader`: batches. `mixture`: several sources. `rows`: packed batches.
 - `chats/`: chats in common formats. `streams/`: data that can only be read in order.
 - `workers/`: decoding and encoding ahead, in processes or on Ray. `builtin/`: digits and stamps.
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from interlace.data.builtin.fetch import cache_folder, fetch_stamps, find_stamps
     from interlace.data.chats.dataset import ChatDataset, load_chats
     from interlace.data.loader import Loader
-    from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, load_audio, load_image
     from interlace.data.mixture import MixedDataset, Part, by_source
     from interlace.data.rows import RowLoader
     from interlace.data.streams.base import IterableStream, SampleStream
     from interlace.data.streams.batches import StreamBatch, StreamError, StreamLoader
+    from interlace.modalities.audio import AudioSpec, load_audio
+    from interlace.modalities.errors import DecodeError
+    from interlace.modalities.image import ImageSpec, ImageTooLarge, load_image
     from interlace.model.sample import IGNORE, Media, Sample
 
 _WHERE = {
@@ -34,7 +36,9 @@ _WHERE = {
     "interlace.data.builtin.digits": ("DigitsDataset",),
     "interlace.data.builtin.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
     "interlace.data.loader": ("Loader",),
-    "interlace.data.media": ("AudioSpec", "DecodeError", "ImageSpec", "ImageTooLarge", "load_audio", "load_image"),
+    "interlace.modalities.audio": ("AudioSpec", "load_audio"),
+    "interlace.modalities.errors": ("DecodeError",),
+    "interlace.modalities.image": ("ImageSpec", "ImageTooLarge", "load_image"),
     "interlace.data.mixture": ("MixedDataset", "Part", "by_source"),
     "interlace.data.rows": ("RowLoader",),
     "interlace.data.streams.base": ("IterableStream", "SampleStream"),

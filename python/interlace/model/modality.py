@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
 from interlace.masks import BitfieldMask
+from interlace.modalities import IMAGE
 from interlace.model.counting.shapes import features_after_layers, measure, tokens_before_layers
 from interlace.model.inputs import callbacks
 from interlace.model.inputs.base import NOTHING, About, Inputs, Item, Shape
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
-from interlace.model.inputs.kinds import ARGUMENTS, Feed, config_of, features_of, feeds_of
+from interlace.model.inputs.kinds import Feed, arguments, config_of, features_of, feeds_of
 from interlace.model.inputs.patches import GRID, PatchInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.probe.encoder import encoder_packing
@@ -96,13 +97,15 @@ class ModalityModule(nn.Module):
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
         parameters = inspect.signature(module.forward).parameters
-        argument = next((name for name in parameters if name in ARGUMENTS), "")
+        known = arguments()
+        argument = next((name for name in parameters if name in known), "")
         if not argument and GRID not in parameters:
+            *others, last = dict.fromkeys(known.values())
             raise ValueError(
-                f"{type(module).__name__}.forward takes none of {', '.join(ARGUMENTS)}: pass an image, audio or text "
-                "model"
+                f"{type(module).__name__}.forward takes none of {', '.join(known)}: pass a model of "
+                f"{', '.join(others)} or {last}"
             )
-        self.kind = ARGUMENTS.get(argument, "image")
+        self.kind = known.get(argument, IMAGE.name)
         given = {"preprocess": preprocess, "postprocess": postprocess, "postprocess_projector": postprocess_projector}
         callbacks.check({**given, "tokens": tokens, "collate": collate})
         if downsample < 1:
@@ -224,8 +227,8 @@ class ModalityModule(nn.Module):
                 self._lengths[item.shape] = tokens_before_layers(self, item)
             except (RuntimeError, ValueError) as error:
                 raise ValueError(
-                    f"{type(self.module).__name__} does not take audio of shape {item.shape} ({error}): give it a "
-                    "longer clip"
+                    f"{type(self.module).__name__} does not take {self.kind} of shape {item.shape} ({error}): give it "
+                    "a longer clip"
                 ) from error
         return self._lengths[item.shape]
 

@@ -439,8 +439,8 @@ def close(
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
                 shown["answers"] = report.held_out_answers(whole, held_out, picks, tokenizer, config)
-                shown["pixels"] = {
-                    name: pixels(config, whole, name) if kind == "image" else None
+                shown["scalings"] = {
+                    name: (kind, pixels(config, whole, name) if whole.encoders[name].images is not None else None)
                     for name, kind in kinds(whole).items()
                 }
     with optional("the answers in summary.json"):

@@ -237,6 +237,6 @@ def test_the_commands_read_base_and_checkpoint(folders: Path, tmp_path: Path, ca
     assert (
         main(["train", "--resume", str(run), *there, "--set", "train.steps=4", "--set", "train.schedule_steps=2"]) == 0
     )
-    assert main(["generate", str(run), "--prompt", "a", "--max-new-tokens", "2"]) == 0  # new path saved
+    assert main(["generate", str(run), "--text", "a", "--max-new-tokens", "2"]) == 0  # new path saved
     train(config_with(folders, LORA, "train.schedule_steps=2"), tmp_path / "unbroken")
     assert_same_bits(run, tmp_path / "unbroken")

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from interlace.data.chats.files.shapes import parse
-from interlace.data.opened import Member
+from interlace.modalities.files import Member
 from interlace.model import IGNORE, Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.collate import JOINED
 from interlace.train.commands.reloaded import Checked, Prompt, Reloaded, ReloadedWhole

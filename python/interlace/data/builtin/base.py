@@ -22,7 +22,11 @@ import torch
 from torch.utils.data import Dataset
 
 from interlace.data.builtin.byte_tokenizer import ByteTokenizer
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, modality_of, to_tensor
+from interlace.modalities import encoder_of
+from interlace.modalities.audio import AudioSpec
+from interlace.modalities.base import to_tensor
+from interlace.modalities.errors import DecodeError
+from interlace.modalities.image import ImageSpec
 from interlace.model.sample import IGNORE, Media, Sample
 
 MOST_BLANK = 8  # items read as blank
@@ -155,7 +159,7 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
 
     def encoders(self, modality: str) -> list[str]:
         """The model's encoders for files of "vision" or "audio"."""
-        return [name for name in self.tokens if modality_of(self.specs[name]) == modality]
+        return [name for name in self.tokens if encoder_of(self.specs[name]) == modality]
 
     def __getstate__(self) -> dict[str, Any]:
         # Other processes get the token counts of the shapes so far, not the encoders' weights.

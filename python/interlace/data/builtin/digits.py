@@ -14,7 +14,10 @@ import numpy as np
 
 from interlace.data.builtin.base import MediaRef, MultimodalDataset, Recipe
 from interlace.data.builtin.byte_tokenizer import ByteTokenizer
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, _library
+from interlace.modalities.audio import AudioSpec
+from interlace.modalities.errors import DecodeError
+from interlace.modalities.files import library
+from interlace.modalities.image import ImageSpec, ImageTooLarge
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ASKED_IN = "en"  # language tag of prompts: language of the answer
@@ -100,7 +103,7 @@ class DigitsDataset(MultimodalDataset):
         name, *drawn = item.source.split()
         if name not in self._pictures:
             raise DecodeError(f"{item.source}: not a digit of this dataset")
-        image_module = _library("PIL.Image")
+        image_module = library("PIL.Image")
         grey = image_module.fromarray(np.minimum(self._pictures[name] * 16.0, 255).astype(np.uint8))
         if drawn:
             affine, bilinear = image_module.Transform.AFFINE, image_module.Resampling.BILINEAR
@@ -139,7 +142,7 @@ def _affine(right: float, down: float, turn: float, width: float, height: float)
 
 def digit_pictures() -> tuple[np.ndarray, np.ndarray]:
     """The digits, uint8 [1797, 8, 8] with values 0..16, and their labels, int64 [1797]."""
-    digits = _library("sklearn.datasets").load_digits()
+    digits = library("sklearn.datasets").load_digits()
     return digits.images.astype(np.uint8), digits.target
 
 

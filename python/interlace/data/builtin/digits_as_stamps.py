@@ -9,7 +9,7 @@ import numpy as np
 from interlace.data.builtin.digits import WORDS, digit_held_out, digit_pictures
 from interlace.data.builtin.stamps import Drawn, Record, Settings, walk
 from interlace.data.builtin.stamps_media import distorted
-from interlace.data.media import _library
+from interlace.modalities.files import library
 
 SIDE = 64
 KIND = "digit"
@@ -35,7 +35,7 @@ def _record(
     name = f"media/{number}{f'-{look}' if look else ''}.png"
     if not (folder / name).exists():
         grey = np.minimum(pictures[number] * 16, 255).astype(np.uint8)
-        image_module = _library("PIL.Image")
+        image_module = library("PIL.Image")
         picture = image_module.fromarray(255 - grey).convert("RGB")
         picture = picture.resize((SIDE, SIDE), image_module.Resampling.BILINEAR)
         seed = (settings.seed, look, number)

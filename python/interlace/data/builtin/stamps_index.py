@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from interlace.data.builtin.fetch import exclusive
-from interlace.data.media import DecodeError, clip_info, image_size
+from interlace.modalities.audio import clip_info
+from interlace.modalities.errors import DecodeError
+from interlace.modalities.image import image_size
 
 log = logging.getLogger("interlace.data")
 FORMAT = 1  # increase when the meaning of the JSON changes; older indexes are then rebuilt

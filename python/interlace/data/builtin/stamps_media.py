@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 
 from interlace.data.builtin.stamps import ClipFile, PictureFile
-from interlace.data.media import SAMPLE_RATE, DecodeError, _library, decode_image, image_size, resampled
+from interlace.modalities.audio import SAMPLE_RATE, resampled
+from interlace.modalities.errors import DecodeError
+from interlace.modalities.files import library
+from interlace.modalities.image import decode_image, image_size
 
 MOST_ELONGATED = 8
 
@@ -66,7 +69,7 @@ def _write_pictures(
             trouble[source] = f"cannot be decoded: {str(error).replace(f'{root}/', '').removeprefix(f'{source}: ')}"
             continue
         for file in wanted:
-            picture = _library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+            picture = library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
             made = picture if file.seed is None else distorted(picture, np.random.default_rng(file.seed))
             made.save(folder / file.target, "PNG", compress_level=1)
         break
@@ -76,7 +79,7 @@ def _write_pictures(
 def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) -> Any:
     """A picture (PIL), randomly distorted, on white: turned by up to 12 degrees, each side scaled by 0.8 to 1.1, moved
     by up to 8 %, brightness changed by up to 20 %, and mirrored in half of the cases if allowed."""
-    image_module = _library("PIL.Image")
+    image_module = library("PIL.Image")
     turn, wide, high, right, down, light = rng.uniform(-1, 1, 6)
     angle = math.radians(12 * turn)
     mirror = -1.0 if mirrored and rng.random() < 0.5 else 1.0
@@ -94,7 +97,7 @@ def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) 
 
 
 def _write_clip(root: Path, folder: Path, file: ClipFile) -> dict[str, str]:
-    soundfile = _library("soundfile")
+    soundfile = library("soundfile")
     path = str(root / file.source)
     try:
         promised = soundfile.info(path).frames

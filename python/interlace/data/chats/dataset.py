@@ -26,10 +26,10 @@ from interlace.data.builtin.base import Reading
 from interlace.data.builtin.fetch import cache_folder
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import records as chats_files
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import ChatStore, prepare
-from interlace.data.media import DecodeError
+from interlace.modalities.errors import BrokenSampleError, DecodeError
 from interlace.model.sample import IGNORE, Media, Sample
 
 SEEN = (

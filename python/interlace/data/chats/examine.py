@@ -10,18 +10,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from interlace.data.chats.encoding.headers import look_at
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Raw
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
-from interlace.data.opened import container_of
+from interlace.modalities import named
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.files import container_of
 
 BLOCK = 256  # records per block; several threads inspect its files
 Known = tuple[Stamp, tuple[float, ...]]
@@ -94,7 +96,7 @@ def _examine_block(
         for place, chat in enumerate(read)
         if rules.sizes == "records" and isinstance(chat, Chat)
         for number, part in enumerate(chat.media)
-        if part.stated and (chats is None or part.kind in chats.indexed)
+        if part.stated and (chats is None or chats.takes_probe(part.kind))
     }
     files: dict[tuple[str, str], Known | None] = {}
     for place, chat in enumerate(read):
@@ -110,9 +112,10 @@ def _examine_block(
         try:
             if chats is not None:
                 chats.encoders_of(file[0])
-            if before is not None and before[1] and before[0] == was and (chats is None or file[0] in chats.indexed):
+            if before is not None and before[1] and before[0] == was and (chats is None or chats.takes_probe(file[0])):
                 return was, before[1]
-            return was, (look_at if chats is None else chats.look)(*file, decode=rules.decode)
+            probe = named(file[0]).probe if chats is None else partial(chats.look, file[0])
+            return was, probe(file[1], decode=rules.decode)
         except BrokenSampleError as error:
             return was, error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ import numpy as np
 
 from interlace.data.chats.encoding.tokens import NO_END, ChatFormat, Encoded
 from interlace.data.chats.examine import Examined
-from interlace.data.chats.files.shapes import BROKEN, Chat
-from interlace.data.media import DecodeError, _library
-from interlace.simulate.pictures.page import image, page, table
+from interlace.data.chats.files.shapes import Chat
+from interlace.modalities import named
+from interlace.modalities.errors import BROKEN, DecodeError
+from interlace.simulate.pictures.page import page, table
 
-THUMBNAIL = 160  # pixels per side
 MOST_TOKENS = 1500  # per sample on the page
 MOST_KEYS = 12  # per line
 BARS = 10
@@ -101,10 +100,10 @@ class Findings:
                 f"a sample has {lengths.min():,} to {lengths.max():,}, half of them at most {int(np.median(lengths)):,}"
             )
             lines += histogram(lengths)
-        for named, what in ((self.ignored, "keys that are ignored"), (self.typed, "special tokens written as words")):
-            if named.counts:
-                where = next(iter(named.first.values()))
-                lines.append(f"{what} (records): {named.words(MOST_KEYS)}, e.g. {where}")
+        for each, what in ((self.ignored, "keys that are ignored"), (self.typed, "special tokens written as words")):
+            if each.counts:
+                where = next(iter(each.first.values()))
+                lines.append(f"{what} (records): {each.words(MOST_KEYS)}, e.g. {where}")
         if self.chats is not None and self.lengths and not self.ended:
             lines.append(f"warning: {NO_END.format(self.chats.tokenizer.eos_token)}")
         kinds = Counter(kind for _, kind, _ in self.left_out)
@@ -117,9 +116,9 @@ class Findings:
         """One line for each record left out or cut, each ignored key and each special token written as text."""
         lines = [f"{where}: {kind}: {reason}" for where, kind, reason in self.left_out]
         lines += [f"{where}: cut" for where in self.cut]
-        for named, what in ((self.ignored, "key that is ignored"), (self.typed, "special token written as words")):
-            for name, count in named.counts.most_common():
-                lines.append(f"{named.first[name]}: {what}: {name} (records: {count:,})")
+        for each, what in ((self.ignored, "key that is ignored"), (self.typed, "special token written as words")):
+            for name, count in each.counts.most_common():
+                lines.append(f"{each.first[name]}: {what}: {name} (records: {count:,})")
         return lines
 
 
@@ -193,18 +192,8 @@ def _text(chats: ChatFormat, ids: Sequence[int]) -> str:
 
 
 def _thumbnail(kind: str, path: str) -> str:
-    name = path.rpartition("/")[2]
-    shown = html.escape(name)
-    if kind != "image" or path.lower().endswith(".svg"):
-        return f"<figcaption>{kind}: {shown}</figcaption>"
-    from interlace.data.chats.encoding.media import read_picture
-
+    name = html.escape(path.rpartition("/")[2])
     try:
-        picture = read_picture(path)
+        return named(kind).preview(path, name)
     except DecodeError as error:  # only the header was checked before
-        return f"<figcaption>{shown}: {html.escape(' '.join(str(error).split()))}</figcaption>"
-    size = f"{picture.width} x {picture.height}"
-    picture.thumbnail((THUMBNAIL, THUMBNAIL), _library("PIL.Image").Resampling.BILINEAR)
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=80)
-    return f"{image(buffer.getvalue(), 'jpeg', name)}<figcaption>{shown}, {size}</figcaption>"
+        return f"<figcaption>{name}: {html.escape(' '.join(str(error).split()))}</figcaption>"

@@ -28,8 +28,8 @@ from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import refuse
-from interlace.data.media import DecodeError
 from interlace.data.streams.base import SampleStream
+from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Sample
 
 log = logging.getLogger("interlace.data")

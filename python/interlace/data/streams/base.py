@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.data.media import DecodeError
+from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Sample
 
 END = -1

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from interlace.data.media import DecodeError
 from interlace.data.streams.base import Reader, SampleStream
 from interlace.data.workers.produced import Producers, answered
 from interlace.data.workers.tasks import Loaded, Task, packed
+from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Media, Sample
 
 

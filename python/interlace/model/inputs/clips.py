@@ -68,11 +68,11 @@ class ClipInputs:
         if fixed != [size for dim, size in enumerate(self.default.shape) if dim != self.time]:
             length = "samples" if len(self.default.shape) == 1 else "frames"
             wanted = [length if dim == self.time else str(size) for dim, size in enumerate(self.default.shape)]
-            raise ValueError(f"audio of shape {item.shape} does not fit {name}, which takes ({', '.join(wanted)})")
+            raise ValueError(f"a clip of shape {item.shape} does not fit {name}, which takes ({', '.join(wanted)})")
         if not self.any_length and item.shape != self.default.shape:
             raise ValueError(
-                f"audio of shape {item.shape} does not fit {name}, which takes clips of one length: cut or pad them to "
-                f"{self.default.shape}"
+                f"a clip of shape {item.shape} does not fit {name}, which takes clips of one length: cut or pad them "
+                f"to {self.default.shape}"
             )
 
     def with_length(self, length: int) -> Item:

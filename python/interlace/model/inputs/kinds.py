@@ -8,15 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from interlace.modalities import all_modalities, of_argument
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
 from interlace.model.inputs.patches import GRID, PatchInputs
 from interlace.model.inputs.spectrograms import AudioInputs
 from interlace.model.inputs.tiles import SIZES, TileInputs
 
-ARGUMENTS = {"pixel_values": "image", "input_features": "audio", "input_values": "audio", "input_ids": "text"}
-"""Main input of a forward -> kind of module."""
 Feed = ImageInputs | PatchInputs | TileInputs | AudioInputs | ClipInputs
+
+
+def arguments() -> dict[str, str]:
+    """Main input of a forward -> kind of module: the name of its modality, or "text"."""
+    return {name: each.name for each in all_modalities() for name in each.arguments} | {"input_ids": "text"}
 
 
 def config_of(module: nn.Module, layer_path: str) -> Any:
@@ -29,13 +33,17 @@ def config_of(module: nn.Module, layer_path: str) -> Any:
 
 
 def feeds_of(module: nn.Module, config: Any, layer_path: str, parameters: Sequence[str]) -> Sequence[Feed]:
-    """Possible input kinds of a module, from the arguments of its forward; several only for different shapes of clips.
+    """Possible input kinds of a module: those of its modality, or from the arguments of its forward; several only for
+    different shapes of clips.
 
     Raises the config's own error if it lacks sizes, and ValueError for an unsupported module.
     """
     if GRID in parameters:
         return [PatchInputs.of(module, config, layer_path, parameters)]
-    argument = next(name for name in parameters if name in ARGUMENTS)
+    argument = next(name for name in parameters if name in arguments())
+    modality = of_argument(argument)
+    if modality is not None and (own := modality.inputs(module, config, layer_path)):
+        return own
     if argument == "pixel_values" and SIZES in parameters and not _tower_takes(module, layer_path, SIZES):
         images = ImageInputs.of(config, parameters)
         return [TileInputs((images.channels, *images.size))]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from interlace.modalities import named, names
+
 Ids = int | tuple[int, ...]
 """Placeholder id or ids of an encoder."""
 
@@ -56,11 +58,10 @@ def blank_id(placeholders: Mapping[str, Ids]) -> int:
 
 
 def configured(kind: str, *configs: Any) -> int | None:
-    """The placeholder id in a language model's config for items of this kind ("image", "video", "audio")."""
-    if kind not in ("image", "video", "audio"):
+    """The placeholder id in a language model's config for items of this kind, the name of a modality."""
+    if kind not in names():
         return None
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    given = (getattr(config, name, None) for config in configs for name in names)
+    given = (getattr(config, name, None) for config in configs for name in named(kind).token_names)
     return next((int(token) for token in given if token is not None), None)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
+from interlace.modalities import VIDEO
 from interlace.model.checkpoints.config_file import CONFIG, copy_config
 from interlace.model.checkpoints.folder_kinds import refuse_other_kinds
 from interlace.model.checkpoints.tied import log_untied
@@ -171,8 +172,8 @@ def take_apart(whole: Any) -> TakenApart:
         raise ValueError(f"{type(whole).__name__} cannot be cut into its modules: {error}") from error
     base = getattr(language_model, parts.base)
     # Other models compute video features in separate code (pooling, another tower), which is not called here.
-    videos = isinstance(encoder.feed, PatchInputs) and hasattr(base, "get_video_features")
-    kinds = (parts.modality, "video") if videos else (parts.modality,)
+    videos = isinstance(encoder.feed, PatchInputs) and hasattr(base, f"get_{VIDEO.name}_features")
+    kinds = (parts.modality, VIDEO.name) if videos else (parts.modality,)
     tokens = tuple(token for kind in kinds if (token := configured(kind, whole.config)) is not None)
     if not tokens:
         raise ValueError(f"{type(whole).__name__} has no {parts.modality}_token_id in its config")

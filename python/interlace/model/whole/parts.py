@@ -23,12 +23,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from interlace.modalities import AUDIO, IMAGE, all_modalities, named
 from interlace.model.inputs.patches import GRID
 from interlace.model.stages.slice import clone, find_layers
-
-MODALITIES = {"image": "vision", "audio": "audio"}
-"""HuggingFace's name of a modality -> name of the encoder."""
-
 
 MEDIA = ("pixel_values", "input_features", "input_values", GRID)
 """Prefixes of the media arguments of a tower's forward."""
@@ -43,10 +40,10 @@ class InTurn(NamedTuple):
 
 IN_TURN = {
     # get_image_features drops all-zero pictures, which cannot be detected from shapes alone
-    ("idefics3", "image"): InTurn("vision_model", "connector"),
-    ("smolvlm", "image"): InTurn("vision_model", "connector"),
+    ("idefics3", IMAGE.name): InTurn("vision_model", "connector"),
+    ("smolvlm", IMAGE.name): InTurn("vision_model", "connector"),
     # a forward without get_audio_features
-    ("qwen2_audio", "audio"): InTurn("audio_tower", "multi_modal_projector"),
+    ("qwen2_audio", AUDIO.name): InTurn("audio_tower", "multi_modal_projector"),
 }
 """(model_type, modality) -> parts that make its features, for bases without a method that a stage may call."""
 
@@ -68,7 +65,7 @@ class Parts:
 
     base: attribute of the whole that holds the rest.
     decoder, tower: attributes of the base.
-    modality: "image" or "audio", kind of the tower's items.
+    modality: name of the modality of the tower's items.
     layers: path of the layers inside the tower.
     beside: the base's other attributes, modules and parameters, which belong to the encoder.
     mergers: children of the tower that make the language model's features, if the projector is inside the tower.
@@ -86,7 +83,7 @@ class Parts:
     @property
     def encoder(self) -> str:
         """Name of the encoder in a MultimodalModel."""
-        return MODALITIES[self.modality]
+        return named(self.modality).encoder
 
     @classmethod
     def of(cls, whole: Any) -> Parts:
@@ -102,7 +99,7 @@ class Parts:
                 f"{name} has no language model of its own inside {at!r}: it cannot be cut into its modules"
             )
         found = {}
-        for modality in MODALITIES:
+        for modality in (each.name for each in all_modalities() if each.has_tower):
             turns = IN_TURN.get((kind, modality))
             tower = turns.tower if turns else _attribute(base, base.get_encoder(modality=modality))
             if tower is not None and tower != decoder and (turns or hasattr(base, f"get_{modality}_features")):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from interlace.modalities import AUDIO
 from interlace.model.counting.shapes import features_after_layers
 from interlace.model.inputs.base import Item
 from interlace.model.inputs.kinds import Feed
@@ -126,7 +127,7 @@ def tower_of(whole: Any, parts: Parts) -> Tower:
         return GridTower(whole, parts)
     if hasattr(base, "pack_image_features"):
         return TileTower(whole, parts)
-    return {"image": ImageTower, "audio": AudioTower}[parts.modality](whole, parts)
+    return (AudioTower if parts.modality == AUDIO.name else ImageTower)(whole, parts)
 
 
 class WholeEncoder(ModalityModule):

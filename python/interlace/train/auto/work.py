@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from interlace.costs.step import Size
+from interlace.modalities import named
 from interlace.model import IGNORE, Media, Sample
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run.tables.batch import GlobalBatch
@@ -108,9 +109,7 @@ def nominal_samples(config: Config, model: Any) -> list[Any]:
     media: dict[str, list[Media]] = {}
     ids: list[int] = []
     for name, encoder in model.encoders.items():
-        shape = encoder.default_shape
-        if encoder.kind == "audio" and len(shape) == 2:
-            shape = (shape[0], min(shape[1], round(config.data.max_audio_seconds * 100)))
+        shape = named(encoder.kind).nominal(encoder.default_shape, config.data)
         count = encoder.tokens(shape, encoder.default.about)
         media[name] = [Media(shape, count, about=encoder.default.about)]
         ids += [_placeholder(model, name)] * count

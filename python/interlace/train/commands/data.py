@@ -162,6 +162,7 @@ def index(options: argparse.Namespace) -> int:
     from interlace.data.chats.files import index as chats_index
     from interlace.data.chats.files import records as chats_files
     from interlace.data.chats.files.sources import Rules
+    from interlace.modalities import names
 
     configs = [path for path in options.files if path.suffix == ".toml"]
     if configs and len(options.files) > 1:
@@ -190,7 +191,7 @@ def index(options: argparse.Namespace) -> int:
             made = chats_index.load(found, rules, media, processes=options.processes, say=print)
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(str(error)) from None
-        kinds = ", ".join(f"{made.totals[kind]:,} of kind {kind}" for kind in chats_index.KINDS if made.totals[kind])
+        kinds = ", ".join(f"{made.totals[kind]:,} of kind {kind}" for kind in names() if made.totals.get(kind))
         print(
             f"{name}{': ' * bool(name)}{len(made):,} records, {made.totals['broken']:,} of them broken, "
             f"{made.totals['text']:,} characters; media: {kinds or 'none'}; {made.folder}"
@@ -205,12 +206,12 @@ def index(options: argparse.Namespace) -> int:
 def folder(options: argparse.Namespace) -> int:
     """Writes JSON lines of chats about a folder's pictures; 0 if all of them are included, 1 if some are left out."""
     from interlace.data.chats.files import picture_folder as chats_folder
-    from interlace.data.chats.files.shapes import TAG
+    from interlace.data.chats.files.shapes import tags
 
     share, question = options.held_out, options.question
     if not 0 <= share < 1:
         raise ConfigError(f"--held-out {share:g}: a share of the pictures, from 0 to less than 1, such as 0.2")
-    if question is not None and (TAG.search(question) or not question.strip()):
+    if question is not None and (tags().search(question) or not question.strip()):
         raise ConfigError(f"--question {question!r}: give its words alone, the picture is put before them")
     if options.out.suffix not in (".jsonl", ".ndjson"):
         raise ConfigError(f"--out {options.out}: give the name of a .jsonl file")

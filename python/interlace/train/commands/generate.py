@@ -1,112 +1,80 @@
-"""``interlace generate``: one answer from a checkpoint of a run."""
+"""``interlace generate``: answers from a checkpoint of a run, or from an exported or downloaded folder."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlace.train.config.load import ConfigError, load
+from interlace.train.config.load import ConfigError, from_table, load
 from interlace.train.config.sections import Config
+
+TEXT = "text"
+Part = tuple[str, str]
+"""(name of a modality, path) or ("text", text)."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A model with its weights, its tokenizer and the config that says how it reads chats. folder: for messages."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    folder: Path
+
+    @property
+    def source(self) -> str:
+        """Name of the config in messages."""
+        return str(self.folder / "config.toml")
 
 
 def generate(options: argparse.Namespace) -> int:
-    """``interlace generate``: one answer from a checkpoint."""
-    import torch
-
-    from interlace.data import IGNORE, Sample
-    from interlace.train.data.texts import tokenizer_of
-    from interlace.train.models.build import build, materialize
-    from interlace.train.report.answers import answer
-    from interlace.train.selection import choose, fill
-
-    folder, at = checkpoint_of(options.run)
-    source = str(folder / "config.toml")
-    config = load(source, options.set, open_replicas=True)
-    if options.step is not None and at is not None:
-        raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
+    """``interlace generate``: one answer per turn, each with all turns before it."""
+    turns = turns_of(options.given or [])
+    folder, at = model_folder(options.model)
+    if options.step is not None and (at is not None or not is_run(folder)):
+        raise ConfigError(f"--step {options.step}: {options.model} is one checkpoint already")
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
-    if not (options.image or options.speech or options.prompt):
-        raise ConfigError("nothing to answer: give --image, --speech or --prompt")
-    tokenizer = tokenizer_of(config, source=source)
-    model: Any = build(config, tokenizer, source=source)
-    for path in (*options.image, *options.speech):
-        if not path.is_file():
-            raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
-    read = _chat if config.data.dataset == "chats" else _caption
-    chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
-    ids, media = read(config, model, tokenizer, options, folder)
-    materialize(model, seed=config.run.seed)
-    step = fill(config, model, chosen, source=source)
-    if chosen.words:  # on stderr: stdout has only the answer
-        print(f"interlace: step {step} of {folder} ({chosen.words})", file=sys.stderr)
-    longest, room = options.max_new_tokens, model.max_length
-    if room is not None:
-        if len(ids) > room:
-            raise ConfigError(
-                f"the prompt is {len(ids)} tokens long (text in bytes or words, media take more), but the model of "
-                f"{folder} reads max_position_embeddings = {room}; give less"
-            )
-        longest = min(longest, room - len(ids) + 1)  # the last token is not read again
-    prompt = Sample(ids, torch.full_like(ids, IGNORE), media, "prompt")
-    (tokens,) = answer(model, [prompt], end=tokenizer.EOS, max_new_tokens=longest)
-    print(tokenizer.decode(tokens))
+    if not turns:
+        from interlace.modalities import names
+
+        raise ConfigError(f"nothing to answer: give {', '.join(f'--{name}' for name in names())} or --text")
+    answering = _of_run(folder, at, options, turns) if is_run(folder) else _of_export(folder, options, turns)
+    answers: list[str] = []
+    for number in range(len(turns)):
+        answers.append(_answer(answering, turns[: number + 1], answers, options.max_new_tokens))
+        print(answers[-1], flush=True)
     return 0
 
 
-def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
-    """Ids and media of a prompt for the digits data: media and a text."""
-    import torch
-
-    from interlace import data
-    from interlace.data.builtin.digits import ASKED_IN
-    from interlace.train.models.media_specs import kinds, media_specs
-
-    specs = media_specs(config, model, source=str(folder / "config.toml"))
-    items: list[tuple[str, Any]] = []
-    for kind, paths, read in (("image", options.image, data.load_image), ("audio", options.speech, data.load_audio)):
-        encoders = [name for name, its in kinds(model).items() if its == kind]
-        for path in paths:
-            if not encoders:
-                raise ConfigError(f"{path}: the model of {folder} has no encoder of {kind}")
-            try:
-                items += [(name, read(path, specs[name])) for name in encoders]
-            except ImportError as error:
-                raise ConfigError(f"{path}: {error}") from None
-    media: dict[str, list[Any]] = {}
-    runs = []
-    for modality, tensor in items:
-        count = model.encoders[modality].tokens(tuple(tensor.shape))
-        media.setdefault(modality, []).append(data.Media(tuple(tensor.shape), count, tensor))
-        runs.append((modality, count))
-    return torch.tensor(tokenizer.prompt(runs, ASKED_IN, options.prompt)), media
+def turns_of(given: Sequence[Part]) -> list[list[Part]]:
+    """The user's turns: each ends with a text; media after the last text are a turn of their own."""
+    turns: list[list[Part]] = [[]]
+    for part in given:
+        turns[-1].append(part)
+        if part[0] == TEXT:
+            turns.append([])
+    return [turn for turn in turns if any(value for _, value in turn)]
 
 
-def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
-    """Ids and media of a chat that ends where the model answers."""
-    import torch
+def model_folder(path: Path) -> tuple[Path, Path | None]:
+    """(folder, checkpoint or None if none is named) of a run, or (exported folder, None). Raises ConfigError."""
+    from interlace.model.checkpoints.module_folder import FACTS
 
-    from interlace.data import Media
-    from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn
-    from interlace.train.data.feed import chat_format
+    if (path / FACTS).is_file() or ((path / "config.json").is_file() and not is_run(path)):
+        return path, None
+    return checkpoint_of(path)
 
-    files = [("image", path) for path in options.image] + [("audio", path) for path in options.speech]
-    parts = [Part(kind, path=str(path)) for kind, path in files]
-    parts += [Part("text", options.prompt)] * bool(options.prompt)
-    chat = Chat((Turn("user", tuple(parts), False),))
-    chats = chat_format(config, model, tokenizer, str(folder / "config.toml"))
-    try:
-        sizes = [chats.look(part.kind, part.path, decode=False) for part in chat.media]
-        chat, encoded = chats.encode_prompt(chat, sizes)
-        loaded = chats.load(chat, encoded)
-    except (BrokenSampleError, ImportError) as error:
-        raise ConfigError(str(error)) from None
-    media: dict[str, list[Any]] = {}
-    for item, data in zip(encoded.items, loaded, strict=True):
-        media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, data, about=item.about))
-    return torch.tensor(encoded.ids), media
+
+def is_run(folder: Path) -> bool:
+    """True for the folder of a run."""
+    return (folder / "config.toml").exists()
 
 
 def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
@@ -115,6 +83,167 @@ def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
         raise ConfigError(f"{path}: no such run folder")
     at = path if path.name.startswith("step-") else None
     for folder in (path, path.parent, path.parent.parent):
-        if (folder / "config.toml").exists():
+        if is_run(folder):
             return folder, at
     raise ConfigError(f"{path}: not a run folder (no config.toml)")
+
+
+def _of_run(folder: Path, at: Path | None, options: argparse.Namespace, turns: Sequence[Sequence[Part]]) -> Answering:
+    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.models.build import build, materialize
+    from interlace.train.selection import choose, fill
+
+    source = str(folder / "config.toml")
+    config = load(source, options.set, open_replicas=True)
+    tokenizer = tokenizer_of(config, source=source)
+    model: Any = build(config, tokenizer, source=source)
+    _check_files(turns)
+    if config.data.dataset != "chats" and len(turns) > 1:
+        raise ConfigError(f"{len(turns)} turns: a model of data.dataset = {config.data.dataset!r} answers one")
+    chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
+    answering = Answering(config, model, tokenizer, folder)
+    _prompt(answering, turns[:1], [])  # refuses unreadable media before minutes of reading weights
+    materialize(model, seed=config.run.seed)
+    step = fill(config, model, chosen, source=source)
+    if chosen.words:  # on stderr: stdout has only the answers
+        print(f"interlace: step {step} of {folder} ({chosen.words})", file=sys.stderr)
+    return answering
+
+
+def _of_export(folder: Path, options: argparse.Namespace, turns: Sequence[Sequence[Part]]) -> Answering:
+    """The model of an exported folder, or of a whole HuggingFace checkpoint. Raises ConfigError."""
+    import torch
+
+    from interlace.model import MultimodalModel
+    from interlace.train.data.texts import tokenizer_of
+
+    if options.raw:
+        raise ConfigError(f"--raw: {folder} has one set of weights: leave it out")
+    _check_files(turns)
+    try:
+        config = from_table(_table(folder), options.set, source=str(folder))
+        tokenizer = tokenizer_of(config, source=str(folder))
+        model = MultimodalModel.from_pretrained(folder).to(torch.float32).eval()
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    return Answering(config, model, tokenizer, folder)
+
+
+def _table(folder: Path) -> dict[str, Any]:
+    """A config that reads chats as the model of an exported folder does."""
+    from interlace.data.chats.encoding.load import load_tokenizer
+    from interlace.model.checkpoints.module_folder import FACTS
+    from interlace.model.naming import LANGUAGE_MODEL
+
+    table: dict[str, Any] = {
+        "run": {"name": "generate"},
+        "model": {"path": str(folder)},
+        "data": {"dataset": "chats", "train": ["none.jsonl"]},
+        "train": {"steps": 1, "batch_size": 1, "warmup_steps": 0},
+    }
+    if not (folder / FACTS).is_file():
+        return table
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    table["model"] = {name: {"path": str(folder / name)} for name in facts["modules"]}
+    known = load_tokenizer(folder / LANGUAGE_MODEL)
+    ids = {name: given if isinstance(given, int) else given[0] for name, given in facts["placeholders"].items()}
+    table["data"]["placeholders"] = {name: known.convert_ids_to_tokens(token) for name, token in ids.items()}
+    return table
+
+
+def _check_files(turns: Sequence[Sequence[Part]]) -> None:
+    for path in (Path(value) for turn in turns for kind, value in turn if kind != TEXT):
+        if not path.is_file():
+            raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
+
+
+def _answer(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str], most: int) -> str:
+    """The answer to the last turn. answers: to those before it."""
+    import torch
+
+    from interlace.data import IGNORE, Sample
+    from interlace.train.report.answers import answer
+
+    ids, media = _prompt(answering, turns, answers)
+    model, room = answering.model, answering.model.max_length
+    if room is not None:
+        if len(ids) > room:
+            raise ConfigError(
+                f"the prompt is {len(ids)} tokens long (text in bytes or words, media take more), but the model of "
+                f"{answering.folder} reads max_position_embeddings = {room}; give less"
+            )
+        most = min(most, room - len(ids) + 1)  # the last token is not read again
+    prompt = Sample(ids, torch.full_like(ids, IGNORE), media, "prompt")
+    (tokens,) = answer(model, [prompt], end=answering.tokenizer.EOS, max_new_tokens=most)
+    return str(answering.tokenizer.decode(tokens))
+
+
+def _prompt(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
+    """(ids int64 [n], encoder -> media) of the turns, up to where the model answers. Raises ConfigError."""
+    from interlace.modalities.errors import BrokenSampleError
+
+    read = _chat if answering.config.data.dataset == "chats" else _caption
+    try:
+        return read(answering, turns, answers)
+    except (BrokenSampleError, ImportError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _caption(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
+    """Prompt for the digits data: media and a text. Raises BrokenSampleError, and ImportError."""
+    import torch
+
+    from interlace.data import Media
+    from interlace.data.builtin.digits import ASKED_IN
+    from interlace.modalities import named
+    from interlace.modalities.limits import NO_LIMITS
+    from interlace.train.models.media_specs import media_specs
+
+    (turn,) = turns
+    model, tokenizer = answering.model, answering.tokenizer
+    specs = media_specs(answering.config, model, source=answering.source)
+    media: dict[str, list[Any]] = {}
+    runs = []
+    for kind, path in turn:
+        if kind == TEXT:
+            continue
+        modality = named(kind)
+        encoders = [name for name, spec in specs.items() if spec.modality == modality.encoded_by]
+        if not encoders:
+            raise ConfigError(f"{path}: the model of {answering.folder} has no encoder of {kind}")
+        size = modality.probe(path, decode=False)
+        for name in encoders:
+            shape = specs[name].item_shape(path, size, NO_LIMITS, strict=False)
+            count = model.encoders[name].tokens(shape)
+            number = modality.count(path, size, NO_LIMITS, count, modality.settings(answering.config.data))
+            for array in modality.load(path, specs[name], [shape] * number, NO_LIMITS):
+                media.setdefault(name, []).append(Media(shape, count, specs[name].tensor(array)))
+                runs.append((name, count))
+    text = "".join(value for kind, value in turn if kind == TEXT)
+    return torch.tensor(tokenizer.prompt(runs, ASKED_IN, text)), media
+
+
+def _chat(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
+    """Prompt for chats. Raises BrokenSampleError, and ImportError."""
+    import torch
+
+    from interlace.data import Media
+    from interlace.data.chats.files.shapes import Chat, Turn
+    from interlace.data.chats.files.shapes import Part as ChatPart
+    from interlace.train.data.feed import chat_format
+
+    said = []
+    for number, turn in enumerate(turns):
+        parts = [ChatPart(kind, value) if kind == TEXT else ChatPart(kind, path=value) for kind, value in turn]
+        said.append(Turn("user", tuple(parts), False))
+        said += [Turn("assistant", (ChatPart(TEXT, text),), False) for text in answers[number : number + 1]]
+    chats = chat_format(answering.config, answering.model, answering.tokenizer, answering.source)
+    chat = Chat(tuple(said))
+    sizes = [chats.look(part.kind, part.path, decode=False) for part in chat.media]
+    chat, encoded = chats.encode_prompt(chat, sizes)
+    media: dict[str, list[Any]] = {}
+    for item, data in zip(encoded.items, chats.load(chat, encoded), strict=True):
+        media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, data, about=item.about))
+    return torch.tensor(encoded.ids), media

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace.modalities import Sampled, named
 from interlace.model.checkpoints.module_folder import FACTS
 from interlace.model.collate import JOINED, check_bidirectional
 from interlace.model.projector import PROJECTORS, ItemProjector
@@ -103,7 +104,7 @@ def ask(model: Any, config: Config, count: int, source: str) -> Asked:
 
 
 def _is_plain(part: Any) -> bool:
-    return part.kind != "video" and not part.limits.said()
+    return not isinstance(named(part.kind), Sampled) and not part.limits.said()
 
 
 def check(asked: Asked, folder: Path) -> Checked:
@@ -161,16 +162,13 @@ class ReloadedWhole(Outside):
         kind = whole_class(folder)[0]
         self.model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
         self.processor = load_processor(folder)
-        hearing = getattr(self.processor, "feature_extractor", None)
-        self.rate = int(getattr(hearing, "sampling_rate", 16_000))
+        self.hearing = getattr(self.processor, "feature_extractor", None)
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
-        from interlace.data.chats.encoding.media import read_clip, read_picture
-
         def given(part: Any) -> Any:  # also members of tar files, which transformers cannot open
             if part.kind == "text":
                 return part.text
-            return read_picture(part.path) if part.kind == "image" else read_clip(part.path, self.rate)
+            return named(part.kind).read(part.path, part.limits, self.hearing)
 
         messages = []
         for turn in prompt.chat.turns:

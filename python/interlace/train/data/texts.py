@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace.modalities import all_modalities
 from interlace.train.config.data import NOT_WHOLE
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
-
-TAGS = {"vision": "<image>", "audio": "<audio>"}
 
 
 def tokenizer_of(config: Config, *, source: str = "config") -> Any:
@@ -71,7 +70,6 @@ class ModelTokenizer:
 
     def __init__(self, config: Config) -> None:
         from interlace.data.chats.encoding import load as chats_load
-        from interlace.data.chats.encoding.video import VideoSpec
 
         data, whole = config.data, config.model.path
         folder = data.tokenizer or whole or config.model.language_model.path
@@ -104,7 +102,8 @@ class ModelTokenizer:
             raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
         self.strict = data.on_too_large == "error"
         self.video_fps = data.video_fps
-        self.video = VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
+        made = {each.name: each.settings(data) for each in all_modalities()}
+        self.settings = {name: settings for name, settings in made.items() if settings is not None}
         self.end = ""
         last = self._last_learnt()
         self.ends_answers = last in self.tokenizer.added_tokens_decoder
@@ -114,7 +113,8 @@ class ModelTokenizer:
         self.EOS = self._end(last)
 
     def _tag(self, config: Config, name: str) -> str:
-        return config.data.placeholders.get(name, TAGS.get(name, f"<{name}>"))
+        usual = next((each.tag for each in all_modalities() if each.encoder == name), f"<{name}>")
+        return config.data.placeholders.get(name, usual)
 
     def _template(self, path: str | None, folder: str) -> tuple[str, str]:
         """Name of the template in messages, and its text."""
@@ -159,14 +159,15 @@ class ModelTokenizer:
             tags=tags,
             specs=specs,
             tokens=tokens,
-            video=self.video,
+            settings=self.settings,
             strict=self.strict,
             end=self.end,
         )
 
     def _last_learnt(self) -> int:
         """The last learnt token of an answer."""
-        from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part, Turn
+        from interlace.data.chats.files.shapes import Chat, Part, Turn
+        from interlace.modalities.errors import BrokenSampleError
 
         turns = (Turn("user", (Part("text", "a"),), False), Turn("assistant", (Part("text", "b"),), True))
         try:

@@ -102,12 +102,13 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
         yield 1.0, {**items, "language_model": [float(row)]}
         return
     from interlace.data.builtin.digits import WORDS
+    from interlace.modalities import IMAGE
 
     longest = max(map(len, WORDS))
     items = {name: [] for name in model.encoders}
     for name, spec in config.model.encoders().items():  # a picture for each image encoder, nothing for audio encoders
         encoder = model.encoders[name]
-        if encoder.kind != "image":
+        if encoder.kind != IMAGE.name:
             continue
         image = config.data.image_tokens(0)
         if encoder.images is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
+from interlace.modalities import IMAGE, named
+from interlace.modalities.base import Geometry
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.architectures import HALF, pixel_statistics
 
 
 def kinds(model: Any) -> dict[str, str]:
-    """Encoder -> kind of its input: "image" or "audio"."""
+    """Encoder -> name of its modality."""
     return {name: encoder.kind for name, encoder in model.encoders.items()}
 
 
@@ -21,7 +23,7 @@ def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
     Training, planning and data checks all use this function.
     """
     data, most = config.data, model.max_length
-    if data.dataset == "digits" and "image" not in kinds(model).values():
+    if data.dataset == "digits" and IMAGE.name not in kinds(model).values():
         raise ConfigError(f"{source}: the digits are images, but [model] has no image encoder: add one")
     if data.dataset == "digits" or config.model.path is None:  # a whole model has its own processor for chats
         media_specs(config, model, source=source)
@@ -33,32 +35,30 @@ def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
 
 
 def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
-    """Encoder -> ImageSpec or AudioSpec of `interlace.data`, which converts files to the encoder's inputs.
+    """Encoder -> the spec of its modality, which converts files to the encoder's inputs.
 
-    Raises ConfigError for an encoder that takes neither pictures of three colours nor mel frames. Raises it also for an
-    encoder with trained weights whose pixel scaling is unknown.
+    Raises ConfigError for an encoder that takes other items than files become. Raises it also for an encoder with
+    trained weights whose pixel scaling is unknown.
     """
-    from interlace.data import AudioSpec, ImageSpec
     from interlace.model.inputs.spectrograms import AudioInputs
     from interlace.model.projector import unit_of
 
     specs: dict[str, Any] = {}
     for name, kind in kinds(model).items():
-        encoder = model.encoders[name]
-        if isinstance(encoder.feed, AudioInputs):
-            specs[name] = AudioSpec(encoder.default_shape[0], config.data.max_audio_seconds)
-            continue
-        images = encoder.images
-        if images is None or images.patch[0] != images.patch[1]:
-            what = "images (3, height, width) of square patches" if kind == "image" else "(mel bins, frames) of 10 ms"
+        encoder, modality = model.encoders[name], named(kind)
+        geometry = Geometry(
+            encoder.default_shape,
+            patch=None if encoder.images is None else encoder.images.patch,
+            mel_bins=encoder.default_shape[0] if isinstance(encoder.feed, AudioInputs) else None,
+            unit=unit_of(encoder.projector),
+            scaling=partial(pixels, config, model, name, source),
+        )
+        specs[name] = modality.spec(geometry, config.data)
+        if specs[name] is None:
             raise ConfigError(
-                f"{source}: [model.{name}] {type(encoder.module).__name__} does not take {what}, the items of the "
-                f"dataset {config.data.dataset!r}: use another encoder or another data.dataset"
+                f"{source}: [model.{name}] {type(encoder.module).__name__} does not take {modality.wanted}, the items "
+                f"of the dataset {config.data.dataset!r}: use another encoder or another data.dataset"
             )
-        unit = unit_of(encoder.projector)  # patches that it joins on each side
-        own = math.prod(side // images.patch[0] for side in images.size)
-        budget = max(1, config.data.image_tokens(own) // unit**2)
-        specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlace.data.chats.files.shapes import BrokenSampleError
+from interlace.modalities.errors import BrokenSampleError
 from interlace.model.inputs.placeholders import token_ids
 from interlace.train.config.sections import Config
 from interlace.train.report import answers as greedy

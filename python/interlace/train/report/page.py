@@ -15,7 +15,7 @@ from interlace.train.report.closing import Accuracy, Answer, shown
 from interlace.train.report.curves import charts, figure, number
 from interlace.train.report.facts import Facts
 from interlace.train.report.metrics import read_metrics
-from interlace.train.report.samples import Pixels, cards, draw
+from interlace.train.report.samples import Scalings, cards, draw
 from interlace.train.runfolder import write_whole
 
 NAME = "report.html"
@@ -43,16 +43,16 @@ class Page:
         rows: Mapping[str, Any],
         *,
         answers: Sequence[Answer] = (),
-        pixels: Pixels | None = None,
+        scalings: Scalings | None = None,
         counted: Sequence[Accuracy] = (),
     ) -> Path:
         """Writes report.html, and samples.png if there are answers; returns the path of the page.
 
-        status: how the run ended, in words. rows: the summary. pixels: mean and std of each image encoder, None for
-        audio; used to draw the media of `answers`. counted: the accuracies.
+        status: how the run ended, in words. rows: the summary. scalings: used to draw the media of `answers`.
+        counted: the accuracies.
         """
         if answers:
-            draw(answers, self.folder / "samples.png", self.config.run.name, pixels or {})
+            draw(answers, self.folder / "samples.png", self.config.run.name, scalings or {})
         sections = [
             self._head(status),
             _tiles(rows),
@@ -61,7 +61,7 @@ class Page:
             self._step(),
             _modules(self.facts),
             _ranks(self.facts),
-            _samples(answers, pixels or {}),
+            _samples(answers, scalings or {}),
             _titled("Closing numbers", table((name.replace("_", " "), shown(name, rows[name])) for name in rows)),
             _titled("Machine and versions", table(self.facts.machine.items())),
             f"<details><summary>The whole config</summary><pre>{html.escape(dumps(self.config))}</pre></details>",
@@ -173,5 +173,5 @@ def _ranks(facts: Facts) -> str:
     return _titled("Which rank has what", table(rows, ("rank", *names)) + more_ranks)
 
 
-def _samples(answers: Sequence[Answer], pixels: Pixels) -> str:
-    return _titled("Held-out samples", f"<div class=cards>\n{cards(answers, pixels)}\n</div>" if answers else "")
+def _samples(answers: Sequence[Answer], scalings: Scalings) -> str:
+    return _titled("Held-out samples", f"<div class=cards>\n{cards(answers, scalings)}\n</div>" if answers else "")

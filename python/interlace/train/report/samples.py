@@ -7,24 +7,24 @@ import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
+from interlace.modalities import named
+from interlace.modalities.base import Scaling
 from interlace.simulate.pictures.page import image
 from interlace.simulate.pictures.style import canvas
 from interlace.train.report.closing import Answer
 
-Pixels = Mapping[str, tuple[Any, Any] | None]
-"""Encoder -> mean and std of its input images; None for audio."""
+Scalings = Mapping[str, tuple[str, Scaling | None]]
+"""Encoder -> name of its modality, and mean and std of its pixels, if it takes pixels."""
 
 
-def cards(answers: Sequence[Answer], pixels: Pixels) -> str:
+def cards(answers: Sequence[Answer], scalings: Scalings) -> str:
     """One HTML card per answer."""
     made = []
     for answer in answers:
-        pictures = "".join(image(_png(picture), "png", kind) for kind, picture in pictures_of(answer, pixels))
+        pictures = "".join(image(_png(picture), "png", label) for label, picture in pictures_of(answer, scalings))
         verdict = "right" if answer.right else "other"
         made.append(
             f'<div class="card"><div class="media">{pictures or "<em>text only</em>"}</div>'
@@ -36,23 +36,14 @@ def cards(answers: Sequence[Answer], pixels: Pixels) -> str:
     return "\n".join(made)
 
 
-def pictures_of(answer: Answer, pixels: Pixels) -> list[tuple[str, np.ndarray]]:
-    """The sample's images as uint8 [H, W, 3] and its clips as grey spectrograms."""
-    pictures = []
-    for name, scale in pixels.items():
-        for item in answer.sample.media.get(name, []):
-            if scale is not None and len(item.shape) != 3:  # patches or tiles of a processor
-                continue
-            if scale is not None:
-                mean, std = (torch.tensor(values).view(3, 1, 1) for values in scale)
-                scaled = (item.data.float() * std + mean).clamp(0, 1)
-                pictures.append(("image", (scaled * 255).round().byte().permute(1, 2, 0).numpy()))
-                continue
-            mel = item.data.float().flip(0)
-            low, high = float(mel.min()), float(mel.max())
-            grey = ((mel - low) / max(high - low, 1e-6) * 255).byte().numpy()
-            pictures.append(("speech", np.repeat(grey[:, :, None], 3, axis=2)))
-    return pictures
+def pictures_of(answer: Answer, scalings: Scalings) -> list[tuple[str, np.ndarray]]:
+    """The sample's media that can be shown, as (label, uint8 [H, W, 3])."""
+    items = [
+        named(kind).picture(item.data, scaling)
+        for name, (kind, scaling) in scalings.items()
+        for item in answer.sample.media.get(name, [])
+    ]
+    return [item for item in items if item is not None]
 
 
 def _png(picture: np.ndarray) -> bytes:
@@ -63,7 +54,7 @@ def _png(picture: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def draw(answers: Sequence[Answer], path: Path, name: str, pixels: Pixels) -> None:
+def draw(answers: Sequence[Answer], path: Path, name: str, scalings: Scalings) -> None:
     """Draws the answers as one picture (PNG), for use outside the page."""
     columns = 4
     rows = max(1, -(-len(answers) // columns))
@@ -73,7 +64,7 @@ def draw(answers: Sequence[Answer], path: Path, name: str, pixels: Pixels) -> No
     for axes in grid.flat:
         axes.axis("off")
     for axes, answer in zip(grid.flat, answers):
-        pictures = [picture for _, picture in pictures_of(answer, pixels)]
+        pictures = [picture for _, picture in pictures_of(answer, scalings)]
         if pictures:
             axes.imshow(_side_by_side(pictures), aspect="equal", interpolation="nearest")
         else:

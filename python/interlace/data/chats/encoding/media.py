@@ -1,41 +1,27 @@
-"""Media of chats: reads files for processors, and splits a processor's output into items.
+"""Media of chats: splits a processor's output into items.
 
 `cut` assigns the tensors of a processor (processor.py) to the runs of placeholders. It uses the key names that all
-processors of transformers share (FIELDS); it has no code for single model families.
+processors of transformers share (`Modality.processor_data`); it has no code for single model families.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from interlace.data.chats.encoding.headers import Size, check_file
-from interlace.data.chats.files.shapes import BrokenSampleError
-from interlace.data.media import DecodeError, _library
-from interlace.data.opened import opened
+from interlace.modalities import named
+from interlace.modalities.errors import BrokenSampleError
 
-BLANK = (200, 90, 30)  # no channel is 0 after normalisation, which distinguishes it from padding (0)
 Runs = list[tuple[int, int]]
 """Runs of placeholders of one medium: (start, tokens)."""
 
-# Kind of media -> the processor's data tensor, and the encoder's extra arguments (key of the processor -> keyword of
-# the encoder's call). For a mask, the number of set entries is passed. If a processor returns video frames as pictures,
-# they are among its pictures.
-FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "image": (("pixel_values",), {"image_grid_thw": "grid_thw", "image_sizes": "image_sizes"}),
-    "video": (("pixel_values_videos",), {"video_grid_thw": "grid_thw", "second_per_grid_ts": "second_per_grid_ts"}),
-    "audio": (("input_features", "input_values"), {"feature_attention_mask": "frames"}),
-}
-COUNTED = ("feature_attention_mask",)
+COUNTED = ("feature_attention_mask",)  # masks of which the number of set entries is passed
 # Per item, but not data of the encoder.
 MASKS = ("pixel_attention_mask",)
 
@@ -47,58 +33,6 @@ class Cut:
     shape: tuple[int, ...]
     about: dict[str, tuple[float, ...]]
     data: Tensor | None
-
-
-def read_picture(path: str) -> Any:
-    """The upright picture, as HuggingFace's processors load it. Raises DecodeError."""
-    from transformers.image_utils import load_image
-
-    try:
-        check_file(path)
-        with opened(path) as file:
-            return load_image(file if isinstance(file, str) else _library("PIL.Image").open(file))
-    except Exception as error:
-        raise DecodeError(f"{path}: {error}") from error
-
-
-def clip_length(path: str, samples: int, rate: int, wanted: int) -> int:
-    """Number of samples that `read_clip` returns. Raises ImportError with the missing resampling package."""
-    if rate != wanted and importlib.util.find_spec("soxr") is None:
-        raise ImportError(
-            f"{path}: has {rate} Hz, its model's processor wants {wanted}, and HuggingFace resamples with soxr: "
-            "pip install soxr"
-        )
-    return math.ceil(samples * wanted / rate)
-
-
-def read_clip(path: str, rate: int) -> Any:
-    """float32 [samples], mixed to mono, at `rate` Hz, by the same steps as HuggingFace's load_audio with
-    soundfile (which needs soxr even without resampling). Raises DecodeError, and ImportError."""
-    try:
-        with opened(path) as file:
-            samples, found = _library("soundfile").read(file, dtype="float32", always_2d=True)
-    except ImportError:
-        raise
-    except Exception as error:  # libsndfile's own error types
-        raise DecodeError(f"{path}: {error}") from error
-    mono = samples.T.mean(axis=0) if samples.shape[1] > 1 else samples[:, 0]
-    length = clip_length(path, len(mono), found, rate)
-    if found != rate:
-        mono = importlib.import_module("soxr").resample(mono, found, rate, quality="soxr_hq")
-        mono = np.pad(mono, (0, max(0, length - len(mono))))[:length]
-    return np.ascontiguousarray(mono, dtype=np.float32)
-
-
-def blank_clip(samples: int, part: Any) -> Any:
-    """A silent clip for a feature extractor, rounded to whole frames: the number of frames is the same."""
-    hop = int(getattr(part, "hop_length", 1))
-    return np.broadcast_to(np.float32(0), min(-(-samples // hop) * hop, int(getattr(part, "n_samples", samples + hop))))
-
-
-@lru_cache(maxsize=8)  # a large one takes a while to fill
-def blank_picture(size: Size) -> Any:
-    """A uniform picture of `size`."""
-    return _library("PIL.Image").new("RGB", size, BLANK)
 
 
 def shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
@@ -143,9 +77,9 @@ def in_tiles(runs: Sequence[Runs], raw: Mapping[str, Any], who: str) -> list[Run
 
 
 def source_of(kind: str, out: Mapping[str, Any]) -> str:
-    """The kind of media in FIELDS under which a processor's output has those of `kind`: frames may be pictures."""
-    frames = kind == "video" and not any(name in out for name in FIELDS["video"][0])
-    return "image" if frames else kind
+    """The modality under whose keys a processor's output has media of `kind`: frames may be pictures."""
+    modality = named(kind)
+    return kind if any(name in out for name in modality.processor_data) else modality.encoded_by
 
 
 def cut(
@@ -160,7 +94,7 @@ def cut(
     out: output of the processor; runs: of each medium; who: the processor, for messages; shapes: of the items,
     if known from blank pictures. Raises ValueError for an output that does not show which rows belong to which run.
     """
-    names, about = FIELDS[kind]
+    names, about = named(kind).processor_data, named(kind).processor_about
     name = next((name for name in names if name in out), None)
     if name is None:
         raise ValueError(f"{who} returns {sorted(out)} for {kind}s and nothing of {', '.join(names)}")

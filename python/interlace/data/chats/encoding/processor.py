@@ -16,30 +16,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from interlace.data.chats.encoding import media as chats_media
-from interlace.data.chats.encoding.headers import check_file
 from interlace.data.chats.encoding.load import NoVideos
 from interlace.data.chats.encoding.processor_parts import Part as ProcessorPart
-from interlace.data.chats.encoding.processor_parts import Remembered, RememberedClips, Videos, settings_of
+from interlace.data.chats.encoding.processor_parts import Remembered, RememberedApart, Videos, settings_of
 from interlace.data.chats.encoding.template import Messages, Spans, render_with
 from interlace.data.chats.encoding.tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
-from interlace.data.chats.encoding.video import Header, clip_of, frames_at, video_header
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Part
-from interlace.data.media import DecodeError, _library
+from interlace.data.chats.files.shapes import Chat, Part
+from interlace.modalities import Modality, Sampled, all_modalities, named
+from interlace.modalities.errors import BrokenSampleError, DecodeError
 
 DATED = re.compile(r"strftime_now\s*\(")
-ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
-"""Kind of media -> its encoder in a whole checkpoint."""
-PARTS = {
-    "image": ("image_processor",),
-    "video": ("video_processor",),
-    "audio": ("audio_processor", "feature_extractor"),
-}
-"""Kind of media -> name of the processor's part for it."""
 MADE = ("_blank", "_real", "_parts", "_asking")
 """Attributes that another process creates again from its copy of the processor."""
 
@@ -97,35 +86,36 @@ class ProcessorFormat(ChatFormat):
         """Creates the attributes in MADE from the processor."""
         # Two copies of the processor: one that caches results for blank media, one for the real files.
         self._blank, self._real = copy.copy(self._text), copy.copy(self._text)
-        self._parts = {kind: part for kind in PARTS if (part := self._part_of(kind))}
-        for kind, kept in (("image", Remembered), ("audio", RememberedClips), ("video", Videos)):
-            if kind in self._parts:
-                attribute, part = self._parts[kind]
-                setattr(self._blank, attribute, kept(part))
-                setattr(self._real, attribute, ProcessorPart(part))
+        self._parts = {each.name: part for each in all_modalities() if (part := self._part_of(each))}
+        for kind, (attribute, part) in self._parts.items():
+            sampled, apart = isinstance(named(kind), Sampled), named(kind).cached_apart
+            kept = Videos if sampled else RememberedApart if apart else Remembered
+            setattr(self._blank, attribute, kept(part))
+            setattr(self._real, attribute, ProcessorPart(part))
         self._asking = threading.Lock()
 
-    def _part_of(self, kind: str) -> tuple[str, Any] | None:
-        found = ((name, getattr(self._text, name, None)) for name in PARTS[kind])
+    def _part_of(self, modality: Modality) -> tuple[str, Any] | None:
+        found = ((name, getattr(self._text, name, None)) for name in modality.processor_parts)
         return next(((name, part) for name, part in found if part is not None and not isinstance(part, NoVideos)), None)
 
     def encoders_of(self, kind: str) -> list[str]:
         if kind not in self._parts:
             why = f"the chat has a file of kind {kind}, which {self.who} is not given"
-            if kind == "video" and PARTS[kind][0] in type(self._text).get_attributes():
-                why = f"{self.who} reads videos with torchvision, which is not installed: pip install torchvision"
+            needed = named(kind).processor_library
+            if needed and set(named(kind).processor_parts) & set(type(self._text).get_attributes()):
+                why = f"{self.who} reads {kind}s with {needed}, which is not installed: pip install {needed}"
             raise BrokenSampleError("no encoder", why)
-        if ENCODER_OF[kind] not in self.placeholders:
+        encoder = named(kind).encoder
+        if encoder not in self.placeholders:
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
-        return [ENCODER_OF[kind]]
+        return [encoder]
 
-    indexed = ("image", "audio")  # for videos, frames are counted, too
+    def takes_probe(self, kind: str) -> bool:
+        return not isinstance(named(kind), Sampled)  # of which frames are counted, too
 
     def look(self, kind: str, path: str, *, decode: bool) -> Any:
-        if kind != "video":
-            return super().look(kind, path, decode=decode)
-        check_file(path)
-        return video_header(path, decode=decode)
+        modality = named(kind)
+        return (modality.header if isinstance(modality, Sampled) else modality.probe)(path, decode=decode)
 
     # ------------------------------------------------------------------ calling the processor
 
@@ -134,9 +124,7 @@ class ProcessorFormat(ChatFormat):
         left, made = iter(media), []
         for turn in chat.turns:
             content = [
-                {"type": "text", "text": part.text}
-                if part.kind == "text"
-                else {"type": part.kind, part.kind: next(left)}
+                {"type": "text", "text": part.text} if part.kind == "text" else named(part.kind).item(next(left))
                 for part in turn.parts
             ]
             made.append(
@@ -144,16 +132,18 @@ class ProcessorFormat(ChatFormat):
             )
         return made
 
-    def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], videos: Mapping[str, Any]) -> _Asked:
+    def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], sampling: Mapping[str, Any]) -> _Asked:
         """HuggingFace's own model inputs for a chat, and the positions of its texts. Not thread-safe: parts keep their
-        last result."""
+        last result. sampling: arguments for media of frames; {}: the chat has no such media."""
         from jinja2 import TemplateError as JinjaError
 
         for kind, (attribute, part) in self._parts.items():
-            sampling = bool(videos.get("do_sample_frames", True))
+            chooses = bool(sampling.get("do_sample_frames", True))
             getattr(processor, attribute).asked = [
-                settings_of(one, part, self.who, sampling=sampling) for one in chat.media if one.kind == kind
+                settings_of(one, part, self.who, sampling=chooses) for one in chat.media if one.kind == kind
             ]
+        # Only for these parts: some processors would convert the offsets to tensors, too.
+        own = {key: value for each in all_modalities() for key, value in each.processor_arguments.items()}
         try:
             out = processor.apply_chat_template(
                 self._messages(chat, media),
@@ -165,10 +155,8 @@ class ProcessorFormat(ChatFormat):
                 processor_kwargs={
                     "return_offsets_mapping": True,
                     "return_text_replacement_offsets": True,
-                    # Only for these parts: some processors would convert the offsets to tensors, too.
-                    "images_kwargs": {"return_tensors": "pt"},
-                    "audio_kwargs": {"return_tensors": "pt"},
-                    **videos,
+                    **own,
+                    **sampling,
                 },
             )
         except JinjaError as error:
@@ -181,104 +169,67 @@ class ProcessorFormat(ChatFormat):
             )
         ids = [int(token) for token in out["input_ids"][0]]
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
-        frames = [[int(number) for number in one.frames_indices] for one in _metadata(processor)] if videos else []
+        frames = (
+            [[int(number) for number in one.frames_indices] for one in self._metadata(processor)] if sampling else []
+        )
         return _Asked(out, moved, ids, offsets, frames)
 
     def _ask_blank(self, chat: Chat, sizes: Sequence[Any]) -> _Asked:
         """Output for blank media of these sizes. Raises BrokenSampleError for media that the processor refuses."""
-        media = [self._blank_of(part, size) for part, size in zip(chat.media, sizes, strict=True)]
-        videos: dict[str, Any] = {}
-        headers = [size for _, size in self._clips(chat, sizes)]
-        if headers:
-            every = [_told(header, range(header.frames)) for header in headers]
-            videos = {"videos_kwargs": {"return_tensors": "pt", "video_metadata": every}}
-            if self.fps is not None:
-                videos["fps"] = self.fps
+        media = [
+            named(part.kind).blank(part.path, size, part.limits, self._parts[part.kind][1], self.who)
+            for part, size in zip(chat.media, sizes, strict=True)
+        ]
+        modality, clips = self._clips(chat, sizes)
+        headers = [header for _, header in clips]
+        sampling = {} if modality is None else modality.choosing(headers, self.fps)
         try:
-            return self._ask(self._blank, chat, media, videos)
+            return self._ask(self._blank, chat, media, sampling)
         except (RuntimeError, TypeError, ZeroDivisionError, ValueError) as error:
             if isinstance(error, BrokenSampleError):
                 raise
-            self._check_frames(headers)
+            for header in headers:
+                if modality is not None:
+                    modality.check(header, self._parts[modality.name][1], self.who)
             raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
 
-    def _clips(self, chat: Chat, sizes: Sequence[Any]) -> list[tuple[int, Header]]:
-        """For each video of a chat: the first frame shown, and the header of the part shown."""
-        pairs = zip(chat.media, sizes, strict=True)
-        return [clip_of(part.path, size, part.limits) for part, size in pairs if part.kind == "video"]
+    def _clips(self, chat: Chat, sizes: Sequence[Any]) -> tuple[Sampled | None, list[tuple[int, Any]]]:
+        """The modality of a chat's media of frames, and for each of them the first frame shown, and the header of the
+        part shown; (None, []): it has no such media."""
+        modality: Sampled | None = None
+        found: list[tuple[int, Any]] = []
+        for part, size in zip(chat.media, sizes, strict=True):
+            if isinstance(own := named(part.kind), Sampled):
+                modality = own
+                found.append(own.clip(part.path, size, part.limits))
+        return modality, found
 
-    def _check_frames(self, headers: Sequence[Header]) -> None:
-        """Raises BrokenSampleError for a video with fewer frames than are merged into one. Processors would take zero
-        frames then, and divide by their number."""
-        merged = getattr(self._parts["video"][1], "temporal_patch_size", 1) if headers else 1
-        for header in headers:
-            if header.frames < merged:
-                raise BrokenSampleError(
-                    "size",
-                    f"a video has {header.frames} of the {merged} frames that {self.who} makes one of: give it as a "
-                    "picture",
-                )
-
-    def _blank_of(self, part: Part, size: Any) -> Any:
-        if part.kind == "image":
-            return chats_media.blank_picture(self._size(part, size))
-        if part.kind == "video":
-            _, size = clip_of(part.path, size, part.limits)
-            return torch.empty((size.frames, 3, size.height, size.width), dtype=torch.uint8, device="meta")
-        _, hearing = self._parts["audio"]
-        samples, rate = size
-        length = chats_media.clip_length(part.path, samples, rate, self._rate)
-        most = getattr(hearing, "n_samples", length)
-        if length > most:
-            raise BrokenSampleError(
-                "size",
-                f"{part.path}: {length / self._rate:.1f} s, of which {self.who} keeps {most / self._rate:g}: cut it",
-            )
-        return chats_media.blank_clip(length, hearing)
-
-    def _size(self, part: Part, size: chats_media.Size) -> chats_media.Size:
-        """(width, height) of a picture as passed to the processor. `resized_width` and `resized_height` are rounded to
-        a size that the processor does not change."""
-        if part.limits.resized == (0, 0):
-            return size
-        reader = self._parts["image"][1]
-        made = reader([chats_media.blank_picture(part.limits.resized)], return_tensors="pt")
-        _, rows, columns = (int(side) for side in made["image_grid_thw"][0])
-        return columns * reader.patch_size, rows * reader.patch_size
-
-    @property
-    def _rate(self) -> int:
-        """Sample rate of clips, in Hz."""
-        return int(getattr(self._parts["audio"][1], "sampling_rate", 16_000))
+    def _metadata(self, processor: Any) -> list[Any]:
+        """What the parts of the blank processor tell of the frames that they chose in the last call."""
+        parts = [getattr(processor, attribute) for attribute, _ in self._parts.values()]
+        return [one for part in parts if isinstance(part, Videos) for one in part.metadata]
 
     def _ask_real(self, chat: Chat) -> _Asked:
         """Output for the real files. Raises DecodeError."""
-        videos: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
         frames: list[Any] = []
-        if any(part.kind == "video" for part in chat.media):
+        if any(isinstance(named(part.kind), Sampled) for part in chat.media):
             sizes = [self.look(part.kind, part.path, decode=False) for part in chat.media]
             taken = self._ask_blank(chat, sizes).frames
-            clips = self._clips(chat, sizes)
-            paths = [part.path for part in chat.media if part.kind == "video"]
+            modality, clips = self._clips(chat, sizes)
+            assert modality is not None
+            paths = [part.path for part in chat.media if part.kind == modality.name]
             frames = [
-                torch.from_numpy(frames_at(path, [first + number for number in chosen]))
+                modality.frames(path, [first + number for number in chosen])
                 for path, (first, _), chosen in zip(paths, clips, taken, strict=True)
             ]
-            told = [_told(header, chosen) for (_, header), chosen in zip(clips, taken, strict=True)]
-            videos = {
-                "do_sample_frames": False,
-                "videos_kwargs": {"return_tensors": "pt", "video_metadata": told},
-            }
+            sampling = modality.chosen([header for _, header in clips], taken)
         left = iter(frames)
-        media = [next(left) if part.kind == "video" else self._read(part) for part in chat.media]
-        return self._ask(self._real, chat, media, videos)
+        media = [next(left) if isinstance(named(part.kind), Sampled) else self._read(part) for part in chat.media]
+        return self._ask(self._real, chat, media, sampling)
 
     def _read(self, part: Part) -> Any:
-        if part.kind == "audio":
-            return chats_media.read_clip(part.path, self._rate)
-        picture = chats_media.read_picture(part.path)
-        size = self._size(part, picture.size)
-        return picture if size == picture.size else picture.resize(size, resample=_library("PIL.Image").BICUBIC)
+        return named(part.kind).read(part.path, part.limits, self._parts[part.kind][1])
 
     # ------------------------------------------------------------------ reading its output
 
@@ -286,10 +237,6 @@ class ProcessorFormat(ChatFormat):
         for part in chat.media:
             self.encoders_of(part.kind)
             settings_of(part, self._parts[part.kind][1], self.who, sampling=True)  # raises for others
-            if part.path.lower().endswith(".svg"):
-                raise BrokenSampleError(
-                    "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
-                )
         spans: Spans = []
         if not chat.is_prompt:
             messages = self._messages(chat, [part.path for part in chat.media])
@@ -317,7 +264,7 @@ class ProcessorFormat(ChatFormat):
         """For each medium: its first token, and its runs of placeholders, one run per item."""
         begins, runs = [], []
         for medium, replaced in zip(chat.media, asked.moved, strict=True):
-            wanted = self.placeholders[ENCODER_OF[medium.kind]]
+            wanted = self.placeholders[named(medium.kind).encoder]
             begin, of_medium = chats_media.runs_in(asked.ids, asked.offsets, replaced["new_span"], wanted)
             begins.append(begin)
             runs.append(of_medium)
@@ -325,21 +272,22 @@ class ProcessorFormat(ChatFormat):
                 continue
             if not replaced["replacement"]:
                 raise BrokenSampleError("size", f"{medium.path}: too short, {self.who} makes no token of it")
-            if medium.kind == "video":
+            if isinstance(named(medium.kind), Sampled):
                 raise BrokenSampleError(
                     "no encoder",
-                    f"{self.who} writes videos with placeholders of their own, and their features are made by code of "
-                    "the model that is not called here: save the frames as pictures",
+                    f"{self.who} writes {medium.kind}s with placeholders of their own, and their features are made by "
+                    "code of the model that is not called here: save the frames as pictures",
                 )
             raise ValueError(
                 f"{self.who} wrote no placeholder (id {wanted}) for a file of kind {medium.kind}: these are not "
                 "the placeholders of its model"
             )
-        pictures = [place for place, medium in enumerate(chat.media) if medium.kind == "image"]
-        if pictures:
-            tiled = chats_media.in_tiles([runs[i] for i in pictures], processor.image_processor.last, self.who)
-            for place, of_medium in zip(pictures, tiled, strict=True):
-                runs[place] = of_medium
+        for kind, (attribute, _) in self._parts.items():
+            places = [place for place, medium in enumerate(chat.media) if medium.kind == kind]
+            if places and not isinstance(named(kind), Sampled):
+                tiled = chats_media.in_tiles([runs[i] for i in places], getattr(processor, attribute).last, self.who)
+                for place, of_medium in zip(places, tiled, strict=True):
+                    runs[place] = of_medium
         return begins, runs
 
     def _pieces(
@@ -359,11 +307,12 @@ class ProcessorFormat(ChatFormat):
             try:
                 made[source] = iter(chats_media.cut(source, asked.out, theirs, self.who, shapes))
             except ValueError as error:
-                if "video" not in {medium.kind for medium in chat.media}:
+                frames = [medium.kind for medium in chat.media if isinstance(named(medium.kind), Sampled)]
+                if not frames:
                     raise
                 # Some pad videos to one length, or return a chat's videos instead of its pictures.
                 raise BrokenSampleError(
-                    "no encoder", f"{self.who} does not tell this chat's videos from its other media: {error}"
+                    "no encoder", f"{self.who} does not tell this chat's {frames[0]}s from its other media: {error}"
                 ) from None
         return [next(made[sources[medium]]) for medium in places]
 
@@ -375,7 +324,7 @@ class ProcessorFormat(ChatFormat):
         return [
             self._check_tokens(
                 Item(
-                    ENCODER_OF[chat.media[medium].kind],
+                    named(chat.media[medium].kind).encoder,
                     medium,
                     start,
                     count,
@@ -417,22 +366,3 @@ class ProcessorFormat(ChatFormat):
             default=str,
             sort_keys=True,
         )
-
-
-def _told(header: Header, frames: Sequence[int]) -> Any:
-    """Metadata of a video with these frames, for a processor."""
-    from transformers.video_utils import VideoMetadata
-
-    return VideoMetadata(
-        total_num_frames=header.frames,
-        fps=header.fps,
-        width=header.width,
-        height=header.height,
-        duration=header.frames / header.fps,
-        frames_indices=np.array(frames),
-    )
-
-
-def _metadata(processor: Any) -> Sequence[Any]:
-    part = processor.video_processor
-    return part.metadata if isinstance(part, Videos) else ()

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interlace.data.chats.files.keys import NO_LIMITS
-from interlace.data.chats.files.shapes import BrokenSampleError
 from interlace.data.chats.files.shapes import Part as Medium
+from interlace.modalities import Sampled, named
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.limits import NO_LIMITS
 
 REMEMBERED = 4096
 
@@ -73,7 +74,9 @@ def settings_of(medium: Medium, part: Any, who: str, *, sampling: bool) -> dict[
     pixels = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
     if any(pixels.values()) or limits.resized != (0, 0):
         known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
-        if not {"min_pixels", "max_pixels"} <= known.keys() or (medium.kind == "video" and limits.resized != (0, 0)):
+        if not {"min_pixels", "max_pixels"} <= known.keys() or (
+            isinstance(named(medium.kind), Sampled) and limits.resized != (0, 0)
+        ):
             raise BrokenSampleError(
                 "key", f"{medium.path}: {limits.said()}: {who} takes no such limits of one {medium.kind}: remove them"
             )
@@ -120,13 +123,13 @@ class Remembered(Part):
         return self._kept[key]
 
 
-class RememberedClips(Remembered):
-    """Cache for clips, one entry per clip if all give the same shapes: chats rarely share all clip lengths."""
+class RememberedApart(Remembered):
+    """A cache with one entry per medium if all give the same shapes, for media that rarely share a size in a chat."""
 
     def __call__(self, media: Any, **kwargs: Any) -> Any:
         from transformers import BatchFeature
 
-        found = [self._made([clip], kwargs) for clip in media]
+        found = [self._made([medium], kwargs) for medium in media]
         shapes = {tuple((name, tuple(value.shape)) for name, value in one.items()) for one in found}
         if len(shapes) > 1:
             return super().__call__(media, **kwargs)

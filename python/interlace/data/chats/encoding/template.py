@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, Turn
+from interlace.data.chats.files.shapes import Chat, Turn
+from interlace.modalities.errors import BrokenSampleError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from interlace.data.chats.encoding import headers as chats_look
 from interlace.data.chats.encoding.media import refused_by
 from interlace.data.chats.encoding.template import Messages, Writing, render_with
-from interlace.data.chats.encoding.video import VideoSpec, read_frames, shown
-from interlace.data.chats.files.shapes import KINDS, BrokenSampleError, Chat, Part, Turn
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
+from interlace.data.chats.files.shapes import Chat, Part, Turn
+from interlace.modalities import named
+from interlace.modalities.base import Spec
+from interlace.modalities.errors import BrokenSampleError, DecodeError
 
 WORDS = "the text has them as words"
 LIKE_TOKENS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
@@ -146,12 +146,13 @@ class ChatFormat(ABC):
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         """The data of the items of `encoded`: all, or the first ones for a chat that was cut. Raises DecodeError."""
 
-    indexed: tuple[str, ...] = KINDS
-    """Kinds of media for which `look` gives the result of `headers.look_at`, so that an index can be used."""
+    def takes_probe(self, kind: str) -> bool:
+        """True if `look` gives the result of `Modality.probe`, so that an index can be used."""
+        return True
 
     def look(self, kind: str, path: str, *, decode: bool) -> Any:
-        """Size of a medium as input for `encode`; see `headers.look_at`."""
-        return chats_look.look_at(kind, path, decode=decode)
+        """Size of a medium as input for `encode`; see `Modality.probe`."""
+        return named(kind).probe(path, decode=decode)
 
     @abstractmethod
     def encoders_of(self, kind: str) -> list[str]:
@@ -256,8 +257,9 @@ class TokenizerFormat(ChatFormat):
     """Format for models assembled from modules: tags, the encoders' own counts, and files read by `specs`.
 
     tags: encoder -> the text of its placeholder, one token. specs: encoder -> preprocessing of its files. An encoder
-    takes the kind of media of its spec; encoders of pictures also take the frames of videos, one item per frame.
-    strict: True: pictures too large for their spec are broken; False: they are scaled down.
+    takes the modality of its spec; encoders of pictures also take the frames of videos, one item per frame.
+    settings: modality -> its `Modality.settings`. strict: True: pictures too large for their spec are broken; False:
+    they are scaled down.
     """
 
     def __init__(
@@ -267,15 +269,15 @@ class TokenizerFormat(ChatFormat):
         *,
         name: str,
         tags: Mapping[str, str],
-        specs: Mapping[str, ImageSpec | AudioSpec],
+        specs: Mapping[str, Spec],
         tokens: Mapping[str, Tokens],
-        video: VideoSpec | None = None,
+        settings: Mapping[str, Any] | None = None,
         strict: bool = False,
         end: str = "",
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
-        self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
+        self.tags, self.specs, self.settings = dict(tags), dict(specs), dict(settings or {})
         self.strict = strict
 
     @cached_property
@@ -287,8 +289,7 @@ class TokenizerFormat(ChatFormat):
 
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders for this kind of media; an item goes to each of them. Raises BrokenSampleError."""
-        wanted = AudioSpec if kind == "audio" else ImageSpec
-        found = [name for name, spec in self.specs.items() if isinstance(spec, wanted)]
+        found = [name for name, spec in self.specs.items() if spec.modality == named(kind).encoded_by]
         if not found:
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
         return found
@@ -358,77 +359,43 @@ class TokenizerFormat(ChatFormat):
             if token in tag_ids:
                 medium, encoder = next(places)
                 size, before = sizes[medium], first.setdefault(medium, len(ids))
-                shape = self._shape(encoder, size, media[medium])
-                each = count = self.counted(encoder, shape, {})
-                if media[medium].kind == "video":
-                    count *= self._frames(media[medium], size[2], each)
+                part = media[medium]
+                shape = self._shape(encoder, size, part)
+                each = self.counted(encoder, shape, {})
+                settings = self.settings.get(part.kind)
+                count = each * named(part.kind).count(part.path, size, part.limits, each, settings)
                 starts = range(len(ids), len(ids) + count, each)
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
         return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
 
-    def _frames(self, part: Part, seconds: float, tokens: int) -> int:
-        """Number of frames taken of a video."""
-        _, length = shown(part.path, seconds, part.limits)
-        return self.video.frames(length, tokens, part.limits)
-
     def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
-        spec, path, limits = self.specs[encoder], part.path, part.limits
-        shape: tuple[int, ...]
-        if isinstance(spec, ImageSpec):
-            with refused_by(f"the encoder {encoder!r}"):
-                width, height = (size[0], size[1]) if limits.resized_width is None else limits.resized
-                shape = spec.fit(width, height, path, strict=self.strict or limits.resized_width is not None)
-            if limits.max_pixels is not None and shape[1] * shape[2] > limits.max_pixels:
-                try:
-                    smaller = replace(spec, max_tokens=limits.max_pixels // spec.patch_size**2)
-                    shape = smaller.fit(width, height, path)
-                except ValueError:
-                    raise BrokenSampleError(
-                        "key",
-                        f"{path}: {limits.said()}: too few for {width:g}x{height:g} in patches of {spec.patch_size}",
-                    ) from None
-            if shape[1] * shape[2] < (limits.min_pixels or 0):
-                raise BrokenSampleError("key", f"{path}: {limits.said()}: pictures are never made larger here")
-            return shape
-        frames, rate = size
-        if frames > spec.max_seconds * rate:
-            raise BrokenSampleError("size", f"{path}: {frames / rate:.1f} s, longer than max_audio_seconds")
-        shape = spec.shape(frames, rate)
-        if shape[1] < 2:
-            raise BrokenSampleError("size", f"{path}: shorter than 20 ms")
-        return shape
-
-    def _check_shape(self, item: Item, part: Part) -> None:
-        """Raises DecodeError for a picture or video whose size has changed since it was prepared."""
-        size = chats_look.look_at(part.kind, part.path, decode=False)
-        shape = self._shape(item.encoder, size, part)
-        if shape != item.shape:
-            raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(item.shape)} when it was prepared")
+        with refused_by(f"the encoder {encoder!r}"):
+            return self.specs[encoder].item_shape(part.path, size, part.limits, strict=self.strict)
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = chat.media
-        frames: dict[tuple[int, str], Iterator[Any]] = {}
-        made = []
+        wanted: dict[tuple[int, str], list[Item]] = {}
         for item in encoded.items:
-            spec, path, place = self.specs[item.encoder], media[item.medium].path, (item.medium, item.encoder)
-            if media[item.medium].kind == "video":
-                if place not in frames:
-                    self._check_shape(item, media[item.medium])
-                    count = sum((other.medium, other.encoder) == place for other in encoded.items)
-                    frames[place] = iter(read_frames(path, count, media[item.medium].limits))
-                array = fitted(next(frames[place]), (item.shape[0], item.shape[1], item.shape[2]))
-            elif isinstance(spec, ImageSpec):
-                self._check_shape(item, media[item.medium])
-                array = decode_image(path, (item.shape[0], item.shape[1], item.shape[2]))
-            else:
-                array = decode_audio(path, spec)
-            made.append(to_tensor(array, spec))
-        return made
+            wanted.setdefault((item.medium, item.encoder), []).append(item)
+        loaded = {place: iter(self._load(media[place[0]], items)) for place, items in wanted.items()}
+        return [next(loaded[item.medium, item.encoder]) for item in encoded.items]
+
+    def _load(self, part: Part, items: Sequence[Item]) -> list[Tensor]:
+        """The items of one medium for one encoder. Raises DecodeError, also for a file whose size has changed since it
+        was prepared."""
+        modality, first = named(part.kind), items[0]
+        shape = self._shape(first.encoder, modality.probe(part.path, decode=False), part)
+        if shape != first.shape:
+            raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(first.shape)} when it was prepared")
+        spec = self.specs[first.encoder]
+        arrays = modality.load(part.path, spec, [item.shape for item in items], part.limits)
+        return [spec.tensor(array) for array in arrays]
 
     def signature(self) -> str:
-        said = (self.template, self.writing.end, self.tags, self.specs, self.video, self.strict, self.placeholders)
+        settings = self.settings.values()
+        said = (self.template, self.writing.end, self.tags, self.specs, *settings, self.strict, self.placeholders)
         return repr((tokenizer_text(self.tokenizer), *said))
 
 

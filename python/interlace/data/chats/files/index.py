@@ -33,8 +33,8 @@ import numpy as np
 from interlace.data.builtin.fetch import exclusive
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Piece, Raw
-from interlace.data.chats.files.shapes import KINDS
 from interlace.data.chats.files.sources import Rules, Stamp
+from interlace.modalities import all_modalities, names
 
 FORMAT = 2
 LARGE = 8 << 20
@@ -54,8 +54,8 @@ RECORDS: dict[str, np.dtype[Any]] = {
 }
 """Columns of records."""
 MEDIA: dict[str, np.dtype[Any]] = {
-    "kind": np.dtype("<u1"),  # index in KINDS
-    "sizes": np.dtype(("<f8", (3,))),  # result of `headers.look_at`, padded with NaN; all NaN: it is broken
+    "kind": np.dtype("<u1"),  # index in `modalities.names`
+    "sizes": np.dtype(("<f8", (3,))),  # result of `Modality.probe`, padded with NaN; all NaN: it is broken
     "stamp": np.dtype(("<i8", (2,))),  # of the file at that time (size, time in ns); -1: it was not inspected
 }
 """Columns of media."""
@@ -101,11 +101,12 @@ class ChatIndex:
         return Raw(path, one["number"], line, -1 if one["copied"] else one["offset"])
 
     def _media(self, first: int, count: int) -> list[tuple[Stamp, tuple[float, ...]]]:
+        every = all_modalities()  # NaN fills the columns
         kinds = self.columns["kind"][first : first + count].tolist()
         sizes = self.columns["sizes"][first : first + count].tolist()
         stamps = self.columns["stamp"][first : first + count].tolist()
         return [
-            ((stamp[0], stamp[1]), known_size(KINDS[kind], numbers))
+            ((stamp[0], stamp[1]), every[kind].restored([number for number in numbers if number == number]))
             for kind, numbers, stamp in zip(kinds, sizes, stamps, strict=True)
         ]
 
@@ -117,14 +118,6 @@ class ChatIndex:
                 self._files.popitem()[1].close()
             found = self._files[name] = open(name, "rb", buffering=0)
         return found
-
-
-def known_size(kind: str, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Result of `look_at`, restored from a column; () if the medium is broken or was not inspected."""
-    found = [number for number in numbers if number == number]  # drops NaN
-    if kind == "video" and found:
-        return int(found[0]), int(found[1]), found[2]
-    return tuple(int(number) if number == int(number) else number for number in found)
 
 
 # --- build ------------------------------------------------------------------------------------------------
@@ -284,7 +277,7 @@ def _join(folder: Path, todo: Sequence[tuple[Piece, Path]], signatures: list[Any
     paths: list[str] = []
     before = {"numbers": 0, "media": 0, "copied": 0}
     counts = {"records": 0, "media": 0, "copied": 0}
-    totals: dict[str, Any] = {"records": 0, "broken": 0, "text": 0, **dict.fromkeys(KINDS, 0)}
+    totals: dict[str, Any] = {"records": 0, "broken": 0, "text": 0, **dict.fromkeys(names(), 0)}
     columns = {name: open(folder / f"{name}.bin", "wb") for name in (*RECORDS, *MEDIA)}
     extra = {name: open(folder / name, "wb") for name in ("copied.jsonl", "broken.jsonl")}
     try:
@@ -311,7 +304,7 @@ def _join(folder: Path, todo: Sequence[tuple[Piece, Path]], signatures: list[Any
                 counts["records"] += len(arrays["size"])
                 totals["broken"] += int((arrays["media"] < 0).sum())
                 totals["text"] += int(arrays["text"].sum())
-                for number, kind in enumerate(KINDS):
+                for number, kind in enumerate(names()):
                     totals[kind] += int((arrays["kind"] == number).sum())
     finally:
         for file in (*columns.values(), *extra.values()):

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from interlace.data.chats.encoding import headers as chats_look
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.index import FORMAT, MEDIA, RECORDS, digest_of
 from interlace.data.chats.files.records import Piece
-from interlace.data.chats.files.shapes import KINDS, BrokenSampleError
 from interlace.data.chats.files.sources import Rules, chat_of, stamp
 from interlace.data.chats.files.tar import Fields
+from interlace.modalities import named, names
+from interlace.modalities.errors import BrokenSampleError
 
 ALIVE = 2.0  # seconds between two heartbeats
 
@@ -105,11 +105,11 @@ def _look(part: Any, rules: Rules, looked: dict[tuple[str, str], Any], found: di
         if key not in looked:  # one picture may belong to several questions
             before = stamp(part.path)
             try:
-                looked[key] = (chats_look.look_at(*key, decode=rules.decode), before or when)
+                looked[key] = (named(part.kind).probe(part.path, decode=rules.decode), before or when)
             except BrokenSampleError:
                 looked[key] = ((), before or when)
         size, when = looked[key]
-    found["kind"].append(KINDS.index(part.kind))
+    found["kind"].append(names().index(part.kind))
     found["sizes"].append((*size, *[float("nan")] * (3 - len(size))))
     found["stamp"].append(when)
 

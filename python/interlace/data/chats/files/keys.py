@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
+
+from interlace.modalities import all_modalities
 
 FILE_KEYS = ("path", "url")
 """Keys for the path in an object that names a file."""
-STATED = {
-    "image": (("width", "height"), int),
-    "video": (("width", "height", "seconds"), float),
-    "audio": (("samples", "rate"), int),
-}
-"""Kind of media -> the keys with which a record may state a file's size, in the form of `headers.look_at`."""
-MEDIA_KEYS = tuple(key for kind in STATED for key in (kind, f"{kind}s"))
-"""Keys under which a record lists its files."""
 WEIGHTS = ("weight", "train", "loss", "loss_scale")
 """Keys that enable the loss on an answer: 1 or true, 0 or false."""
 TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a record's turns -> keys of a turn's role and text."""
-RECORD = frozenset((*TURNS, *MEDIA_KEYS, "system", "kind"))
 
 _TOOLS = "tools are not given to the chat template: write them and their calls as text of the turns"
 _THOUGHT = (
@@ -51,14 +44,12 @@ REFUSED_RECORD = {
     "data.chat_template",
 }
 """Key of a record -> reason why the record is left out, and the remedy."""
-REFUSED_TURN = {
+_REFUSED_TURN = {
     **dict.fromkeys(("tool_calls", "function_call"), _TOOLS),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT),
-    **dict.fromkeys(MEDIA_KEYS, _MEDIA_IN_TURN),
     **dict.fromkeys(("objects", "bbox", "boxes"), _BOXES),
     "train_detail": "a turn is learnt as a whole, or not: say train",
 }
-"""Key of a turn -> reason."""
 REFUSED_FILE = {
     "detail": "the processor decides how finely a picture is read: say max_pixels, or remove the key",
     "bytes": "data inside of a record are not read: save them to a file and give its path",
@@ -72,68 +63,29 @@ HARMLESS = {"detail": "auto"}
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits that a record sets for a picture or a video, under the names of Qwen's vision utilities.
-
-    max_pixels, min_pixels: of a picture, or of each frame, after the processor has resized it. resized_height,
-    resized_width: its size in pixels before the processor. video_start, video_end: the part shown, in seconds; its
-    times count from video_start. fps, nframes: number of frames taken, per second or in total.
-    """
-
-    max_pixels: int | None = None
-    min_pixels: int | None = None
-    resized_height: int | None = None
-    resized_width: int | None = None
-    video_start: float | None = None
-    video_end: float | None = None
-    fps: float | None = None
-    nframes: int | None = None
-
-    @property
-    def resized(self) -> tuple[int, int]:
-        """(width, height) before the processor; (0, 0): unchanged from the file."""
-        return self.resized_width or 0, self.resized_height or 0
-
-    def said(self) -> str:
-        """The limits as text, in the record's notation."""
-        return ", ".join(f"{key} = {value:g}" for key, value in vars(self).items() if value is not None)
+def media_keys() -> tuple[str, ...]:
+    """Keys under which a record lists its files."""
+    return tuple(key for modality in all_modalities() for key in modality.keys)
 
 
-NO_LIMITS = Limits()
-_SECONDS = ("video_start", "video_end", "fps")
-_OF_VIDEOS = (*_SECONDS, "nframes")
-LIMITS = {
-    "image": tuple(field.name for field in fields(Limits) if field.name not in _OF_VIDEOS),
-    "video": tuple(field.name for field in fields(Limits)),
-    "audio": (),
-}
-"""Kind of media -> the limits that a record may set for its files."""
+def record_keys() -> frozenset[str]:
+    """Keys of a record that are read."""
+    return _record_keys(media_keys())
 
 
-def limits_of(said: Mapping[str, Any], kind: str) -> Limits:
-    """The limits among the keys of a file. Raises ValueError for invalid values."""
-    given = {key: said[key] for key in LIMITS[kind] if said.get(key) is not None}
-    if not given:
-        return NO_LIMITS
-    for key, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**31
-        if not number or (value == 0 and key != "video_start") or (key not in _SECONDS and value != int(value)):
-            what = "number" if key in _SECONDS else "whole number"
-            raise ValueError(f"{kind} has {key} = {value!r}; a {what} above 0 is wanted")
-    kept: dict[str, Any] = {key: (float if key in _SECONDS else int)(value) for key, value in given.items()}
-    made = Limits(**kept)
-    if (made.resized_height is None) != (made.resized_width is None):
-        raise ValueError(f"{kind} has only one of resized_height and resized_width: give both")
-    if made.resized_height is not None and (made.max_pixels or made.min_pixels):
-        raise ValueError(f"{kind} has a size and limits on its pixels ({made.said()}): give one of the two")
-    if made.fps is not None and made.nframes is not None:
-        raise ValueError(f"{kind} has both fps and nframes: give one of the two")
-    if made.min_pixels and made.max_pixels and made.min_pixels > made.max_pixels:
-        raise ValueError(f"{kind} has {made.said()}: the least is more than the most")
-    if made.video_end is not None and made.video_end <= (made.video_start or 0.0):
-        raise ValueError(f"{kind} has {made.said()}: the end does not come after the start")
-    return made
+@cache
+def _record_keys(media: tuple[str, ...]) -> frozenset[str]:
+    return frozenset((*TURNS, *media, "system", "kind"))
+
+
+def refused_turn() -> dict[str, str]:
+    """Key of a turn -> reason why the record is left out."""
+    return _refused(media_keys())
+
+
+@cache
+def _refused(media: tuple[str, ...]) -> dict[str, str]:
+    return {**_REFUSED_TURN, **dict.fromkeys(media, _MEDIA_IN_TURN)}
 
 
 def unread(said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> list[str]:

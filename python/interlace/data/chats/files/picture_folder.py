@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from interlace.data.chats.encoding.headers import look_at
 from interlace.data.chats.files.records import ChatFileError
-from interlace.data.chats.files.shapes import TAG, BrokenSampleError
+from interlace.data.chats.files.shapes import tags
+from interlace.modalities import IMAGE
+from interlace.modalities.errors import BrokenSampleError
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".svg")
 CAPTION = ".txt"
 MOST_BYTES = 1 << 20  # of a caption
 
@@ -52,14 +52,15 @@ def look_through(folder: Path) -> Found:
     if not folder.is_dir():
         raise ChatFileError(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
     files, again = _files(folder)
-    paths = [path for path in files if path.suffix.lower() in PICTURES]
+    paths = [path for path in files if path.suffix.lower() in IMAGE.suffixes]
     if not paths:
-        raise ChatFileError(f"{folder}: has no pictures in it or its sub-folders; known are {', '.join(PICTURES)}")
+        known = ", ".join(IMAGE.suffixes)
+        raise ChatFileError(f"{folder}: has no pictures in it or its sub-folders; known are {known}")
     texts = {path.with_suffix(""): path for path in files if path.suffix.lower() == CAPTION}
     captioned = [path for path in paths if path.with_suffix("") in texts]
     stems = {path.with_suffix("") for path in paths}
     found = Found(captions=bool(captioned), left_out=again)
-    found.others = sum(p.suffix.lower() not in PICTURES and p.with_suffix("") not in stems for p in files)
+    found.others = sum(p.suffix.lower() not in IMAGE.suffixes and p.with_suffix("") not in stems for p in files)
 
     def answered(path: Path) -> Answered | str:
         return _answered(path, folder, found.captions, texts.get(path.with_suffix("")))
@@ -124,7 +125,7 @@ def _answered(path: Path, folder: Path, captions: bool, text: Path | None) -> An
     try:
         str(path).encode()
         answer = _caption(path, text) if captions else _folder_name(path, folder)
-        look_at("image", str(path), decode=True)
+        IMAGE.probe(str(path), decode=True)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except BrokenSampleError as error:
         return str(error).removeprefix(f"{path}: ")
@@ -132,8 +133,8 @@ def _answered(path: Path, folder: Path, captions: bool, text: Path | None) -> An
         return "its name is no text in UTF-8: rename it"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if TAG.search(answer):
-        return f"its answer has {TAG.search(answer)[0]} in it, which stands for a file"  # type: ignore[index]
+    if tag := tags().search(answer):
+        return f"its answer has {tag[0]} in it, which stands for a file"
     return Answered(path, answer, digest)
 
 
@@ -181,6 +182,6 @@ def lines(pictures: Sequence[Answered], question: str, place: Path) -> str:
         path = one.path.absolute()
         name = (path.relative_to(place) if path.is_relative_to(place) else path).as_posix()
         name = f"./{name}" if ":" in name.partition("/")[0] else name  # not inline data
-        turns = [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": one.answer}]
-        made.append(json.dumps({"messages": turns, "images": [name]}, ensure_ascii=False) + "\n")
+        turns = [{"role": "user", "content": f"{IMAGE.tag}{question}"}, {"role": "assistant", "content": one.answer}]
+        made.append(json.dumps({"messages": turns, IMAGE.keys[1]: [name]}, ensure_ascii=False) + "\n")
     return "".join(made)

@@ -17,28 +17,26 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from interlace.data.chats.files.keys import (
     FILE_KEYS,
-    LIMITS,
-    NO_LIMITS,
     NOTHING,
-    RECORD,
     REFUSED_FILE,
     REFUSED_RECORD,
-    REFUSED_TURN,
-    STATED,
     TURNS,
     WEIGHTS,
-    Limits,
-    limits_of,
+    record_keys,
+    refused_turn,
     unread,
 )
+from interlace.modalities import all_modalities, named, names
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.limits import NO_LIMITS, Limits, limits_of
 
-KINDS = ("image", "video", "audio")
 ROLES = {
     "system": "system",
     "user": "user",
@@ -47,53 +45,15 @@ ROLES = {
     "gpt": "assistant",
     "model": "assistant",
 }
-TAG = re.compile(r"<(image|video|audio)>")
 NO_WORD = re.compile(r"[^\w.-]+")
 LONGEST_KIND = 40
-
-BROKEN = {
-    "encoding": "the line is no text in UTF-8, or names halves of characters",
-    "json": "the line is no JSON",
-    "tar": "members of a tar that make no sample, or the end of a tar that was cut short",
-    "record": "the record is no object with messages or conversations",
-    "turns": "the list of turns is missing, empty or of other things than turns",
-    "role": "a role that is not known",
-    "order": "roles in an order that no chat has",
-    "content": "content that is neither text nor a list of typed items",
-    "type": "an item of an unknown type, or a medium in an answer",
-    "empty": "a turn that says nothing",
-    "key": "a key that changes the meaning and is not supported",
-    "weight": "a weight that is neither 0 nor 1, or weights that contradict each other",
-    "targets": "no turn that the model could learn from",
-    "media count": "tags and files that differ in number",
-    "media key": "a list of files that is no list of paths",
-    "url": "an address on a network, or data inside of the record, in the place of a file",
-    "missing file": "a file that is not there",
-    "no file": "a folder or device in the place of a file, or what is no path",
-    "broken file": "a file that cannot be read or decoded",
-    "no encoder": "media that the model cannot take",
-    "size": "a picture of a size that the encoder or its processor refuses",
-    "template": "a chat that the chat template or the processor refuses",
-    "placeholder": "text that contains a placeholder or another special token that stands for media",
-    "too long": "more tokens than data.max_tokens",
-}
-"""Kinds of errors of a record -> description."""
-
-
-class BrokenSampleError(ValueError):
-    """A record that cannot be a sample; `kind` is a key of BROKEN, the message has the details."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        assert kind in BROKEN, kind
-        super().__init__(reason)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a turn: kind "text" with its text, or one of KINDS with the path of its file.
+    """Part of a turn: kind "text" with its text, or the name of a modality with the path of its file.
 
-    stated: size in the record, in the form of `headers.look_at`; (): none. limits: limits set in the record.
+    stated: size in the record, in the form of `Modality.probe`; (): none. limits: limits set in the record.
     """
 
     kind: str
@@ -141,6 +101,16 @@ class Chat:
         return Chat(self.turns[:first])
 
 
+def tags() -> re.Pattern[str]:
+    """Pattern of the tags that stand for files in a text, such as <image>; its group is the modality."""
+    return _tags(names())
+
+
+@cache
+def _tags(known: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(f"<({'|'.join(map(re.escape, known))})>")
+
+
 def parse(record: Any, folder: Path) -> Chat:
     """The chat of a record; relative paths start at `folder`. Raises BrokenSampleError."""
     if not isinstance(record, Mapping):
@@ -181,9 +151,9 @@ class _Reading:
             raise BrokenSampleError("key", "has both messages and conversations: give one of the two")
         self.folder = folder
         self.ignored: dict[str, None] = {}
-        self.files = {kind: _Files(kind, record, self) for kind in KINDS}
-        sizes = {key for kind in KINDS if self.files[kind].given for key in STATED[kind][0]}
-        self.note("", record, RECORD | sizes if sizes else RECORD, REFUSED_RECORD)
+        self.files = {kind: _Files(kind, record, self) for kind in names()}
+        sizes = {key for each in all_modalities() if self.files[each.name].given for key in each.size_keys}
+        self.note("", record, record_keys() | sizes, REFUSED_RECORD)
         if isinstance(record.get("label"), bool):  # otherwise a class label of the user
             raise BrokenSampleError("key", f"has label: {REFUSED_RECORD['chosen']}")
 
@@ -204,7 +174,7 @@ class _Reading:
         path = local_path(value, kind, self.folder)
         if not isinstance(value, Mapping):
             return Part(kind, path=path)
-        self.note(where, value, (*FILE_KEYS, *STATED[kind][0], *LIMITS[kind]), REFUSED_FILE)
+        self.note(where, value, (*FILE_KEYS, *named(kind).size_keys, *named(kind).limits), REFUSED_FILE)
         return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
 
     def sizes(self, kind: str, said: Mapping[str, Any], where: str, *place: int) -> tuple[float, ...]:
@@ -213,7 +183,7 @@ class _Reading:
 
     def unsized(self, kind: str, said: Mapping[str, Any], where: str) -> tuple[()]:
         """Records size keys without a usable size as ignored."""
-        for key in STATED[kind][0]:
+        for key in named(kind).size_keys:
             if said.get(key) is not None:
                 self.ignored[f"{where}.{key}" if where else key] = None
         return ()
@@ -221,7 +191,7 @@ class _Reading:
 
 def _limits(said: Mapping[str, Any], kind: str, where: str) -> Limits:
     try:
-        return limits_of(said, kind)
+        return limits_of(said, kind, named(kind).limits)
     except ValueError as error:
         raise BrokenSampleError("key", f"{where}: {error}") from None
 
@@ -239,7 +209,7 @@ class _Files:
 
     def __init__(self, kind: str, record: Mapping[str, Any], reading: _Reading) -> None:
         self.kind, self.record, self.reading, self.tags = kind, record, reading, 0
-        found = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
+        found = [key for key in named(kind).keys if record.get(key) is not None]
         if len(found) > 1:
             raise BrokenSampleError("media key", f"has both {found[0]} and {found[1]}: give one of the two")
         value = record[found[0]] if found else []
@@ -260,9 +230,10 @@ class _Files:
     def check_used(self) -> None:
         if self.tags == len(self.paths):
             return
-        way = f"put <{self.kind}> where each file belongs"
+        tag = named(self.kind).tag
+        way = f"put {tag} where each file belongs"
         if self.tags > len(self.paths):
-            way = f'a tag that is meant as text goes into a typed item: {{"type": "text", "text": "<{self.kind}>"}}'
+            way = f'a tag that is meant as text goes into a typed item: {{"type": "text", "text": "{tag}"}}'
         raise BrokenSampleError(
             "media count", f"the text has {self.tags} {self.kind} tags, but {len(self.paths)} files are listed: {way}"
         )
@@ -273,9 +244,8 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
     record, whose values are numbers or, for several files, lists (entry `place` of `count`)."""
     if not isinstance(said, Mapping):
         return ()
-    keys, number = STATED[kind]
     found = []
-    for key in keys:
+    for key in named(kind).size_keys:
         value = said.get(key)
         if isinstance(value, (list, tuple)):
             value = value[place] if len(value) == count else None
@@ -283,17 +253,17 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
             return ()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
             return ()
-        found.append(number(value))
+        found.append(named(kind).size_number(value))
     return tuple(found)
 
 
 def local_path(value: Any, kind: str, folder: Path) -> str:
     """The absolute path of a file reference. Raises BrokenSampleError for URLs and inline data."""
     if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
-        named = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
-        if len(named) > 1 and value[named[0]] != value[named[1]]:
-            raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
-        value = value[named[0]] if named else None
+        given = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
+        if len(given) > 1 and value[given[0]] != value[given[1]]:
+            raise BrokenSampleError("media key", f"{kind} has both {given[0]} and {given[1]}: give one of the two")
+        value = value[given[0]] if given else None
     if not isinstance(value, str) or not value:
         raise BrokenSampleError("media key", f"{kind} is {_kind(value)}; the path of a file is wanted")
     if value.startswith("data:"):
@@ -313,7 +283,7 @@ def _turn(turn: Any, number: int, reading: _Reading) -> Turn:
     role_key, text_key = TURNS[reading.key]
     if not isinstance(turn, Mapping):
         raise BrokenSampleError("turns", f"turn {number} is {_kind(turn)}, not an object")
-    reading.note(f"{reading.key}[]", turn, (role_key, text_key, *WEIGHTS), REFUSED_TURN, number)
+    reading.note(f"{reading.key}[]", turn, (role_key, text_key, *WEIGHTS), refused_turn(), number)
     missing = [key for key in (role_key, text_key) if key not in turn]
     if missing:
         raise BrokenSampleError("turns", f"turn {number} has no {' and no '.join(missing)}")
@@ -343,7 +313,7 @@ def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Pa
     """Text split at its tags. newline: one line break next to a tag belongs to the tag, as in LLaVA's files."""
     parts: list[Part] = []
     at = 0
-    for tag in TAG.finditer(text):
+    for tag in tags().finditer(text):
         before = text[at : tag.start()]
         at = tag.end()
         if newline and text.startswith("\n", at):
@@ -359,20 +329,20 @@ def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
         raise BrokenSampleError("content", f"turn {number} has an item without a type: {_kind(item)}")
     kind = item["type"].removesuffix("_url")  # image_url: OpenAI's name
     if kind == "text":
-        reading.note(where, item, ("type", "text"), REFUSED_TURN, number)
+        reading.note(where, item, ("type", "text"), refused_turn(), number)
         if not isinstance(item.get("text"), str):
             raise BrokenSampleError("content", f"turn {number} has a text item whose text is {_kind(item.get('text'))}")
         return Part("text", item["text"])
-    if kind not in KINDS:
+    if kind not in names():
         raise BrokenSampleError("type", f"turn {number} has an item of type {item['type']!r}; known: text, image, ...")
-    names = tuple(dict.fromkeys((item["type"], kind, *FILE_KEYS)))
+    keys = tuple(dict.fromkeys((item["type"], kind, *FILE_KEYS)))
     refused = REFUSED_FILE | {"text": f"the text of a turn is an item of its own, no key of {kind}"}
-    reading.note(where, item, ("type", *names, *STATED[kind][0], *LIMITS[kind]), refused, number)
-    named = [key for key in names if item.get(key) is not None]
-    if len(named) > 1:
-        raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
-    if named or not reading.files[kind].given:
-        part = reading.file(kind, item[named[0]] if named else None, ".".join((where, *named)))
+    reading.note(where, item, ("type", *keys, *named(kind).size_keys, *named(kind).limits), refused, number)
+    given = [key for key in keys if item.get(key) is not None]
+    if len(given) > 1:
+        raise BrokenSampleError("media key", f"{kind} has both {given[0]} and {given[1]}: give one of the two")
+    if given or not reading.files[kind].given:
+        part = reading.file(kind, item[given[0]] if given else None, ".".join((where, *given)))
     else:
         part = reading.files[kind].next()
     limits = _limits(item, kind, where)
@@ -428,6 +398,6 @@ def _kind(value: Any) -> str:
     """Type of a JSON value, for messages."""
     if value is None:
         return "missing"
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
-    found = names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+    words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
+    found = words.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
     return f"an empty {found.split()[-1]}" if value in ("", [], {}) else found

@@ -10,8 +10,9 @@ from typing import Literal
 
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import Raw
-from interlace.data.chats.files.shapes import BrokenSampleError, Chat, parse
-from interlace.data.opened import size_of
+from interlace.data.chats.files.shapes import Chat, parse
+from interlace.modalities.errors import BrokenSampleError
+from interlace.modalities.files import size_of
 
 HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 """JSON escape of a surrogate; two in sequence form one character."""

@@ -23,19 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from interlace.data.chats.files.keys import FILE_KEYS, unique
-from interlace.data.opened import Member, read_head
+from interlace.modalities import IMAGE, named, of_suffix
+from interlace.modalities.files import Member, read_head
 
 META = ".nv-meta"
-KINDS_OF = {
-    "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "svg"),
-    "audio": ("wav", "flac", "ogg", "mp3", "opus"),
-    "video": ("mp4", "webm", "mkv", "mov", "avi"),
-}
-"""Kind of media -> its file endings."""
 WORDS = ("caption", "text", "txt")
 """Keys for the caption in an object without turns."""
-ASKED = {"image": "Describe the picture.", "audio": "Describe the sound.", "video": "Describe the video."}
-"""Default question for captions, unless data.sources.prompt is set."""
 
 
 class TarError(ValueError):
@@ -132,8 +125,8 @@ def _members(path: Path) -> Iterator[tuple[str, str, Member | None]]:
 
 def kind_of_ending(ending: str) -> str:
     """The kind of media of a member, by the last part of its ending; "": not media."""
-    last = ending.rpartition(".")[2]
-    return next((kind for kind, endings in KINDS_OF.items() if last in endings), "")
+    modality = of_suffix(f".{ending}")
+    return "" if modality is None else modality.name
 
 
 def _record(key: str, members: Mapping[str, Member], prompt: str | None, fields: Fields | None) -> dict[str, Any]:
@@ -177,11 +170,11 @@ def _record(key: str, members: Mapping[str, Member], prompt: str | None, fields:
 
 
 def _caption(media: Mapping[str, list[Member]], caption: str, prompt: str | None) -> dict[str, Any]:
-    """A question with all media, answered by the caption."""
-    items = [{"type": kind, kind: str(member)} for kind, of_kind in media.items() for member in of_kind]
+    """A question with all media, answered by the caption. prompt: None: the question of the first one's modality."""
+    items = [named(kind).item(str(member)) for kind, of_kind in media.items() for member in of_kind]
     if not items:
         raise NoSampleError("has a caption, and nothing that it is of")
-    asked = prompt if prompt is not None else ASKED[str(items[0]["type"])]
+    asked = prompt if prompt is not None else named(items[0]["type"]).question
     words = [{"type": "text", "text": asked}] if asked else []
     return {
         "messages": [{"role": "user", "content": [*items, *words]}, {"role": "assistant", "content": caption.strip()}]
@@ -195,23 +188,23 @@ def _with_members(
     made = dict(said)
     typed = _typed(made)
     for kind, of_kind in media.items():
-        keys = [key for key in (kind, f"{kind}s") if made.get(key) is not None]
-        named = [item for item in typed if item["type"] == kind and item.get(kind) is not None]
+        keys = [key for key in named(kind).keys if made.get(key) is not None]
+        pointing = [item for item in typed if item["type"] == kind and item.get(kind) is not None]
         if keys:
             value = made[keys[0]]
             names = list(value) if isinstance(value, list) else [value]
             found = _resolved(names, of_kind, members, kind)
-            made[keys[0]] = [_named(name, member) for name, member in zip(names, found, strict=True)]
-        elif named:
-            found = _resolved([item[kind] for item in named], of_kind, members, kind)
-            for item, member in zip(named, found, strict=True):
-                item[kind] = _named(item[kind], member)
+            made[keys[0]] = [_pointed(name, member) for name, member in zip(names, found, strict=True)]
+        elif pointing:
+            found = _resolved([item[kind] for item in pointing], of_kind, members, kind)
+            for item, member in zip(pointing, found, strict=True):
+                item[kind] = _pointed(item[kind], member)
         else:
-            made[f"{kind}s"] = [str(member) for member in of_kind]
+            made[named(kind).keys[1]] = [str(member) for member in of_kind]
     return made
 
 
-def _named(name: Any, member: Member) -> Any:
+def _pointed(name: Any, member: Member) -> Any:
     """A file reference with its path replaced by the member."""
     if not isinstance(name, dict):
         return str(member)
@@ -344,11 +337,12 @@ def _fields(folder: Path, said: Mapping[str, Any]) -> Fields | None:
 def _energon(members: Mapping[str, Member], prompt: str | None, fields: Fields) -> dict[str, Any]:
     """The record of a sample, by Energon's field mapping."""
     names = fields.names
-    image = next((members[place] for place in names.get("image", "").lower().split(",") if place in members), None)
+    kind = IMAGE.name  # Energon's samples have one picture each
+    image = next((members[place] for place in names.get(kind, "").lower().split(",") if place in members), None)
     if image is None:
-        raise NoSampleError(f"has no member {names.get('image')!r}, its image, but {', '.join(sorted(members))}")
+        raise NoSampleError(f"has no member {names.get(kind)!r}, its {kind}, but {', '.join(sorted(members))}")
     if fields.kind == "CaptioningSample":
-        return _caption({"image": [image]}, _text_field(members, names, "caption"), prompt)
+        return _caption({kind: [image]}, _text_field(members, names, "caption"), prompt)
     asked = _text_field(members, names, "context")
     if fields.kind == "VQASample":
         answers = _field(members, names, "answers")
@@ -361,7 +355,7 @@ def _energon(members: Mapping[str, Member], prompt: str | None, fields: Fields) 
         answer = f"{chr(65 + number)}. {choices[number]}"
     if not isinstance(answer, str):
         raise NoSampleError("its answers are no text")
-    content = [{"type": "image", "image": str(image)}, {"type": "text", "text": asked}]
+    content = [IMAGE.item(str(image)), {"type": "text", "text": asked}]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
 

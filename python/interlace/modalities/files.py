@@ -6,13 +6,19 @@ number, name of the member. Reading a member needs no index, and nothing is unpa
 
 from __future__ import annotations
 
+import errno
+import importlib
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from interlace.modalities.errors import BrokenSampleError
 
 _MEMBER = re.compile(r"(?P<tar>.+\.tar)!(?P<offset>\d+)\+(?P<size>\d+)!(?P<name>.*)", re.DOTALL | re.IGNORECASE)
 
@@ -112,3 +118,31 @@ def size_of(path: str | Path) -> os.stat_result:
     if found.st_size < member.offset + member.size:
         raise OSError(0, f"{member.tar} ends within it")
     return found
+
+
+def check_file(path: str) -> None:
+    """Raises BrokenSampleError unless the file exists."""
+    name = path if len(path) <= 300 else f"{path[:300]}..."
+    try:
+        mode = size_of(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenSampleError("missing file", f"{name}: no such file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise BrokenSampleError("broken file", f"{name}: cannot be read: {error.strerror}") from None
+        raise BrokenSampleError("no file", f"{name}: no path; inline data have to be saved to a file") from None
+    if not stat.S_ISREG(mode):
+        raise BrokenSampleError("no file", f"{name}: not a file")
+
+
+@cache
+def library(name: str) -> Any:
+    """The module `name`, imported on first use. Raises ImportError with the package to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{_missing(name)} ({error})") from error
+
+
+def _missing(name: str) -> str:
+    return f"{name} is needed to read this data: pip install 'interlace[data]'"

@@ -8,16 +8,17 @@ are decoded from the start to the last one needed (a frame depends on those befo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from interlace.data.chats.files.keys import NO_LIMITS, Limits
-from interlace.data.chats.files.shapes import BrokenSampleError
-from interlace.data.media import DecodeError, _library
-from interlace.data.opened import opened
+from interlace.modalities.base import DataSettings, Geometry, Sampled, Shape, Size, Spec
+from interlace.modalities.errors import BrokenSampleError, DecodeError
+from interlace.modalities.files import check_file, library, opened
+from interlace.modalities.image import fitted
+from interlace.modalities.limits import FRAMES, NO_LIMITS, PIXELS, Limits
 
 MOST_SECONDS = 7 * 86_400.0
 
@@ -173,7 +174,7 @@ def _time(frame: Any) -> float:
 def _upright(frame: Any) -> Any:
     """A frame as displayed, with the rotation given in the file."""
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
-    image_module = _library("PIL.Image")
+    image_module = library("PIL.Image")
     return image_module.fromarray(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
 
 
@@ -191,3 +192,107 @@ def _av(path: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{path}: PyAV is needed to read videos: pip install av ({error})") from error
     return av
+
+
+def _told(header: Header, frames: Sequence[int]) -> Any:
+    """Metadata of a video with these frames, for a processor."""
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=header.frames,
+        fps=header.fps,
+        width=header.width,
+        height=header.height,
+        duration=header.frames / header.fps,
+        frames_indices=np.array(frames),
+    )
+
+
+class Video(Sampled):
+    """Videos, seen by encoders of pictures. Size: (width, height) in pixels, upright, and seconds. Items: frames."""
+
+    name = "video"
+    suffixes = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+    question = "Describe the video."
+    wanted = "frames"
+    size_keys = ("width", "height", "seconds")
+    size_number = float
+    limits = (*PIXELS, *FRAMES)
+    encoder = "vision"
+    encoded_by = "image"
+    processor_parts = ("video_processor",)
+    processor_library = "torchvision"
+    processor_data = ("pixel_values_videos",)
+    processor_about: ClassVar[Mapping[str, str]] = {
+        "video_grid_thw": "grid_thw",
+        "second_per_grid_ts": "second_per_grid_ts",
+    }
+
+    def probe(self, path: str, *, decode: bool) -> Size:
+        """See Modality."""
+        check_file(path)
+        return video_size(path, decode=decode)
+
+    def restored(self, numbers: Sequence[float]) -> Size:
+        """See Modality."""
+        return (int(numbers[0]), int(numbers[1]), numbers[2]) if numbers else ()
+
+    def settings(self, data: DataSettings) -> VideoSpec:
+        """See Modality."""
+        return VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
+
+    def count(self, path: str, size: Size, limits: Limits, tokens: int, settings: Any) -> int:
+        """Number of frames taken."""
+        _, length = shown(path, size[2], limits)
+        return (settings or VideoSpec()).frames(length, tokens, limits)
+
+    def load(self, path: str, spec: Spec, shapes: Sequence[Shape], limits: Limits) -> list[np.ndarray]:
+        """uint8 [3, H, W] of each frame."""
+        frames = read_frames(path, len(shapes), limits)
+        return [fitted(frame, (shape[0], shape[1], shape[2])) for frame, shape in zip(frames, shapes, strict=True)]
+
+    def spec(self, geometry: Geometry, data: DataSettings) -> None:
+        """None: encoders of pictures take its frames."""
+
+    def header(self, path: str, *, decode: bool) -> Header:
+        """See Sampled."""
+        check_file(path)
+        return video_header(path, decode=decode)
+
+    def clip(self, path: str, header: Header, limits: Limits) -> tuple[int, Header]:
+        """See Sampled."""
+        return clip_of(path, header, limits)
+
+    def check(self, header: Header, part: Any, who: str) -> None:
+        """Raises BrokenSampleError for fewer frames than are merged into one. Processors would take zero frames then,
+        and divide by their number."""
+        merged = getattr(part, "temporal_patch_size", 1)
+        if header.frames < merged:
+            raise BrokenSampleError(
+                "size",
+                f"a video has {header.frames} of the {merged} frames that {who} makes one of: give it as a picture",
+            )
+
+    def choosing(self, headers: Sequence[Header], fps: float | None) -> dict[str, Any]:
+        """See Sampled."""
+        every = [_told(header, range(header.frames)) for header in headers]
+        made: dict[str, Any] = {"videos_kwargs": {"return_tensors": "pt", "video_metadata": every}}
+        return made if fps is None else made | {"fps": fps}
+
+    def chosen(self, headers: Sequence[Header], frames: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """See Sampled."""
+        told = [_told(header, numbers) for header, numbers in zip(headers, frames, strict=True)]
+        return {"do_sample_frames": False, "videos_kwargs": {"return_tensors": "pt", "video_metadata": told}}
+
+    def blank(self, path: str, size: Any, limits: Limits, part: Any, who: str) -> Any:
+        """uint8 [frames, 3, H, W] on the meta device. size: a Header."""
+        import torch
+
+        _, shown = clip_of(path, size, limits)
+        return torch.empty((shown.frames, 3, shown.height, shown.width), dtype=torch.uint8, device="meta")
+
+    def frames(self, path: str, numbers: Sequence[int]) -> Any:
+        """uint8 [n, 3, H, W]."""
+        import torch
+
+        return torch.from_numpy(frames_at(path, numbers))
