@@ -402,6 +402,17 @@ def _add_data(commands: _Commands) -> None:
     stamps.add_argument("--languages", nargs="+", metavar="CODE", help="such as en fr (default: ten languages)")
     stamps.add_argument("--cache", type=_local, metavar="FOLDER", help="folder of the package, as data.cache")
 
+    digits = data.add(
+        "digits",
+        "stamps:digits",
+        "make example chats about handwritten digits, with a tokenizer",
+        "Writes a folder of chats about scikit-learn's digits, in the form of those about stamps. Nothing is fetched. "
+        "A folder made earlier with the same options is kept.",
+    )
+    digits.add_argument("folder", type=_path, metavar="FOLDER", help="folder to write: new, or made earlier")
+    digits.add_argument("--records", type=int, metavar="N", help="chats to train on (default: 19200)")
+    digits.add_argument("--seed", type=int, metavar="N", help="seed of all random choices (default: 0)")
+
 
 def _add_mask(commands: _Commands) -> None:
     mask = commands.add(

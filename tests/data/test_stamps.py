@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from interlace.cli import main
 from interlace.data import DecodeError, load_chats
 from interlace.data.builtin import stamps_folder
 from interlace.data.builtin.fetch import exclusive
@@ -250,6 +251,18 @@ def test_digits_replace_stamps_until_stamps_are_available(package: Path, tmp_pat
     assert {texts_of(r)[-1] for r in held} == set("zero one two three four five six seven eight nine".split())
     assert stamps_folder.make(tmp_path / "out", few, cache=package).source == "stamps"
     assert not any(r.get("kind") == "digit" for r in read(tmp_path / "out", "train"))
+
+
+def test_digits_are_written_without_fetching(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(stamps_folder, "find_or_fetch", lambda _: pytest.fail("nothing is fetched"))
+    command = ["data", "digits", str(tmp_path / "out"), "--records", "40"]
+    assert main(command) == 0 and "40 chats to train on" in capsys.readouterr().out
+    made, files = stamps_folder.look(tmp_path / "out"), hashes(tmp_path / "out")
+    assert made is not None and made.source == "digits"
+    assert main(command) == 0 and hashes(tmp_path / "out") == files
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    assert main(["data", "digits", str(own)]) == 2 and "holds stamps: remove it" in capsys.readouterr().err
+    assert hashes(own) == hashes(folder)
 
 
 def test_every_record_is_a_sample_of_the_promised_shapes(folder: Path, tmp_path: Path) -> None:

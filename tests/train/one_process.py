@@ -59,6 +59,8 @@ class ToyModel(nn.Module):
 class ToyData:
     """Samples in which each token is a fixed function of the previous one."""
 
+    unit = "byte"
+
     def __init__(self, size: int, offset: int = 0) -> None:
         self.size, self.offset, self.blank_items, self.read_items = size, offset, 0, 0
 

@@ -225,7 +225,7 @@ import os, sys
 from pathlib import Path
 from interlace.train import runfolder
 from interlace.train.checkpoint import checkpoints as ck, folder as checkpointfolder
-from interlace.train.config import ConfigError
+from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
 from interlace.train.launch.peers import Peers

@@ -110,7 +110,7 @@ def test_the_page_about_own_data_is_right() -> None:
     records = "".join(re.findall(r"```json\n(.*?)```", page, flags=re.S))
     chats = [parse(json.loads(line), Path(".")) for line in records.splitlines()]
     assert [(len(chat.media), chat.kind) for chat in chats] == [*((n, "") for n in (1, 1, 1, 2, 0)), (1, "colour")]
-    config, several, prepared, streamed = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    config, several, _of_a_class, prepared, streamed = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
     chosen = Data.model_validate({"dataset": "chats", "train": ["a.jsonl"]} | tomllib.loads(prepared)["data"])
     assert (chosen.workers, chosen.prefetch, chosen.cache_gb) == (8, 4, 16.0)
     chosen = Data.model_validate(tomllib.loads(streamed)["data"])

@@ -1,6 +1,7 @@
 """Multimodal datasets and the loaders that feed them to the trainer.
 
-- `loader`: batches. `mixture`: several sources. `rows`: packed batches.
+- `dataset`: protocol of a dataset. `kinds`: facts about kinds of datasets. `loader`: batches. `mixture`: several
+  sources. `rows`: packed batches.
 - `chats/`: chats in common formats. `streams/`: data that can only be read in order.
 - `workers/`: decoding and encoding ahead, in processes or on Ray. `builtin/`: digits and stamps.
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from interlace.data.builtin.digits import DigitsDataset
     from interlace.data.builtin.fetch import cache_folder, fetch_stamps, find_stamps
     from interlace.data.chats.dataset import ChatDataset, load_chats
+    from interlace.data.dataset import DatasetSetup, Question, SampleDataset, Tokenizer
     from interlace.data.loader import Loader
     from interlace.data.mixture import MixedDataset, Part, by_source
     from interlace.data.rows import RowLoader
@@ -33,6 +35,7 @@ _WHERE = {
     "interlace.data.builtin.base": ("MediaRef", "MultimodalDataset", "Recipe"),
     "interlace.data.builtin.baseline": ("unigram_nats",),
     "interlace.data.chats.dataset": ("ChatDataset", "load_chats"),
+    "interlace.data.dataset": ("DatasetSetup", "Question", "SampleDataset", "Tokenizer"),
     "interlace.data.builtin.digits": ("DigitsDataset",),
     "interlace.data.builtin.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
     "interlace.data.loader": ("Loader",),
@@ -53,6 +56,7 @@ __all__ = [
     "AudioSpec",
     "ByteTokenizer",
     "ChatDataset",
+    "DatasetSetup",
     "DecodeError",
     "DigitsDataset",
     "ImageSpec",
@@ -64,13 +68,16 @@ __all__ = [
     "MixedDataset",
     "MultimodalDataset",
     "Part",
+    "Question",
     "Recipe",
     "RowLoader",
     "Sample",
+    "SampleDataset",
     "SampleStream",
     "StreamBatch",
     "StreamError",
     "StreamLoader",
+    "Tokenizer",
     "by_source",
     "cache_folder",
     "fetch_stamps",

@@ -21,11 +21,11 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from interlace.data.builtin.base import Reading
-from interlace.data.chats.dataset import ChatDataset, Question
+from interlace.data.chats.dataset import ChatDataset
 from interlace.data.chats.files.shapes import Chat
+from interlace.data.dataset import Question, SampleDataset
 from interlace.model.sample import Sample
 
 By = Literal["samples", "tokens"]
@@ -51,7 +51,7 @@ def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) 
     return [weight / total for weight in found]
 
 
-class MixedDataset(Dataset[Sample]):
+class MixedDataset(SampleDataset):
     """The samples of several sources, concatenated; `order` mixes them by their weights.
 
     mixes: False if no shares are drawn from the samples, as in validation; there may then be few samples.
@@ -131,9 +131,6 @@ class MixedDataset(Dataset[Sample]):
         place = int(self.source_of(index % len(self)))
         return self.parts[place].data, index % len(self) - int(self.starts[place])
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.sample(index)
-
     def sample(self, index: int, epoch: int | None = None) -> Sample:
         """Sample `index` from its source. Raises IndexError."""
         data, own = self._at(index)
@@ -148,9 +145,6 @@ class MixedDataset(Dataset[Sample]):
     def token_lengths(self) -> np.ndarray:
         """int64 [n], tokens of each sample."""
         return np.concatenate([part.data.token_lengths for part in self.parts])
-
-    def set_epoch(self, epoch: int) -> None:
-        """No-op: all epochs have the same samples."""
 
     def prompt(self, index: int) -> tuple[Sample, Chat]:
         """Prompt of a sample; see `ChatDataset.prompt`."""
@@ -221,12 +215,12 @@ class MixedDataset(Dataset[Sample]):
         return {where: why for part in self.parts for where, why in part.data.skipped.items()}
 
     @property
-    def read_items(self) -> int:
+    def read_items(self) -> int:  # type: ignore[override]
         """Number of samples whose media this process has read."""
         return sum(part.data.read_items for part in self.parts) + self._produced.read_items
 
     @property
-    def blank_items(self) -> int:
+    def blank_items(self) -> int:  # type: ignore[override]
         """Number of these that became unreadable."""
         return sum(part.data.blank_items for part in self.parts) + self._produced.blank_items
 

@@ -16,6 +16,7 @@ from interlace.train.checkpoint.identity import identity_of
 from interlace.train.commands import export
 from interlace.train.commands.export import _companions, _for_transformers_5
 from interlace.train.commands.reloaded import Checked
+from interlace.train.config.data import Data
 from interlace.train.config.load import dumps, loads
 from interlace.train.data.texts import tokenizer_of
 from interlace.train.models.architectures import pixel_statistics
@@ -68,7 +69,7 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
 def test_export_check_of_whole_checkpoint_needs_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=SimpleNamespace(dataset="digits"))
+    config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=Data(dataset="digits"))
     monkeypatch.setattr(export, "checkpoint_of", lambda run: (tmp_path, None))
     monkeypatch.setattr(export, "load", lambda *_, **__: config)
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--check", "3"]) == 2

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import textwrap
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from interlace.data.builtin.byte_tokenizer import ByteTokenizer
+from interlace.data.dataset import SampleDataset
 from interlace.modalities import encoder_of
 from interlace.modalities.audio import AudioSpec
 from interlace.modalities.base import to_tensor
@@ -120,17 +120,15 @@ class Reading:
             self.lost(source, why)
 
 
-class MultimodalDataset(Dataset[Sample], Reading, ABC):
-    """Base class of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
+class MultimodalDataset(SampleDataset, Reading):
+    """Base class of the built-in datasets: yields uncollated samples, deterministic per (seed, epoch, index).
 
     ``tokens``: encoder -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
     encoders of the model. ``specs``: encoder -> preprocessing of its files, which determines its modality. A picture is
     one item for each vision encoder, in order. Raises ValueError for an encoder without a spec or a placeholder.
     """
 
-    name = "dataset"
-    varies = True
-    """True if a sample's media may differ between epochs."""
+    unit = "byte"
 
     def __init__(
         self,
@@ -223,11 +221,6 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
             result[modality].append(count)
         return result
 
-    def questions(self) -> dict[str, list[Recipe]]:
-        """Kind of sample -> all its questions, for kinds with one right answer of a few words. They show whether a
-        model uses the media at all."""
-        return {}
-
     def extremes(self) -> Iterable[Recipe]:
         """Recipes that include the longest sample and the longest prompt of any epoch."""
         return (self.recipe(i, 0) for i in range(len(self)))
@@ -244,9 +237,6 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
     def answer(self, index: int, epoch: int | None = None) -> list[int]:
         """The target tokens of a sample, end token included."""
         return [*self.tokenizer.encode(self.recipe(index, epoch).answer), self.tokenizer.EOS]
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.sample(index)
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
         """Sample ``index`` of ``epoch`` (default: the current one); its media are decoded on first access."""

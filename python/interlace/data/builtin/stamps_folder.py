@@ -62,13 +62,19 @@ def look(folder: Path) -> Made | None:
 
 
 def make(
-    folder: str | Path, settings: Settings | None = None, *, cache: str | Path | None = None, timeout: float = 3600.0
+    folder: str | Path,
+    settings: Settings | None = None,
+    *,
+    source: str = STAMPS,
+    cache: str | Path | None = None,
+    timeout: float = 3600.0,
 ) -> Made:
     """Writes the folder, unless it exists and was made with the same settings from the same files.
 
-    The package is fetched into `cache` (`fetch.find_or_fetch`). timeout: seconds to wait for another process that makes
-    the folder. Raises FileExistsError for a folder that has other contents, was changed by hand, or has stamps of other
-    settings while stamps are not available; ValueError for settings without records, TimeoutError, OSError.
+    source: STAMPS, with digits as their substitute, or DIGITS. The package is fetched into `cache`
+    (`fetch.find_or_fetch`). timeout: seconds to wait for another process that makes the folder. Raises FileExistsError
+    for a folder that has other contents, was changed by hand, or has stamps while digits are asked for, or stamps of
+    other settings while stamps are not available; ValueError for settings without records, TimeoutError, OSError.
     """
     folder, settings = Path(folder).expanduser().resolve(), settings or Settings()
     _check_free(folder)
@@ -76,7 +82,7 @@ def make(
     # The lock file is never removed: otherwise a waiting process and a new one could lock two different files.
     with exclusive(folder.with_name(f".{folder.name}.lock"), timeout):
         _check_free(folder)
-        return _make(folder, settings, cache)
+        return _make(folder, settings, source, cache)
 
 
 def _check_free(folder: Path) -> None:
@@ -88,8 +94,8 @@ def _check_free(folder: Path) -> None:
         raise FileExistsError(CHANGED.format(folder))
 
 
-def _make(folder: Path, settings: Settings, cache: str | Path | None) -> Made:
-    root, trouble = find_or_fetch(cache)
+def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | None) -> Made:
+    root, trouble = (None, "") if wanted == DIGITS else find_or_fetch(cache)
     source = DIGITS if root is None else STAMPS
     index = None if root is None else load_index(root)
     key = {"format": FORMAT, "settings": settings.table(), "signature": "" if index is None else index.signature}
@@ -97,6 +103,8 @@ def _make(folder: Path, settings: Settings, cache: str | Path | None) -> Made:
     key = json.loads(json.dumps(key))
     if told is not None and told["source"] == source and told["key"] == key:
         return Made(source, told["words"], settings)
+    if told is not None and told["source"] == STAMPS and wanted == DIGITS:
+        raise FileExistsError(f"{folder} holds stamps: remove it, or name another folder")
     if told is not None and told["source"] == STAMPS and root is None:  # do not replace stamps by digits
         if told["key"]["settings"] != key["settings"]:
             raise FileExistsError(
@@ -175,7 +183,9 @@ def _words(drawn: Drawn, pieces: int, source: str, trouble: str) -> str:
     counts = f"{len(drawn.train):,} chats to train on, {len(drawn.validation):,} held out, {pieces:,} pieces of words"
     if source == STAMPS:
         return f"stamps: {counts}; {len(drawn.left_out):,} files left out, listed in {README}"
-    return f"stamps not available ({trouble}): scikit-learn's handwritten digits instead: {counts}"
+    return (
+        f"stamps not available ({trouble}): scikit-learn's handwritten digits instead: {counts}" if trouble else counts
+    )
 
 
 def _counts(records: Sequence[Record]) -> str:

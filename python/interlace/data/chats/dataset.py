@@ -13,14 +13,13 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from interlace.data.builtin.base import Reading
 from interlace.data.builtin.fetch import cache_folder
@@ -29,6 +28,7 @@ from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import ChatStore, prepare
+from interlace.data.dataset import Question, SampleDataset
 from interlace.modalities.errors import BrokenSampleError, DecodeError
 from interlace.model.sample import IGNORE, Media, Sample
 
@@ -39,22 +39,12 @@ SEEN = (
 log = logging.getLogger("interlace.data")
 
 
-@dataclass(frozen=True)
-class Question:
-    """A sample with a question: its index in the dataset, its first answer, the kinds of its media in order."""
-
-    index: int
-    answer: str
-    takes: tuple[str, ...]
-
-
-class ChatDataset(Dataset[Sample], Reading):
+class ChatDataset(SampleDataset, Reading):
     """The samples of a store at the ascending indices `picks`; the same in every epoch (the loader shuffles)."""
 
     name = "chats"
     varies = False
     loads_together = True
-    """Decoding one item of a sample decodes all of them."""
 
     def __init__(self, store: ChatStore, chats: ChatFormat, picks: np.ndarray, split: str) -> None:
         Reading.__init__(self)
@@ -92,12 +82,6 @@ class ChatDataset(Dataset[Sample], Reading):
     def media(self, index: int) -> list[Part]:
         """The media of a sample in the order of its text."""
         return self.store.chat(int(self.picks[index])).media
-
-    def set_epoch(self, epoch: int) -> None:
-        """No-op: all epochs have the same samples."""
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.sample(index)
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
         """Sample `index`; its media are decoded on first access. Raises IndexError."""

@@ -49,7 +49,7 @@ class Work:
 def has_data(config: Config) -> bool:
     """True if the files named in the config exist."""
     data = config.data
-    if data.dataset != "chats":
+    if not data.kind.files:
         return True
     from interlace.data.chats.files import records as chats_files
 

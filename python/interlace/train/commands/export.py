@@ -45,7 +45,7 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
         )
-    if options.check is not None and config.model.path is not None and config.data.dataset != "chats":
+    if options.check is not None and config.model.path is not None and not config.data.kind.files:
         raise ConfigError(
             f"--check {options.check} asks a whole checkpoint by its processor, which reads chats, and the data are "
             f"{config.data.dataset}: leave --check out"
@@ -111,21 +111,21 @@ def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
 def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     """Writes the companion files of a model of modules to `folder`: tokenizer, chat template and pixel scaling.
 
-    Each module that was read from a folder keeps that folder's config.json. For chats the run's own tokenizer (with the
-    placeholders) is written, else that of the language model's folder. Each encoder gets its folder's preprocessing
-    files, with the config's mean and std if given.
+    Each module that was read from a folder keeps that folder's config.json. The run's own tokenizer (with the
+    placeholders) is written or, if the run reads bytes, that of the language model's folder. Each encoder gets its
+    folder's preprocessing files, with the config's mean and std if given.
     """
     from interlace.model.checkpoints.config_file import copy_config
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole.model import copy_companions
-    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.data.texts import reads_bytes, tokenizer_of
     from interlace.train.models.media_specs import pixels
 
     for name, module in config.model.modules().items():
         if module.path is not None:
             copy_config(folder / name, Path(module.path))
     language_model = folder / LANGUAGE_MODEL
-    if config.data.dataset == "chats":
+    if not reads_bytes(config):
         tokens = tokenizer_of(config, source=source)
         tokens.tokenizer.chat_template = tokens.template
         tokens.tokenizer.save_pretrained(language_model)

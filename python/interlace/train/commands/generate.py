@@ -89,7 +89,7 @@ def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
 
 
 def _of_run(folder: Path, at: Path | None, options: argparse.Namespace, turns: Sequence[Sequence[Part]]) -> Answering:
-    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.data.texts import reads_bytes, tokenizer_of
     from interlace.train.models.build import build, materialize
     from interlace.train.selection import choose, fill
 
@@ -98,7 +98,7 @@ def _of_run(folder: Path, at: Path | None, options: argparse.Namespace, turns: S
     tokenizer = tokenizer_of(config, source=source)
     model: Any = build(config, tokenizer, source=source)
     _check_files(turns)
-    if config.data.dataset != "chats" and len(turns) > 1:
+    if reads_bytes(config) and len(turns) > 1:
         raise ConfigError(f"{len(turns)} turns: a model of data.dataset = {config.data.dataset!r} answers one")
     chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
     answering = Answering(config, model, tokenizer, folder)
@@ -183,8 +183,9 @@ def _answer(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequ
 def _prompt(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
     """(ids int64 [n], encoder -> media) of the turns, up to where the model answers. Raises ConfigError."""
     from interlace.modalities.errors import BrokenSampleError
+    from interlace.train.data.texts import reads_bytes
 
-    read = _chat if answering.config.data.dataset == "chats" else _caption
+    read = _caption if reads_bytes(answering.config) else _chat
     try:
         return read(answering, turns, answers)
     except (BrokenSampleError, ImportError) as error:

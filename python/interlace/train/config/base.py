@@ -10,6 +10,7 @@ from interlace.train.config.local_paths import local_path
 
 MOST = 2**31 - 1  # maximum of all counts
 WEEK = 7 * 86_400.0
+IMPORT = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"  # "package.module:name"
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from interlace.train.config.base import MOST, WEEK, LocalPath, Positive, Section
+from interlace._hints import nearest
+from interlace.data.kinds import KINDS, DatasetKind, foreign_keys, kind_of, owner_of
+from interlace.train.config.base import IMPORT, MOST, WEEK, LocalPath, Positive, Section
 
-CHATS = (
-    *(
-        "sources",
-        "mix_by",
-        "sizes",
-        "prompt",
-        "limit",
-        "train",
-        "validation",
-        "media",
-        "tokenizer",
-        "chat_template",
-        "end_of_turn",
-        "placeholders",
-        "max_tokens",
-        "pack",
-    ),
-    *("on_too_long", "on_broken", "decode_first", "video_fps", "max_video_tokens", "prepare", "reading"),
-)
-"""Keys for chats only."""
 STREAM = ("readers", "shuffle_buffer", "exchange_mb")
 """Keys for streams only."""
 NOT_STREAM = ("prefetch", "cache_gb", "drop_last")
 """Keys that streams do not have."""
-NOT_CHATS = ("digit_size", "digit_jitter")
-"""Keys that chats do not have."""
 NOT_WHOLE = ("max_image_tokens", "on_too_large", "max_video_tokens", "max_audio_seconds", "placeholders")
 """Keys of chats only for models built from modules. For a whole checkpoint its processor decides these."""
 
@@ -71,18 +52,22 @@ class Source(Section):
 
 
 class Data(Section):
-    """Training and held-out data. Most keys end with the setting that they belong to: (digits), (chats): ``dataset``;
-    (random), (stream): ``reading``; (ray): ``workers``. A whole checkpoint is a model given by [model] ``path``."""
+    """Training and held-out data. Most keys end with the setting that they belong to: (digits), (chats), (own):
+    ``dataset``; (random), (stream): ``reading``; (ray): ``workers``. A whole checkpoint is a model given by [model]
+    ``path``."""
 
-    dataset: Literal["digits", "chats"]
-    """digits: scikit-learn's handwritten digits, image -> "seven". chats: your own files, given by ``train`` or
-    ``sources``."""
+    dataset: Annotated[str, Field(min_length=1)]
+    """chats: your own files, given by ``train`` or ``sources``. digits: scikit-learn's handwritten digits, image ->
+    "seven". "package.module:Class": a class of your own (own), derived from interlace.data.SampleDataset."""
+    options: dict[str, Any] = {}
+    """Arguments of your class, constructed as Class(split, setup, **options) for split "train" and "heldout" (own)."""
     train: list[LocalPath] = []
     """Files of chats to train on: JSON lines, JSON, parquet, WebDataset tars (``shard-{000..015}.tar``), or folders
-    saved by HuggingFace's datasets or prepared by Energon. Required unless ``sources`` is given (chats)."""
+    saved by HuggingFace's datasets or prepared by Energon. Required unless ``sources`` is given (chats). Any files,
+    given to your class as ``setup.train`` (own)."""
     validation: list[LocalPath] = []
     """Files of chats to validate on. Default: ``held_out`` of the training records. Required with reading = "stream"
-    (chats)."""
+    (chats). Any files, as ``setup.validation`` (own)."""
     sources: list[Source] = []
     """Several sources in place of ``train`` and ``validation``, as ``[[data.sources]]``. An epoch draws as many samples
     as all sources have in total, each by its weight (chats)."""
@@ -105,12 +90,12 @@ class Data(Section):
     media: LocalPath | None = None
     """Folder to which media paths are relative. Default: the folder of the file that names them (chats)."""
     tokenizer: LocalPath | None = None
-    """Folder of the tokenizer and, for whole checkpoints, the processor. Default: the model's folder (chats)."""
+    """Folder of the tokenizer and, for whole checkpoints, the processor. Default: the model's folder (chats, own)."""
     chat_template: LocalPath | None = None
-    """File with a chat template (Jinja), in place of the tokenizer's own (chats)."""
+    """File with a chat template (Jinja), in place of the tokenizer's own (chats, own)."""
     end_of_turn: Annotated[str, Field(min_length=1)] | None = None
     """Special token after each answer, such as ``</s>``, which the model learns to write. For templates that end
-    answers without one (LLaVA-1.5's): otherwise the model does not stop (chats)."""
+    answers without one (LLaVA-1.5's): otherwise the model does not stop (chats, own)."""
     video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] | None = None
     """Frames sampled from a video per second. Default: 1; for a whole checkpoint, the setting of its video processor,
     which may be all frames (chats)."""
@@ -119,10 +104,10 @@ class Data(Section):
     (chats, without a whole checkpoint)."""
     placeholders: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """Encoder -> token of the tokenizer that stands for its media, such as a reserved one. Default: ``<image>``,
-    ``<audio>`` or ``<name>``, added to the tokenizer if missing (chats, without a whole checkpoint)."""
+    ``<audio>`` or ``<name>``, added to the tokenizer if missing (chats, own, without a whole checkpoint)."""
     max_tokens: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Maximum tokens of a sample, media included, and of a row with ``pack``. Default: the model's number of positions
-    (chats)."""
+    (chats, own)."""
     on_too_long: Literal["cut", "skip", "error"] = "skip"
     """Handling of a sample over ``max_tokens``. cut: cut before the item that does not fit. skip: leave out and count.
     error: stop and name the sample (chats)."""
@@ -134,7 +119,7 @@ class Data(Section):
     pack: bool = False
     """Fill each microbatch with whole samples up to ``max_tokens``, which is then required. ``train.batch_size`` then
     counts microbatches instead of samples: ``train.microbatches`` times the replicas of the language model (chats,
-    random)."""
+    own, random)."""
     reading: Literal["random", "stream"] = "random"
     """random: all records are counted before the run; each rank decodes the media that it computes with, and no samples
     are sent. stream: files are read in order, each by one rank, and samples are sent to the ranks that compute with
@@ -150,7 +135,7 @@ class Data(Section):
     """Folder for fetched files and decoded items. Default: ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto", "ray"] = "auto"
     """Number of decoding processes per rank. 0: a thread of the rank decodes. ray: tasks on a Ray cluster, for many
-    nodes. auto: for chats half of a rank's cores, at most 4, and 0 with fewer than 4 cores; for digits 0. The samples
+    nodes. auto: half of a rank's cores, at most 4, and 0 with fewer than 4 cores; for digits 0. The samples
     are bit-identical with all values."""
     drop_last: bool = False
     """Leave out the samples at the end of an epoch that do not fill a batch, different ones in each epoch. false: the
@@ -168,7 +153,7 @@ class Data(Section):
     """Fraction of the records kept for validation and never trained on: of the digits, or of chats without
     ``validation`` files."""
     max_image_tokens: Positive | None = None
-    """Maximum patches of one image, before the encoder's ``downsample`` divides them. Default: for digits 64; for chats
+    """Maximum patches of one image, before the encoder's ``downsample`` divides them. Default: for digits 64, else
     the patches of the image size that the encoder was made for (without a whole checkpoint)."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """Handling of an image over ``max_image_tokens``. downscale: scale down and keep the aspect ratio. error: an error
@@ -182,13 +167,25 @@ class Data(Section):
     by up to 8 degrees and stretches by up to 10 %. 0: none (digits)."""
 
     @property
+    def kind(self) -> DatasetKind:
+        """Kind of the dataset."""
+        return kind_of(self.dataset)
+
+    @property
     def row_tokens(self) -> int | None:
         """Maximum tokens of a packed row; None if samples are not packed."""
         return self.max_tokens if self.pack else None
 
     def image_tokens(self, own: int) -> int:
         """Maximum patches of one image, for an encoder made for images of `own` patches."""
-        return self.max_image_tokens or (own if self.dataset == "chats" else 64)
+        return self.max_image_tokens or self.kind.image_tokens or own
+
+    @field_validator("dataset", mode="after")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in KINDS and not re.match(IMPORT, name):
+            raise ValueError(f"there is no dataset {name!r}; {nearest(name, KINDS)} Your own is 'package.module:Class'")
+        return name
 
     @field_validator("train", "validation", mode="after")
     @classmethod
@@ -214,18 +211,26 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
-    def _chats_fit(self) -> Data:
-        if self.dataset == "chats":
-            if not self.train and not self.sources:
-                raise ValueError("dataset 'chats' needs train, a list of files, or [[data.sources]]")
-            own = [key for key in ("train", "validation", "limit", "prepare") if getattr(self, key)]
-            if self.sources and own:
-                raise ValueError(f"{own[0]} is said beside [[data.sources]]: say it of a source, or leave these out")
-            names = [source.name for source in self.sources]
-            if len(set(names)) < len(names):
-                raise ValueError(f"two sources are called {max(names, key=names.count)!r}: give each a name of its own")
-            if self.pack and self.max_tokens is None:
-                raise ValueError("pack fills rows up to max_tokens: say how many tokens a row takes")
+    def _keys_fit(self) -> Data:
+        if said := self.set_of(foreign_keys(self.kind)):
+            owner = owner_of(said[0])
+            raise ValueError(
+                f"{said[0]} is a key of dataset {owner!r}, not of {self.dataset!r}: remove it, or set dataset"
+            )
+        if self.kind.files and not self.train and not self.sources:
+            raise ValueError(f"dataset {self.dataset!r} needs train, a list of files, or [[data.sources]]")
+        own = [key for key in ("train", "validation", "limit", "prepare") if getattr(self, key)]
+        if self.sources and own:
+            raise ValueError(f"{own[0]} is said beside [[data.sources]]: say it of a source, or leave these out")
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sources are called {max(names, key=names.count)!r}: give each a name of its own")
+        if self.pack and self.max_tokens is None:
+            raise ValueError("pack fills rows up to max_tokens: say how many tokens a row takes")
+        return self
+
+    @model_validator(mode="after")
+    def _reading_fits(self) -> Data:
         if self.reading == "stream":
             own = [key for key in ("sources", "limit") if getattr(self, key)]
             if own:
@@ -249,10 +254,6 @@ class Data(Section):
                 )
         elif said := self.set_of(STREAM):
             raise ValueError(f"{said[0]} is a key of reading 'stream', not of 'random': remove it, or set reading")
-        chats = self.dataset == "chats"
-        if said := self.set_of(NOT_CHATS if chats else CHATS):
-            owner = f"dataset {'digits' if chats else 'chats'!r}"
-            raise ValueError(f"{said[0]} is a key of {owner}, not of {self.dataset!r}: remove it, or set dataset")
         return self
 
     def each_source(self) -> list[Source]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from interlace.train.config.base import LocalPath, Positive, Rate, Section
+from interlace.train.config.base import IMPORT, LocalPath, Positive, Rate, Section
 
 PROJECTORS = ("linear", "mlp", "pixel_shuffle", "qformer")
 TAKEN = ("text", "language_model")
@@ -16,7 +16,7 @@ TAKEN = ("text", "language_model")
 PIXELS = {"mean", "std"}
 OF_WHOLE = {"freeze", "freeze_projector", "lr", "projector_lr", "weight_decay"} | PIXELS
 """Keys of a module that is part of a whole model."""
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+ImportPath = Annotated[str, Field(pattern=IMPORT)]
 Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
 
 

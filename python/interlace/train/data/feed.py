@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interlace.data.kinds import CHATS, DIGITS, OWN
 from interlace.train.config.data import Source
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
-from interlace.train.data.texts import tokenizer_of
+from interlace.train.data.own import opened
+from interlace.train.data.texts import ModelTokenizer, tokenizer_of
 from interlace.train.models.media_specs import check_inputs, media_specs
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Batch:
 
 
 class Feed:
-    """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
+    """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.SampleDataset`).
 
     `batch_size` counts samples of all replicas. With `row_tokens` it counts rows of at most that many tokens.
     `drop_last`: leave out the samples at the end of an epoch that do not fill a batch. `wanted`: the media of a batch
@@ -237,9 +239,8 @@ class Feed:
             (self.held_out_data.answer(i, 0) for i in self.held_out_indices),
             vocabulary,
         )
-        if self.held_out_data.name == "chats":
-            return {"uniform_token": math.log(vocabulary), "unigram_token": unigram}
-        return {"uniform_byte": math.log(256), "unigram_byte": unigram}
+        unit = self.held_out_data.unit
+        return {f"uniform_{unit}": math.log(256 if unit == "byte" else vocabulary), f"unigram_{unit}": unigram}
 
 
 def loader(data: Any, batch_size: int, row_tokens: int | None, **settings: Any) -> Loader:
@@ -277,8 +278,11 @@ def datasets(
     with the key, for settings that the data, the encoders or the language model's context do not support.
     """
     check_inputs(config, model, source=source)
-    if config.data.dataset == "chats":
-        return _chats(config, model, tokenizer, source, say or _say_on_stderr)
+    return OPENED[config.data.kind.name](config, model, tokenizer, source, say or _say_on_stderr)
+
+
+def _digits(config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """The digits (`DigitsDataset`). Raises ConfigError."""
     from interlace.data import DigitsDataset
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
@@ -341,6 +345,11 @@ def _chats(config: Config, model: Any, tokenizer: Any, source: str, say: Callabl
         ) from None
 
 
+Opened = Callable[[Config, Any, Any, str, Callable[[str], None]], tuple[Any, Any]]
+OPENED: dict[str, Opened] = {CHATS.name: _chats, DIGITS.name: _digits, OWN.name: opened}
+"""Kind of dataset -> function that makes its training and held-out data."""
+
+
 def _streamed(config: Config, chats: Any, files: Source, rules: Any) -> tuple[Any, ChatDataset]:
     """The training chats as a stream, and the validation chats."""
     from interlace.data.chats.dataset import whole_chats
@@ -382,8 +391,8 @@ def chat_sources(config: Config, model: Any, source: str) -> list[tuple[Source, 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> None:
     """Writes, verifies and decodes the data before any rank starts, so that ranks find all of it. Raises ConfigError.
 
-    The digits are generated quickly, so only their config is checked. A marker in the cache skips this check, and the
-    imports it needs, if the same config was prepared before.
+    If the config alone determines the data, a marker in the cache skips this, and the imports it needs, from the second
+    time on.
     """
     from interlace import __version__
     from interlace.data import cache_folder
@@ -391,8 +400,8 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
     prepared = cache_folder(config.data.cache) / "prepared"
     marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    own = config.data.dataset == "chats"  # its files may have changed; its prepared data have their own cache
-    if not own and marker.exists():
+    fixed = config.data.kind.fixed
+    if fixed and marker.exists():
         return
     from interlace.data.chats.encoding.tokens import NO_END
     from interlace.train.models.build import build
@@ -400,10 +409,10 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     if config.data.prepare is not None:
         _write_stamps(config, say, source)
     tokenizer = tokenizer_of(config, source=source)
-    if own and not tokenizer.ends_answers:
+    if isinstance(tokenizer, ModelTokenizer) and not tokenizer.ends_answers:
         say(NO_END.format(tokenizer.tokenizer.eos_token))
     datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
-    if own:
+    if not fixed:
         return
     try:
         prepared.mkdir(parents=True, exist_ok=True)

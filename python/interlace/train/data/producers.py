@@ -18,8 +18,8 @@ def workers_of(config: Config, local_ranks: int) -> int:
     from interlace.data.workers.pool import sensible
 
     count = config.data.workers
-    if count == "auto":  # the digits are generated quickly
-        return sensible(local_ranks) if config.data.dataset == "chats" else 0
+    if count == "auto":
+        return sensible(local_ranks) if config.data.kind.workers else 0
     return 0 if count == "ray" else count
 
 

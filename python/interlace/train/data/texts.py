@@ -1,7 +1,4 @@
-"""Tokenizers of a run: bytes for the project's own data sets, the model's tokenizer (and processor) for chats.
-
-Both have `vocab_size`, `placeholders` (encoder -> id), `EOS` (end of an answer) and `decode`.
-"""
+"""Tokenizers of a run (`interlace.data.Tokenizer`): bytes, or the model's tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -16,9 +13,20 @@ from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 
 
+def reads_bytes(config: Config) -> bool:
+    """True if the run's texts are bytes, False if they are tokens of a HuggingFace folder."""
+    kind = config.data.kind.tokenizer
+    return kind == "bytes" or (kind == "any" and _folder(config) is None)
+
+
+def _folder(config: Config) -> str | None:
+    """Folder of the tokenizer and, for a whole checkpoint, the processor."""
+    return config.data.tokenizer or config.model.path or config.model.language_model.path
+
+
 def tokenizer_of(config: Config, *, source: str = "config") -> Any:
-    """A ByteTokenizer, or a ModelTokenizer for chats. Raises ConfigError for folders and templates that do not fit."""
-    if config.data.dataset != "chats":
+    """A ByteTokenizer or a ModelTokenizer. Raises ConfigError for folders and templates that do not fit."""
+    if reads_bytes(config):
         from interlace.data import ByteTokenizer
 
         return ByteTokenizer(config.model.encoders())
@@ -53,10 +61,10 @@ def vocabulary_of(config: Config, *, source: str = "config") -> Any:
 
     That is enough for costs. Raises ConfigError.
     """
-    data, model = config.data, config.model
+    model = config.model
     size = None if model.path is not None else (model.language_model.config or {}).get("vocab_size")
-    folder = data.tokenizer or model.language_model.path if model.path is None else None
-    if data.dataset == "chats" and isinstance(size, int) and folder is not None and not Path(folder).exists():
+    folder = _folder(config)
+    if not reads_bytes(config) and isinstance(size, int) and folder is not None and not Path(folder).exists():
         return Vocabulary(size, {name: size - 1 - number for number, name in enumerate(model.encoders())})
     return tokenizer_of(config, source=source)
 
@@ -72,7 +80,7 @@ class ModelTokenizer:
         from interlace.data.chats.encoding import load as chats_load
 
         data, whole = config.data, config.model.path
-        folder = data.tokenizer or whole or config.model.language_model.path
+        folder = _folder(config)
         if folder is None:
             raise ValueError("the model comes from no folder, so name one with a tokenizer as data.tokenizer")
         self.processor = chats_load.load_processor(folder) if whole is not None else None
@@ -199,6 +207,10 @@ class ModelTokenizer:
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"{self.name} ends answers with no special token, and the tokenizer has no eos_token")
         return int(self.tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`, without special ones."""
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`."""

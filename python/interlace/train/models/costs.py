@@ -26,7 +26,7 @@ def budget_loads(config: Config, model: Any) -> dict[str, Load]:
     """Load of every module per microbatch (of the language model) of the config's mixture of samples.
 
     All ranks must cut the model equally before they have the data. Sizes of the digits are known: all pictures have one
-    size and the captions are words. Chats fill data.max_tokens, with an item of each encoder.
+    size and the captions are words. Other data fill data.max_tokens, with an item of each encoder.
     """
     samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
     items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
@@ -96,15 +96,14 @@ def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
 def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:
     """Kinds of samples: share of all samples, and the lengths of their items per module (for the language
     model: one)."""
-    if config.data.dataset == "chats":  # the files are not read yet: assume an item each, and a full row
+    longest = config.data.kind.caption_tokens
+    if longest is None:  # nothing is read yet: assume an item each, and a full row
         row = config.data.max_tokens or model.max_length or 1024
         items = {name: [float(encoder.nominal_length)] for name, encoder in model.encoders.items()}
         yield 1.0, {**items, "language_model": [float(row)]}
         return
-    from interlace.data.builtin.digits import WORDS
     from interlace.modalities import IMAGE
 
-    longest = max(map(len, WORDS))
     items = {name: [] for name in model.encoders}
     for name, spec in config.model.encoders().items():  # a picture for each image encoder, nothing for audio encoders
         encoder = model.encoders[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from interlace.modalities import IMAGE, named
+from interlace.modalities import named
 from interlace.modalities.base import Geometry
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
@@ -23,9 +23,11 @@ def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
     Training, planning and data checks all use this function.
     """
     data, most = config.data, model.max_length
-    if data.dataset == "digits" and IMAGE.name not in kinds(model).values():
-        raise ConfigError(f"{source}: the digits are images, but [model] has no image encoder: add one")
-    if data.dataset == "digits" or config.model.path is None:  # a whole model has its own processor for chats
+    if missing := [kind for kind in data.kind.media if kind not in kinds(model).values()]:
+        raise ConfigError(
+            f"{source}: the {data.dataset} are {missing[0]}s, but [model] has no {missing[0]} encoder: add one"
+        )
+    if data.kind.tokenizer == "bytes" or config.model.path is None:  # a whole model has its own processor
         media_specs(config, model, source=source)
     if data.max_tokens is not None and most is not None and data.max_tokens > most:
         raise ConfigError(

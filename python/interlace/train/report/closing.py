@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlace.modalities.errors import BrokenSampleError
 from interlace.model.inputs.placeholders import token_ids
 from interlace.train.config.sections import Config
 from interlace.train.report import answers as greedy
@@ -123,7 +122,7 @@ def _with_media_of_another(dataset: Any, questions: Sequence[Any], index: int) -
     for step in range(len(questions) if own.takes else 0):
         other = questions[(index + len(questions) // 2 + step) % len(questions)]
         if other.answer != own.answer and other.takes == own.takes:
-            with contextlib.suppress(BrokenSampleError):
+            with contextlib.suppress(ValueError):
                 return dataset.asked(own, other)
     return None
 
