@@ -56,10 +56,10 @@ from interlace.train.launch import launcher
 from interlace.train.models import random_weights as weights
 from interlace.train.models.build import build, materialize
 from interlace.train.models.tuning import rates
+from interlace.train.observers.saving import Saving
 from interlace.train.optim import Optimizer
 from interlace.train.report.flops import Meter, peak_of
 from interlace.train.report.metrics import LOSS
-from interlace.train.trainer import Trainer
 
 CONTENDERS = ("interlace", "plain", "hf sdpa", "hf flex")
 PICTURES = "pictures of odd sizes: all but interlace run the vision tower nearly picture by picture"
@@ -310,7 +310,7 @@ def train_interlace(config: Config, source: str, *, drawn_there: bool = False) -
         return torch.zeros_like(tensor, device=device(), requires_grad=False)
 
     with contextlib.ExitStack() as changed:
-        changed.enter_context(mock.patch.object(Trainer, "save", lambda self: None))
+        changed.enter_context(mock.patch.object(Saving, "save", lambda self: None))
         if drawn_there:
             changed.enter_context(mock.patch.object(weights, "_on_the_host", on_the_device))
         if status := rank.run(config, source=source):

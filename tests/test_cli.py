@@ -19,7 +19,7 @@ import torch
 
 from interlace.cli import main
 from interlace.comm.transports import capabilities
-from interlace.train.trainer import read_metrics
+from interlace.train.report.metrics import read_metrics
 from tests.cli import TINY
 
 ROOT = Path(__file__).parents[1]

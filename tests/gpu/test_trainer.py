@@ -179,7 +179,7 @@ def run(folder: Path, device: str, *overrides: str, **how: Any) -> tuple[list[di
         pytest.importorskip(needed)
     from interlace.train import rank
     from interlace.train.config import load as config
-    from interlace.train.trainer import read_metrics
+    from interlace.train.report.metrics import read_metrics
 
     table = copy.deepcopy(TABLE)
     table["run"] |= {"folder": str(folder), "device": device}
@@ -221,7 +221,9 @@ def test_generators_of_the_device_are_part_of_a_checkpoint(tmp_path: Path) -> No
     assert DEVICE is not None
     pytest.importorskip("pydantic")
     pytest.importorskip("rich")
-    from interlace.train.trainer import Trainer, read_metrics
+    from interlace.train.observers.base import Outputs
+    from interlace.train.report.metrics import read_metrics
+    from interlace.train.trainer import Trainer
     from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 
     class There(ToyModel):
@@ -235,8 +237,8 @@ def test_generators_of_the_device_are_part_of_a_checkpoint(tmp_path: Path) -> No
         folder.mkdir(exist_ok=True)
         config, model = toy_config(), There().to(DEVICE)
         torch.manual_seed(seed)
-        made = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
-        made.stop_requested = lambda: int(0 < stop <= made.step)
+        made = Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(folder, quiet=True))
+        made.membership.stop = lambda: int(0 < stop <= made.step)
         return made
 
     torch.use_deterministic_algorithms(True, warn_only=True)

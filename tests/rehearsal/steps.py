@@ -26,6 +26,8 @@ from interlace.train.config import load as configs
 from interlace.train.data.feed import datasets
 from interlace.train.data.texts import tokenizer_of
 from interlace.train.models.build import build, materialize
+from interlace.train.observers.saving import Saving
+from interlace.train.observers.validation import Validation
 from interlace.train.report.answers import prompt_of
 from interlace.train.selection import choose, fill
 from interlace.train.trainer import Trainer
@@ -36,8 +38,13 @@ from tests.rehearsal.checks import checks
 from tests.train.whole_families import kind_of, prepare
 
 STEPS = {"steps": 4, "schedule_steps": 6, "warmup_steps": 1, "validate_every": 2, "validation_samples": 2}
-PARTS = {"_train_step": "step", "validate": "validation", "save": "checkpoint", "resume": "resume"}
-"""Methods of the trainer, and what they are called here."""
+PARTS = {
+    "step": (Trainer, "_train_step"),
+    "validation": (Validation, "losses"),
+    "checkpoint": (Saving, "save"),
+    "resume": (Trainer, "resume"),
+}
+"""Part -> class and method."""
 
 
 def main(names: list[str]) -> None:
@@ -75,9 +82,9 @@ def trained(table: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
     table["checkpoint"] = {"every": 2}
     table["log"] |= {"samples": 0, "accuracy_samples": 0, "trace_step": 1}
     parts: dict[str, list[dict[str, int]]] = defaultdict(list)
-    methods = {name: getattr(Trainer, name) for name in PARTS}
-    for name, method in methods.items():
-        setattr(Trainer, name, noted(method, parts[PARTS[name]]))
+    methods = {part: getattr(owner, name) for part, (owner, name) in PARTS.items()}
+    for part, (owner, name) in PARTS.items():
+        setattr(owner, name, noted(methods[part], parts[part]))
     try:
         config = configs.from_table(table, [])
         assert rank.run(config, source="config") == 0
@@ -85,8 +92,8 @@ def trained(table: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
         more = configs.from_table(table, ["train.steps=6"])
         assert rank.run(more, source="config", resume=str(newest)) == 0
     finally:
-        for name, method in methods.items():
-            setattr(Trainer, name, method)
+        for part, (owner, name) in PARTS.items():
+            setattr(owner, name, methods[part])
     tokenizer = tokenizer_of(config, source="config")
     model: Any = build(config, tokenizer, source="config")
     _, held_out = datasets(config, model, tokenizer)

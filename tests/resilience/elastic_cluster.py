@@ -311,7 +311,7 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
     from interlace.train.elastic import rank as elastic
     from interlace.train.report.metrics import Metrics
 
-    real, write, dies = elastic.Rank._commit, Metrics.write, folder / "dies"
+    real, write, dies = elastic.Voting.commit, Metrics.write, folder / "dies"
 
     def die_or_write(self: Any, step: int, values: Any) -> None:
         if dies.exists() and step == int(dies.read_text()):
@@ -326,17 +326,18 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
     )
     gate, pace = folder / "gate", folder / "pace"
 
-    def commit(self: Any, meeting: Any, trainer: Any, step: int) -> None:
+    def commit(self: Any, step: int) -> None:
         votes.write(f"{step}\n")
-        real(self, meeting, trainer, step)
-        samples = self.feed.loader.indices(*trainer.place)
-        line = {"step": step, "generation": meeting.generation.number, "samples": samples, "pid": os.getpid()}
+        real(self, step)
+        owner, member = self.owner, self.owner.member
+        samples = owner.job.feed.loader.indices(*owner.job.trainer.place)
+        line = {"step": step, "generation": self.meeting.generation.number, "samples": samples, "pid": os.getpid()}
         steps.write(json.dumps(line) + "\n")
         if step >= int(gate.read_text()):
-            self.member.progress.idle("held by the test", HELD)
+            member.progress.idle("held by the test", HELD)
         while step >= int(gate.read_text()):
             time.sleep(0.01)
-        self.member.progress.computing()
+        member.progress.computing()
         time.sleep(float(pace.read_text()))
 
     take_over = elastic.Rank._take_over
@@ -346,7 +347,7 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         copied.write(f"{meeting.generation.number} {arguments[-1].received}\n")
 
     elastic.Rank._take_over = take  # type: ignore[method-assign]
-    elastic.Rank._commit = commit  # type: ignore[method-assign]
+    elastic.Voting.commit = commit  # type: ignore[method-assign]
     return elastic.run(config, source="test", resume=resume)
 
 
@@ -410,6 +411,7 @@ def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, floa
     from interlace.train.data.feed import Feed, datasets
     from interlace.train.data.texts import tokenizer_of
     from interlace.train.models.build import build, initialize
+    from interlace.train.observers.base import Outputs
     from interlace.train.trainer import Trainer
 
     config = from_table(copy.deepcopy(dict(made)))
@@ -419,13 +421,13 @@ def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, floa
     initialize(parallel, seed=config.run.seed)
     feed = Feed.of_config(config, *datasets(config, model, tokenizer), None)
     folder.mkdir(parents=True)
-    trainer = Trainer(config, model, parallel, feed, folder, quiet=True)
+    trainer = Trainer(config, model, parallel, feed, Outputs(folder, quiet=True))
     samples: dict[int, Sequence[int]] = {}
 
     def note(step: int) -> None:
         samples[step] = feed.loader.indices(*trainer.place)
 
-    trainer.commit = note
+    trainer.membership.commit = note  # type: ignore[method-assign]
     trainer.run()
     feed.close()
     return losses(folder), samples

@@ -17,7 +17,9 @@ from interlace.train.config.load import from_table
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, datasets
 from interlace.train.models.build import build, build_layout, initialize, stored_weights
-from interlace.train.trainer import Trainer, read_metrics
+from interlace.train.observers.base import Outputs
+from interlace.train.report.metrics import read_metrics
+from interlace.train.trainer import Trainer
 from tests.train.resume_ranks import TABLE
 
 CURVE = ("loss_metrics", "lr", "grad_norm", "step")
@@ -76,9 +78,9 @@ def trainer_of(config: Config, folder: Path, stop: int | None = None) -> Trainer
     wanted = partial(parallel.wanted, **cut)
     feed = Feed(train, held_out, batch_size=size, seed=config.run.seed, validation_samples=8, wanted=wanted)
     folder.mkdir(exist_ok=True)
-    trainer = Trainer(config, model, parallel, feed, folder, quiet=True, stored=stored)
+    trainer = Trainer(config, model, parallel, feed, Outputs(folder, quiet=True), stored=stored)
     if stop is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop
+        trainer.membership.stop = lambda: trainer.step >= stop
     return trainer
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from interlace.train import rank
 from interlace.train.checkpoint.checkpoints import load_parameters
 from interlace.train.checkpoint.folder import name_of, step_of
 from interlace.train.config.load import ConfigError
+from interlace.train.report import finished
 from interlace.train.selection import choose
 from tests.train.one_process import ToyModel
 from tests.train.watching import trainer_of
@@ -38,12 +38,12 @@ def test_the_best_checkpoint_and_averages_are_taken(tmp_path: Path, monkeypatch:
     load_parameters(raw.path, model, identity, averaged=raw.averaged)
     assert all(torch.equal(p, trainer.parameters[name]) for name, p in model.named_parameters())
 
-    monkeypatch.setattr(rank, "build", lambda *_, **__: ToyModel(seed=5))
-    monkeypatch.setattr(rank, "materialize", lambda *_, **__: None)
+    monkeypatch.setattr(finished, "build", lambda *_, **__: ToyModel(seed=5))
+    monkeypatch.setattr(finished, "materialize", lambda *_, **__: None)
     monkeypatch.setattr("interlace.train.selection.architecture", lambda *_: {})
     monkeypatch.setattr("interlace.train.selection.identity_of", lambda *_: identity)
     load_parameters(chosen.path, model, identity, averaged=True)
-    reported = rank.load_whole(config, tmp_path, None, "toy.toml")
+    reported = finished.load_whole(config, tmp_path, None, "toy.toml")
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in reported.named_parameters())
 
     shutil.rmtree(tmp_path / "checkpoints" / name_of(2))

@@ -17,10 +17,11 @@ from interlace.train.config.load import from_table
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, datasets
 from interlace.train.data.texts import tokenizer_of
+from interlace.train.job import with_steps
 from interlace.train.models.build import build, build_layout, initialize, materialize
-from interlace.train.rank import with_steps
-from interlace.train.report.metrics import LOSS
-from interlace.train.trainer import Trainer, read_metrics
+from interlace.train.observers.base import Outputs
+from interlace.train.report.metrics import LOSS, read_metrics
+from interlace.train.trainer import Trainer
 from tests.resilience.elastic_cluster import table
 
 COUNT, EPOCHS = 10, 2  # samples to train on
@@ -54,11 +55,15 @@ def train(config: Config, folder: Path, stop: int | None = None, resume: bool = 
     parallel = parallelize(model, build_layout(config, model), balance=config.train.balance, timeout=60)
     initialize(parallel, seed=config.run.seed)
     feed = Feed.of_config(config, *datasets(config, model, tokenizer), None)
-    trainer = Trainer(with_steps(config, feed.loader.batches), model, parallel, feed, folder, quiet=True)
+    trainer = Trainer(with_steps(config, feed.loader.batches), model, parallel, feed, Outputs(folder, quiet=True))
     given: list[tuple[int, Sequence[int]]] = []
-    trainer.commit = lambda step: given.append((trainer.place[0], feed.loader.indices(*trainer.place)))
+
+    def note(step: int) -> None:
+        given.append((trainer.place[0], feed.loader.indices(*trainer.place)))
+
+    trainer.membership.commit = note  # type: ignore[method-assign]
     if stop is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop
+        trainer.membership.stop = lambda: trainer.step >= stop
     if resume:
         trainer.resume()
     trainer.run()

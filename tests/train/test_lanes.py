@@ -19,7 +19,7 @@ import torch
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config.load import dumps
-from interlace.train.trainer import read_metrics
+from interlace.train.report.metrics import read_metrics
 from tests.distributed.workers import run_ranks
 from tests.train.lanes import (
     assert_same_bits,
@@ -42,8 +42,7 @@ def load_and_save(rank: int, layout: str, source: str, target: str) -> float:
     trainer = trainer_of(config_of(layout), Path(target))
     trainer.resume(newest(Path(source)))
     trainer.feed.close()
-    trainer.saved_step = -1
-    trainer.save()
+    trainer.saving.save()
     trainer.checkpoints.finish()
     sizes = [torch.Size(shape).numel() for shape, _ in trainer.checkpoints.identity["parameters"].values()]
     return sum(parameter.numel() for parameter in trainer.parameters.values()) / sum(sizes)

@@ -19,7 +19,9 @@ from interlace.train.data.feed import Feed, datasets
 from interlace.train.data.texts import tokenizer_of
 from interlace.train.models.build import build, build_layout, initialize
 from interlace.train.models.media_specs import media_specs
-from interlace.train.trainer import Trainer, read_metrics
+from interlace.train.observers.base import Outputs
+from interlace.train.report.metrics import read_metrics
+from interlace.train.trainer import Trainer
 from tests.data.package import SETTINGS, cached
 from tests.train.build import AUDIO, LLAMA, VISION
 
@@ -86,7 +88,7 @@ def train(config: configs.Config, folder: Path) -> list[float]:
     train, held_out = datasets(config, model, tokenizer)
     folder.mkdir()
     feed = Feed(train, held_out, batch_size=config.train.batch_size, seed=0, validation_samples=4)
-    Trainer(config, model, parallel, feed, folder, quiet=True).run()
+    Trainer(config, model, parallel, feed, Outputs(folder, quiet=True)).run()
     feed.close()
     return [line["loss_metrics/step_loss"] for line in read_metrics(folder)]
 

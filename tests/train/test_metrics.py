@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from interlace.run.tables.table import Lengths, step_table
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import simulate
 from interlace.train.config.log import Profile
+from interlace.train.observers.base import Outputs
+from interlace.train.observers.profiler import Profiler
 from interlace.train.report.metrics import (
     BLANK,
     HELD_OUT,
@@ -38,7 +41,6 @@ from interlace.train.report.metrics import (
     pipeline_metrics,
     read_metrics,
 )
-from interlace.train.report.profiler import Profiler
 from interlace.train.report.terminal import Screen, TimeLeft, duration, rate
 from interlace.train.trainer import Trainer
 from tests.tiny import random_sample, tiny_mllm
@@ -210,11 +212,13 @@ def test_profile_contains_named_actions_of_its_window_only(tmp_path: Path) -> No
     parallel = parallelize(mllm, layout)
     generator = torch.Generator().manual_seed(0)
     samples = [random_sample(mllm, generator, images=1)]  # writing a recording takes longer than the steps
+    unused: Any = None
     profiler = Profiler(Profile(start=3, steps=1), tmp_path, 0)
     assert [step for step in range(1, 7) if profiler.slows(step)] == [2, 3]
     for step in range(1, 5):
-        with profiler.step(step):
-            parallel.step(samples, microbatches=1)
+        profiler.before_step(step)
+        parallel.step(samples, microbatches=1)
+        profiler.after_step(unused, unused)
     with gzip.open(tmp_path / "profile" / "rank-0.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
@@ -224,8 +228,9 @@ def test_profile_contains_named_actions_of_its_window_only(tmp_path: Path) -> No
     assert any(event["name"] == "aten::mm" or event["name"] == "aten::addmm" for event in events)
     later = Profiler(Profile(start=3, steps=3), tmp_path / "later", 0)
     for step in range(4, 7):  # a resumed run inside the window has the rest of it: 4 and 5
-        with later.step(step):
-            parallel.step(samples, microbatches=1)
+        later.before_step(step)
+        parallel.step(samples, microbatches=1)
+        later.after_step(unused, unused)
     with gzip.open(tmp_path / "later/profile/rank-0.json.gz", "rt") as file:
         names = Counter(
             event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"
@@ -238,7 +243,7 @@ def test_profile_contains_named_actions_of_its_window_only(tmp_path: Path) -> No
 def test_recorded_steps_count_for_the_loss_and_no_speed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = toy_config("log.profile={start=4, steps=20}", "train.steps=6", "train.validate_every=0")
     model = ToyModel()
-    outcome = Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path, quiet=True).run()
+    outcome = Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(tmp_path, quiet=True)).run()
     assert outcome["finished"]
     lines = read_metrics(tmp_path)
     assert ["throughput(tps)" in line for line in lines] == [True, True, False, False, False, False]
@@ -252,7 +257,7 @@ def test_a_logged_step_ends_with_the_work_of_the_gpu(tmp_path: Path, monkeypatch
     finished: list[int] = []
     config = toy_config("log.every=3", "train.steps=7", "train.validate_every=0")
     model = ToyModel()
-    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path, quiet=True)
+    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(tmp_path, quiet=True))
     monkeypatch.setattr("interlace.train.device.finish", lambda: finished.append(trainer.step))
     trainer.run()
     assert finished == [3, 6, 7]
@@ -267,7 +272,7 @@ def test_a_recording_that_fails_ends_nothing(
     monkeypatch.setattr(torch.profiler, "profile", broken)
     config = toy_config("log.profile={start=2, steps=2}", "train.steps=6", "train.validate_every=0")
     model = ToyModel()
-    assert Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path, quiet=True).run()["finished"]
+    assert Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(tmp_path, quiet=True)).run()["finished"]
     assert capfd.readouterr().err.count("no steps are recorded (log.profile): no CUPTI") == 1
 
 

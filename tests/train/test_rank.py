@@ -19,6 +19,7 @@ from interlace.train.config.sections import Config, Parallel
 from interlace.train.launch import launcher
 from interlace.train.models.costs import ranks_per_node
 from interlace.train.report import closing as report
+from interlace.train.report import finished
 from interlace.train.report.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.report.page import Page
 from interlace.train.report.trackers import Trackers
@@ -40,12 +41,13 @@ def _close(folder: Path, *overrides: str) -> dict[str, Any]:
     feed = toy_feed(config)
     feed.held_out_data.name = "toy"
     page, trackers = Page(folder, config, FACTS), Trackers(config, folder, {})
-    rank.close(config, page, trackers, OUTCOME, ToyModel(), Tokens(), feed, "toy.toml")
+    model: Any = ToyModel()
+    finished.close(finished.Ended(config, "toy.toml", OUTCOME, model, Tokens(), feed, page, trackers))
     return dict(json.loads((folder / "summary.json").read_text()))
 
 
 def test_without_samples_no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: pytest.fail("nothing needs the model"))
+    monkeypatch.setattr(finished, "load_whole", lambda *_, **__: pytest.fail("nothing needs the model"))
     summary = _close(tmp_path, "log.samples=0")
     assert summary["train_loss"] == 1.5 and summary["tokens_per_second"] == 40
     assert summary["predicted_seconds"] == 0.25
@@ -58,7 +60,7 @@ def test_a_page_that_fails_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: ToyModel())
+    monkeypatch.setattr(finished, "load_whole", lambda *_, **__: ToyModel())
     monkeypatch.setattr(report, "spread_by_kind", full)
     monkeypatch.setattr("tests.train.one_process.ToyData.tokens", {}, raising=False)
     assert _close(tmp_path, "log.samples=4")["held_out_loss"] == 1.75
@@ -72,10 +74,10 @@ def test_a_model_that_has_no_room_is_not_loaded_whole(
 ) -> None:
     """Ranks held parts of it; the one process that loads it whole would be killed by the system."""
     loaded: list[str] = []
-    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: loaded.append("whole"))
+    monkeypatch.setattr(finished, "load_whole", lambda *_, **__: loaded.append("whole"))
     size = sum(parameter.nbytes for parameter in ToyModel().parameters())
-    for free, found in ((int(size / rank.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
-        monkeypatch.setattr(rank, "free_memory", lambda free=free: free)
+    for free, found in ((int(size / finished.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
+        monkeypatch.setattr(finished, "free_memory", lambda free=free: free)
         assert _close(tmp_path, "log.samples=4")["train_loss"] == 1.5
         assert loaded == found
         if not found:

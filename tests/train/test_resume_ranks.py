@@ -13,7 +13,9 @@ from interlace.run import parallelize
 from interlace.train.config.load import from_table
 from interlace.train.data.feed import Feed, datasets
 from interlace.train.models.build import build, build_layout, initialize
-from interlace.train.trainer import Trainer, read_metrics
+from interlace.train.observers.base import Outputs
+from interlace.train.report.metrics import read_metrics
+from interlace.train.trainer import Trainer
 from tests.distributed.workers import run_ranks
 from tests.train.resume_ranks import TABLE
 
@@ -41,9 +43,9 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
             train, held_out = datasets(config, model, tokenizer)
             wanted = partial(parallel.wanted, microbatches=2, chunks={})
             feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8, wanted=wanted)
-            trainer = Trainer(config, model, parallel, feed, place, quiet=True)
+            trainer = Trainer(config, model, parallel, feed, Outputs(place, quiet=True))
             if stop is not None:
-                trainer.stop_requested = lambda trainer=trainer, stop=stop: trainer.step >= stop  # type: ignore[misc]
+                trainer.membership.stop = lambda trainer=trainer, stop=stop: trainer.step >= stop  # type: ignore[misc]
             if part:
                 trainer.resume()
             trainer.run()

@@ -10,7 +10,7 @@ import pytest
 from interlace.cli import main
 from interlace.modalities import IMAGE
 from interlace.train.config.load import ConfigError, load
-from interlace.train.trainer import HELD_OUT
+from interlace.train.report.metrics import HELD_OUT
 from tests.data.tars import captioned, write_tar
 
 SOURCES = """

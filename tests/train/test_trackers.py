@@ -16,6 +16,7 @@ import pytest
 
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
+from interlace.train.observers.base import Outputs
 from interlace.train.report import trackers
 from interlace.train.report.metrics import LOSS, read_metrics
 from interlace.train.report.trackers import plain
@@ -240,7 +241,9 @@ def test_failing_tracker_is_switched_off_with_one_warning(
     config = config_of(NAME)
     model = ToyModel()
     tracking = trackers.Trackers(config, tmp_path, trackers.made(config))
-    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path, trackers=tracking, quiet=True)
+    trainer = Trainer(
+        config, model, OneProcess(model), toy_feed(config), Outputs(tmp_path, trackers=tracking, quiet=True)
+    )
     assert trainer.run()["finished"]
     tracking.close("finished")
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 13))

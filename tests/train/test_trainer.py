@@ -14,10 +14,14 @@ import torch
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config.load import ConfigError
+from interlace.train.errors import TrainingError
 from interlace.train.models.tuning import rates
+from interlace.train.observers.base import Outputs
+from interlace.train.observers.saving import Saving
 from interlace.train.optim import Optimizer, lr_factor
-from interlace.train.report.metrics import HELD_OUT, LOSS
-from interlace.train.trainer import BLANK, StopRequest, Trainer, TrainingError, read_metrics
+from interlace.train.progress import StopRequest
+from interlace.train.report.metrics import BLANK, HELD_OUT, LOSS, read_metrics
+from interlace.train.trainer import Trainer
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 from tests.train.trainer import VARYING
 
@@ -27,9 +31,9 @@ def _trainer(folder: Path, *overrides: str, stop_after: int | None = None, model
     config = toy_config(*overrides)
     model = model or ToyModel()
     torch.manual_seed(config.run.seed)  # dropout makes the global generator part of the state
-    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
+    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(folder, quiet=True))
     if stop_after is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop_after
+        trainer.membership.stop = lambda: trainer.step >= stop_after
     return trainer
 
 
@@ -120,9 +124,9 @@ def test_killed_run_resumes_from_last_checkpoint_identically(tmp_path: Path) -> 
         if killed.step == 8:
             killed.checkpoints.finish()  # the previous one, even on a slow disk
             raise KeyboardInterrupt
-        Trainer.save(killed)
+        Saving.save(killed.saving)
 
-    killed.save = save  # type: ignore[method-assign]
+    killed.saving.save = save  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     assert read_metrics(tmp_path / "killed")[-1]["step"] == 8
@@ -194,7 +198,7 @@ def test_steps_that_the_run_has_passed_are_refused(tmp_path: Path) -> None:
 
 def test_a_stop_names_its_signal(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path / "run")
-    trainer.stop_requested = lambda: signal.SIGTERM if trainer.step == 4 else 0
+    trainer.membership.stop = lambda: signal.SIGTERM if trainer.step == 4 else 0
     outcome = trainer.run()
     assert (outcome["step"], outcome["finished"], outcome["signal"]) == (4, False, 15)
 
@@ -204,7 +208,7 @@ def test_a_run_folder_that_another_job_has_ends_the_run(tmp_path: Path) -> None:
 
     trainer = _trainer(tmp_path / "run")
     with lock.take(tmp_path / "run") as held:
-        trainer.lock = held
+        trainer.outputs.lock = held
         trainer.checkpoints.check = held.check
         with (
             lock.take(tmp_path / "run", take_over=True),
@@ -218,7 +222,7 @@ def test_items_read_as_blank_are_counted(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path / "run", stop_after=4)
     trainer.run()
     trainer.feed.train.blank_items = 3
-    trainer.stop_requested = lambda: 0
+    trainer.membership.stop = lambda: 0
     assert trainer.run()["metrics"][BLANK] == 3
     assert [BLANK in line for line in read_metrics(tmp_path / "run")] == [False] * 4 + [True] * 8
 

@@ -17,10 +17,10 @@ from interlace.train.config.load import ConfigError, dumps, loads
 from interlace.train.config.sections import Config
 from interlace.train.config.train import Train
 from interlace.train.data.feed import Feed, datasets
+from interlace.train.job import with_steps
 from interlace.train.models.build import build, build_layout, materialize
 from interlace.train.models.tuning import Rates, rates, summary
 from interlace.train.optim import Optimizer, lr_factor
-from interlace.train.rank import with_steps
 from tests.train.lanes import config_of, curve, same_curve, train
 from tests.train.one_process import ToyModel, toy_config, toy_feed
 

@@ -16,8 +16,10 @@ from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config.load import ConfigError
 from interlace.train.config.train import EarlyStop
 from interlace.train.device import compile_layers
-from interlace.train.report.metrics import HELD_OUT, LOSS
-from interlace.train.trainer import Trainer, TrainingError, read_metrics
+from interlace.train.errors import TrainingError
+from interlace.train.observers.base import Outputs
+from interlace.train.report.metrics import HELD_OUT, LOSS, read_metrics
+from interlace.train.trainer import Trainer
 from interlace.train.watching import GROWS_AFTER, LossScale, Verdict
 from tests.tiny import random_microbatches, tiny_mllm
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
@@ -60,13 +62,13 @@ def test_averages_match_a_plain_loop_and_serve_validation(tmp_path: Path) -> Non
         torch.testing.assert_close(average, averages[name], rtol=1e-6, atol=1e-7)
     assert [line[HELD_OUT] for line in read_metrics(tmp_path)] == pytest.approx(found, rel=1e-5)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-    trainer.validate()
+    trainer.validation.losses()
     assert all(torch.equal(parameter, weights[name]) for name, parameter in trainer.parameters.items())
     plain.load_state_dict(weights)
     held_out = trainer.feed.held_out
     tokens = sum(len(sample.labels) for sample in held_out)
-    trainer.config = toy_config("train.ema=0.75", "train.ema_evaluate=false")
-    assert trainer.validate()[HELD_OUT] == pytest.approx(
+    trainer.validation.config = toy_config("train.ema=0.75", "train.ema_evaluate=false")
+    assert trainer.validation.losses()[HELD_OUT] == pytest.approx(
         sum(plain.loss_sum(s).item() for s in held_out) / tokens, rel=1e-5
     )
 
@@ -84,10 +86,10 @@ def test_averages_of_unfrozen_weights_start_from_those_weights(tmp_path: Path) -
         config, model = toy_config("train.ema=0.9"), ToyModel()
         model.language_model["mix"].requires_grad_(opened)
         (tmp_path / "run").mkdir(exist_ok=True)
-        return Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path / "run", quiet=True)
+        return Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(tmp_path / "run", quiet=True))
 
     first = part(False)
-    first.stop_requested = lambda: first.step >= 4
+    first.membership.stop = lambda: first.step >= 4
     first.run()
     later = part(True)
     assert first.averages is not None and later.averages is not None
@@ -121,8 +123,9 @@ def test_an_interrupted_run_repeats_the_unbroken_one(tmp_path: Path, stops: tupl
         outcome = part.run()
         assert outcome["finished"] == (stop is None)
     assert lines_of(tmp_path / "parts") == lines_of(tmp_path / "whole")
-    assert part.verdict == whole.verdict and part.loss_scale == whole.loss_scale
-    assert whole.loss_scale is not None and whole.loss_scale.skipped == 2 and whole.loss_scale.scale == 2.0**14
+    assert part.progress.verdict == whole.progress.verdict and part.progress.loss_scale == whole.progress.loss_scale
+    scale = whole.progress.loss_scale
+    assert scale is not None and scale.skipped == 2 and scale.scale == 2.0**14
     assert part.averages is not None and whole.averages is not None
     for name, parameter in whole.parameters.items():
         assert torch.equal(parameter, part.parameters[name]), name
@@ -171,7 +174,7 @@ def test_a_best_loss_without_its_checkpoint_is_forgotten(tmp_path: Path) -> None
     assert (outcome["verdict"].best, outcome["verdict"].step) == (4.0, 6) and 6 in saved_steps(tmp_path)
     again = trainer_of(tmp_path, *options, "checkpoint.best=loss", held_out=losses)
     again.resume()
-    assert again.verdict.step == 6
+    assert again.progress.verdict.step == 6
 
 
 # ---------------------------------------------------------------------- fp16
@@ -272,7 +275,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path) -> None:
     trainer.checkpoints._retain = retain  # type: ignore[method-assign]
     trainer.run()
     assert seen == [(2, [2]), (3, [2, 3]), (4, [4]), (6, [4, 6]), (9, [4, 9]), (12, [4, 12])]
-    assert trainer.verdict == Verdict(best=4.0, step=4, mark=4.0, waited=4)
+    assert trainer.progress.verdict == Verdict(best=4.0, step=4, mark=4.0, waited=4)
 
 
 def test_what_counts_as_better() -> None:

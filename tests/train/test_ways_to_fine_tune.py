@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from interlace.cli import main
-from interlace.train.trainer import LOSS, read_metrics
+from interlace.train.report.metrics import LOSS, read_metrics
 from tests.train.faults import Place, as_a_command
 
 pytestmark = pytest.mark.slow

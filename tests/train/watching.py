@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from interlace.train.observers.base import Outputs
 from interlace.train.report.metrics import HELD_OUT
 from interlace.train.trainer import Trainer
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
@@ -16,9 +17,9 @@ def trainer_of(folder: Path, *overrides: str, held_out: list[float] | None = Non
     folder.mkdir(exist_ok=True)
     config, model = toy_config(*overrides), ToyModel()
     torch.manual_seed(config.run.seed)
-    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
+    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), Outputs(folder, quiet=True))
     if held_out is not None:
-        trainer.validate = lambda: {HELD_OUT: held_out[trainer.step - 1]}  # type: ignore[method-assign]
+        trainer.validation.losses = lambda: {HELD_OUT: held_out[trainer.step - 1]}  # type: ignore[method-assign]
     if stop is not None:
-        trainer.stop_requested = lambda: trainer.step >= stop
+        trainer.membership.stop = lambda: trainer.step >= stop
     return trainer

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.parallel.region import Region
 from interlace.plan.memory import StateSize
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.takeover import Tensors
 from interlace.run.execute.ranks import held_in_lane
 from interlace.run.graph import parameter_layers
+from interlace.run.parallel_model import ParallelModel
 from interlace.train.checkpoint.checkpoints import AVERAGE
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.checkpoint.pieces import Piece
@@ -34,7 +35,7 @@ WEIGHT = "weight"
 class Held:
     """State of a rank after the last counted step.
 
-    progress: of the run, from `Trainer.progress`. tensors: parameter -> "weight", optimizer state by key, "ema".
+    progress: of the run, from `Trainer.snapshot`. tensors: parameter -> "weight", optimizer state by key, "ema".
     regions: parameter -> key -> region in the whole tensor, for tensor-parallel pieces.
     """
 
@@ -50,7 +51,7 @@ class Held:
     def of(cls, trainer: Trainer) -> Held:
         weights, state = trainer.state()
         tensors, regions = _by_name(weights, state)
-        return cls(trainer.progress(), tensors, regions)
+        return cls(trainer.snapshot(), tensors, regions)
 
     def beside(self, before: Held | None) -> Held:
         """This state merged with the previous one of the same step, which peers may need.
@@ -110,7 +111,7 @@ def give(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 module._parameters[key] = made[id(parameter)]
 
 
-def give_pieces(parallel: Any, weights: Mapping[str, Tensor]) -> None:
+def give_pieces(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> None:
     """Sets the pieces of a parallelized model from `weights`.
 
     A piece replaces the tensor of the model. Rows of sharded modules are copied instead, as they are part of a buffer
@@ -139,7 +140,9 @@ def adopt(trainer: Trainer, held: Tensors) -> None:
         }
 
 
-def sizes_of(model: Any, trained: Mapping[str, StateSize], lane: Layout, config: Config) -> list[dict[str, int]]:
+def sizes_of(
+    model: MultimodalModel, trained: Mapping[str, StateSize], lane: Layout, config: Config
+) -> list[dict[str, int]]:
     """For each position in a lane: parameter -> bytes of weights and state on a rank there, in the order of the model.
 
     trained: name -> its `StateSize`. lane: a layout with the whole model on one lane. Raises ValueError for a module

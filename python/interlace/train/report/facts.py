@@ -8,13 +8,17 @@ import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from interlace import _device
 from interlace.model.naming import LANGUAGE_MODEL, short_names
+
+if TYPE_CHECKING:
+    from interlace.layout import Layout
+    from interlace.model import MultimodalModel
 
 MOST_RANKS = 64
 """Maximum number of ranks with a row on the page."""
@@ -43,7 +47,7 @@ class Facts(NamedTuple):
     machine: dict[str, str]
 
 
-def facts_of(model: Any, layout: Any) -> Facts:
+def facts_of(model: MultimodalModel, layout: Layout) -> Facts:
     """Facts of a `MultimodalModel` (its weights may be on the meta device) on a `Layout`."""
     ranks = [_of_rank(layout, rank) for rank in range(min(layout.world, MOST_RANKS))]
     return Facts(list(_modules(model)), ranks, layout.world, machine())

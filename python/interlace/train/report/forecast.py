@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from interlace.train.models.tuning import Rates, rates
 from interlace.train.optim import Optimizer
 from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
+
+if TYPE_CHECKING:
+    from interlace.run.parallel_model import ParallelModel
 
 NAME = "costs.json"
 SECONDS = 4.0  # time budget for layers
@@ -138,7 +141,7 @@ def load(path: Path) -> tuple[FittedCosts, Links]:
 class Forecast:
     """Predictions of a run's logged steps, on rank 0. parallel: the run's model, which supplies the lists."""
 
-    def __init__(self, config: Config, parallel: Any, costs: FittedCosts, links: Links) -> None:
+    def __init__(self, config: Config, parallel: ParallelModel, costs: FittedCosts, links: Links) -> None:
         from interlace.estimate.predictor import Predictor
 
         self._parallel = parallel

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -24,8 +24,12 @@ from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run.tables.table import Lengths
 from interlace.schedule import StepTable
 from interlace.schedule.actions import COMPUTE
+from interlace.simulate import Timeline
 from interlace.train.report.trackers import Trackers
 from interlace.train.runfolder import write_whole
+
+if TYPE_CHECKING:
+    from interlace.run.parallel_model import ParallelModel
 
 LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT = "loss_metrics/held_out_loss"
@@ -173,7 +177,7 @@ def computed_tokens(samples: Sequence[Any], encoders: Mapping[str, Any]) -> dict
     return found | {LANGUAGE_MODEL: sum(map(len, samples))}
 
 
-def dispatch_metrics(parallel: Any, table: StepTable, samples: Sequence[Any]) -> dict[str, float]:
+def dispatch_metrics(parallel: ParallelModel, table: StepTable, samples: Sequence[Any]) -> dict[str, float]:
     """Load balance over replicas, with and without `train.balance`, and bytes moved.
 
     For each module with replicas: estimated cost of the costliest replica over the mean. Empty if no module has
@@ -258,7 +262,7 @@ def free_memory() -> int | None:
     return min(found, default=None)
 
 
-def pipeline_metrics(timeline: Any) -> dict[str, float]:
+def pipeline_metrics(timeline: Timeline) -> dict[str, float]:
     """Busy time per module and bubble of a measured step, in percent of its duration.
 
     If samples are assigned by estimated work (`train.assign`), also the number of deferred samples and the spread of
@@ -266,7 +270,7 @@ def pipeline_metrics(timeline: Any) -> dict[str, float]:
     """
     values = {f"{BUSY}{name}": 100.0 * share for name, share in timeline.utilization.items()}
     values["bubble(%)"] = 100.0 * timeline.bubble
-    table: StepTable | None = timeline.table
+    table = timeline.table
     if table is not None and table.work is not None:
         seconds: dict[int, float] = {}
         for record in timeline.records():

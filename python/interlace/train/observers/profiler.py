@@ -6,8 +6,7 @@ Recording slows a step down, so such steps are left out of throughput. A failed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch
 
 from interlace.train.config.log import Profile
 from interlace.train.launch import launcher
+from interlace.train.observers.base import Observer, Taken
+from interlace.train.progress import Progress
 
 
-class Profiler:
+class Profiler(Observer):
     """Recording of this rank, if ``log.profile`` selects it."""
 
     def __init__(self, profile: Profile | None, folder: Path, rank: int) -> None:
@@ -30,12 +31,11 @@ class Profiler:
         """True if `step` is recorded on any rank, or warms the profiler up. Equal on all ranks."""
         return self.profile is not None and self.profile.start - 1 <= step < self.profile.start + self.profile.steps
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Context of a step: begins and ends the recording if the step is in range."""
+    def before_step(self, step: int) -> None:
         if self.records and self._running is None and self.slows(step):
-            self._try(lambda: self._begin(step))
-        yield
+            self._try(lambda: self._start(step))
+
+    def after_step(self, taken: Taken, progress: Progress) -> None:
         if self._running is not None:
             self._try(self._next)
 
@@ -45,7 +45,7 @@ class Profiler:
             self._try(self._running.stop)
             self._running = None
 
-    def _begin(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         """Records from `step` on. A run that resumes within the range records the rest of it."""
         assert self.profile is not None
         warmup = int(step < self.profile.start)
@@ -73,7 +73,7 @@ class Profiler:
         recording.export_chrome_trace(str(self.path))
         launcher.say(f"interlace: recorded {self.path}: open it in https://ui.perfetto.dev")
 
-    def _try(self, work: Any) -> None:
+    def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:

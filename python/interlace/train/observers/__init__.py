@@ -1,0 +1,1 @@
+"""Observers of the trainer: metrics, validation, checkpoints and recordings beside its steps."""
