@@ -70,6 +70,13 @@ def scheduled(chunks):
     return *arguments, True, True, *_core.schedule_lists(*arguments, *GPIPE), *nothing
 
 
+def in_order(chunks):
+    """Every forward of a step of one stage after the other, then every backward."""
+    arguments = step(chunks)
+    jobs = np.arange(len(_core.schedule_jobs(*arguments, True)[0]), dtype=np.int32)
+    return *arguments, np.concatenate([4 * jobs, 4 * jobs[::-1] + 1]), True, True, False
+
+
 # Name -> (function, its argument factory). A function with two slow code paths has an entry for each.
 CALLS = {
     "assign_lpt": (_core.assign_lpt, lambda: (some(8 * MILLION), MILLION, None)),
@@ -102,6 +109,7 @@ CALLS = {
     "pipeline_makespan": (_core.pipeline_makespan, lambda: (*pipeline(4000, 1000), np.arange(4000))),
     "schedule_jobs": (_core.schedule_jobs, lambda: (*step(4 * MILLION), True)),
     "schedule_lists": (_core.schedule_lists, lambda: (*step(MILLION), *AUTOMATIC)),
+    "schedule_of_order": (_core.schedule_of_order, lambda: in_order(2 * MILLION)),
     "schedule_bound": (_core.schedule_bound, lambda: (*step(4 * MILLION), True, some(16 * MILLION))),
     "schedule_check": (_core.schedule_check, lambda: scheduled(2 * MILLION)),
     "partition": (_core.partition, lambda: (some(8 * MILLION), 4 * MILLION)),

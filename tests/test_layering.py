@@ -147,3 +147,20 @@ def _module_of(name: str, names: Container[str]) -> str:
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
+
+
+def test_every_imported_module_exists() -> None:
+    """Also inside functions and under TYPE_CHECKING, in the package, its tests and bench/."""
+    sources = [path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+    names = {"interlace._core", "interlace.kernels", *(module for _, module, _ in modules())}
+    missing = []
+    for path in [*sources, *(path for path, _, _ in modules())]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("interlace."):
+                if node.module not in names:
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.startswith("interlace.") and alias.name not in names:
+                        missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {alias.name}")
+    assert not missing

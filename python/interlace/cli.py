@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "simulate":  # makes few cycles; gc takes 1 s of 10 s for a cluster
         gc.disable()
     try:
-        module, function = options.run.split(":")
+        module, function = options.function.split(":")
         run = getattr(importlib.import_module(f"interlace.train.commands.{module}"), function)
         return int(run(options))
     finally:
@@ -149,7 +149,7 @@ class _Commands:
         """
         sentence = summary[0].upper() + summary[1:]
         command = self._added.add_parser(name, help=summary, description=f"{sentence}. {more}".strip())
-        command.set_defaults(run=run, prog=command.prog)
+        command.set_defaults(function=run, prog=command.prog)
         command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
         if config:
             command.add_argument("config", type=_path, help="TOML file, such as configs/stamps.toml")

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_named():
         (lambda: shard_mask(BitfieldMask.causal(2, 9), shards, 0), "the mask has 9 tokens"),
         (lambda: shard_mask(mask, shards, -1), "rank must lie between"),
         (lambda: unshard(x, shards), "shards was made for 2 ranks, but the group has 1"),
-        (lambda: run_local(2, lambda g: unshard(x, shards, g)), "2 sequences of 21 tokens, but every rank .* 2 of 12"),
+        (lambda: run_local(2, lambda g: unshard(x, shards, g)), "2 sequences of 21 tokens, expected 2 of 12"),
         (lambda: run_local(2, lambda g: unshard(x[:, :12], shards, g, length=25)), "length must lie between 0 and 24"),
     ]:
         with pytest.raises(ValueError, match=message):

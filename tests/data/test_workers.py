@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.transports.shm import born
+from interlace.comm.transports.shm import start_time_of
 from interlace.data import Loader, RowLoader, Sample
 from interlace.data.workers import pool as workers
 from interlace.data.workers.decode_cache import PREFIX, Place
@@ -293,7 +293,7 @@ def test_workers_end_with_their_trainer(tmp_path):
     process.kill()
     process.join()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    while any(born(pid) is not None for pid in pids):
+    while any(start_time_of(pid) is not None for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     while list(tmp_path.glob(f"{PREFIX}*")):  # the last worker removes the folder

@@ -209,7 +209,7 @@ def refuse(rank: int) -> str:
 def test_a_batch_that_one_replica_refuses_stops_both_at_once():
     results = run_ranks(2, refuse)
     assert [kind for kind, _ in results] == ["returned", "returned"], results
-    assert "rank 1 refused" in results[0][1] and "at least one sample" in results[1][1]
+    assert "rank 1 rejected" in results[0][1] and "at least one sample" in results[1][1]
 
 
 def lose_peer(rank: int, world: int, how: str, crash_folder: str) -> tuple[str, float]:

@@ -95,7 +95,7 @@ def test_own_optimizer_shards_weights_only_if_elementwise(mine: Any) -> None:
         if fits:
             check_degrees(config, ToyModel())
         else:
-            with pytest.raises(ConfigError, match=r"computes with whole matrices.*shard = 'optimizer'"):
+            with pytest.raises(ConfigError, match=r"needs whole matrices.*shard = 'optimizer'"):
                 check_degrees(config, ToyModel())
 
 

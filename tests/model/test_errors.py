@@ -173,7 +173,7 @@ def test_modules_that_cannot_be_used():
         def forward(self, waveform):
             return waveform
 
-    with pytest.raises(ValueError, match=r"takes none of .*: pass an image, audio or text model"):
+    with pytest.raises(ValueError, match=r"takes none of .*: pass a model of image, audio or text"):
         ModalityModule(Sound())
 
     class Grid(Sound):
@@ -211,7 +211,9 @@ def test_attention_dropout_is_refused_in_training():
     mllm = build(None, None, language=lambda: qwen2(attention_dropout=0.1))
     batch = mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 4)])
     mllm.eval()(**batch)
-    with pytest.raises(ValueError, match=r"Qwen2Attention drops .*\(attention_dropout = 0\.1 in Qwen2Config\)"):
+    with pytest.raises(
+        ValueError, match=r"Qwen2Attention has attention dropout .*\(attention_dropout = 0\.1 in Qwen2Config\)"
+    ):
         mllm.train()(**batch)
 
 

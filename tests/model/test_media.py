@@ -56,7 +56,7 @@ def test_what_is_loaded_is_checked_and_an_error_is_not_kept():
         Media((3, 4, 4), 1, load=Spy(torch.zeros(3, 4, 8))).data  # noqa: B018
     with pytest.raises(TypeError, match="normalise"):
         Media((3, 4, 4), 1, load=Spy(torch.zeros(3, 4, 4, dtype=torch.uint8))).data  # noqa: B018
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="pass one of the two"):
         Media((3, 4, 4), 1, torch.zeros(3, 4, 4), Spy(None))
     item = Media((3, 4, 4), 1, load=Spy(torch.ones(3, 4, 4), failures=1))
     with pytest.raises(OSError, match="not yet"):

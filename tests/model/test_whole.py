@@ -261,7 +261,7 @@ def test_models_of_modules_are_folders(tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     batch = zoo.samples(mllm)
     assert torch.equal(mllm(**mllm.collate(batch)).loss, again(**again.collate(batch)).loss)
-    with pytest.raises(ValueError, match="put together from modules"):
+    with pytest.raises(ValueError, match="built from modules"):
         mllm.whole()
 
 
@@ -312,7 +312,7 @@ def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
         (encoder, "layer_path", "encoder.others", "vision has layers='encoder.others', which cannot be stored"),
         (settings, "layer_path", "model.others", "language_model has layers='model.others'"),
         (settings, "positions", lambda sample: None, "has callbacks, which cannot be stored"),
-        (settings, "deepstack", 1, "deepstack"),
+        (settings, "deepstack", 1, "DeepStack"),
     ):
         before = getattr(owner, key)
         setattr(owner, key, value)

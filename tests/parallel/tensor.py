@@ -42,5 +42,5 @@ def whole_linear(layer):
     """The whole nn.Linear of a shard, on every rank. Collective."""
     whole = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     for key, parameter in layer.named_parameters():
-        whole.register_parameter(key, nn.Parameter(layer.whole(key, parameter).clone(), parameter.requires_grad))
+        whole.register_parameter(key, nn.Parameter(layer.gather(key, parameter).clone(), parameter.requires_grad))
     return whole.train(layer.training)

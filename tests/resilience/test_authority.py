@@ -115,7 +115,7 @@ def test_a_node_lost_as_others_end_ends_the_run(first: str) -> None:
     for step in steps if first == "ends" else reversed(steps):
         step()
     authority.decide({}, 1.0 + 2 * TOGETHER, 0.0)
-    assert authority.over and "when others had ended already" in authority.ended
+    assert authority.over and "lost after other nodes had finished" in authority.ended
 
 
 def test_node_that_misses_the_rendezvous_is_lost_as_hung() -> None:

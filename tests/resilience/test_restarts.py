@@ -162,7 +162,7 @@ def test_restarted_coordinator_refuses_nodes_of_another_config(tmp_path: Path) -
         run.settings = replace(SETTINGS, nodes=5)
         (other,) = run.start()
         other.join(PATIENCE)
-        assert other.exitcode == 3 and "start all nodes with one config" in said_by_supervisors(tmp_path)
+        assert other.exitcode == 3 and "start all nodes with the same config" in said_by_supervisors(tmp_path)
         run.supervisors.remove(other)
         in_the_end(run, run.finish())
 
@@ -170,7 +170,7 @@ def test_restarted_coordinator_refuses_nodes_of_another_config(tmp_path: Path) -
 def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
     with cluster(tmp_path, replace(SETTINGS, nodes=2), (vote_on_steps, 3, 0.01), 2, Mortal) as run:
         in_the_end(run, 3)
-    with pytest.raises(ResilienceError, match=r"is over .*trained to the end.*remove the file"):
+    with pytest.raises(ResilienceError, match=r"has ended .*training is complete.*remove the file"):
         Coordinator("127.0.0.1", 0, state=tmp_path / "state")
     assert (
         main(["coordinator", "--port", "0", "--state", str(tmp_path / "state")]) == 2

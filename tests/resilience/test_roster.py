@@ -132,9 +132,9 @@ def test_a_rank_that_gave_up_changes_no_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "no generation"),
+        ("[]", "invalid generation"),
         ("{", "Expecting"),
-        ('{"number": 1}', "no generation"),
+        ('{"number": 1}', "invalid generation"),
     ],
 )
 def test_what_is_no_generation_is_refused(text: str, words: str) -> None:

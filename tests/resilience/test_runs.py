@@ -183,7 +183,7 @@ def test_nodes_of_another_config_are_refused(tmp_path: Path) -> None:
         other.join(60.0)
         assert other.exitcode == 3
         said = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
-        assert "start all nodes with one config" in said and len(run.journal("came")) == 1
+        assert "start all nodes with the same config" in said and len(run.journal("came")) == 1
 
 
 def give_up_once(folder: Path, steps: int) -> None:
@@ -246,7 +246,7 @@ def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> Non
         assert run.end() == 1
         assert len(run.generations()) == 2 and len(run.journal("lost")) == 2
         why = run.journal("end")[0]["why"]
-        assert why.count("record 17 of chats.jsonl is broken") == 1 and "go on with --resume" in why
+        assert why.count("record 17 of chats.jsonl is broken") == 1 and "continue with --resume" in why
         assert "what else" not in why
 
 

@@ -423,9 +423,9 @@ def test_what_cannot_be_taken_up_is_refused_by_name(tmp_path: Path) -> None:
     written(path, 1)
     first = json.loads(path.read_bytes().splitlines()[0])
     for raw, why in (
-        (b"", "cut short"),
+        (b"", "truncated"),
         (b"no json\n", "JSONDecodeError"),
-        (json.dumps(first | {"interlace coordinator": 99}).encode() + b"\n", "format 99"),
+        (json.dumps(first | {"interlace coordinator": 99}).encode() + b"\n", "format is 99"),
         (json.dumps(first).encode() + b'\n[3, 1, "perhaps"]\n', "perhaps"),
         (json.dumps(first).encode() + b"\nno json\n[3, 1]\n", "JSONDecodeError"),
     ):

@@ -220,7 +220,7 @@ def test_a_failed_step_leaves_the_next_one_whole():
         ("none", None, "at least one sample"),
         ("good", 0, "at least 1"),
         ("mixed", None, "mixes"),
-        ("groups", 3, "leave it"),
+        ("groups", 3, "omit microbatches"),
     ],
 )
 def test_impossible_batches_are_refused(samples, microbatches, message):

@@ -394,7 +394,7 @@ def test_every_op_is_run_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows[-1, 0] = CODES[Op.OPTIMIZER_STEP]
     other = Schedule(made.name, made.graph, made.table, rows, made.first)
     monkeypatch.setattr(ParallelModel, "schedule", lambda *_, **__: other)
-    with pytest.raises(PipelineError, match="does not know OPTIMIZER_STEP"):
+    with pytest.raises(PipelineError, match="does not support OPTIMIZER_STEP"):
         parallel.step(batch)
 
 

@@ -49,7 +49,7 @@ def test_texts_are_short_and_readable() -> None:
         ("F:vision@3", "not an action"),
         ("X:vision/0@3", "unknown op 'X'"),
         ("F_GRAD:vision/0@3", "unknown op 'F_GRAD'"),
-        ("SEND:vision/0@3<2", "write the peer of SEND after '>'"),
+        ("SEND:vision/0@3<2", "SEND writes its peer after '>'"),
     ],
 )
 def test_other_text_is_refused(text: str, says: str) -> None:

@@ -208,7 +208,7 @@ def test_too_little_memory_is_refused() -> None:
         one_f_one_b(both, table, in_flight=1)
     with pytest.raises(ValueError, match="in_flight is 0: it must be at least 1"):
         one_f_one_b(both, table, in_flight=0)
-    with pytest.raises(ValueError, match="memory_limit has 1 entries, expected one or 2 \(ranks\)"):
+    with pytest.raises(ValueError, match=r"memory_limit has 1 entries, expected one or 2 \(ranks\)"):
         one_f_one_b(both, table, memory_limit=[3.0])
 
 

@@ -121,7 +121,7 @@ def test_check_finds_every_planted_fault_by_line_and_reason(user: Place, capsys:
     assert f"{len(right) + len(lines)} records, {len(right)} usable, 0 cut, {len(lines)} left out" in told
     page = html.unescape((user.at / "page.html").read_text())
     for number, (kind, words, line) in enumerate(FAULTS, len(right) + 1):
-        rows = re.findall(rf"/train\.jsonl:{number}</td>.*?</tr>", page, flags=re.S)
+        rows = re.findall(rf"/train\.jsonl:{number}<td>[^\n]*", page)
         assert len(rows) == 1 and kind in rows[0] and words in rows[0], (number, words, line[:100], rows)
     assert not lost(before, user.contents())
 

@@ -110,7 +110,7 @@ def test_targets(targets: str, count: int) -> None:
         ),
         (
             ["train.lora.dropout=0.1", "parallel.language_model={tp=2, cp=2}"],
-            r"dropout = 0.1: the tp = 2 and cp = 2 ranks of language_mod",
+            r"dropout = 0.1: not supported with tp = 2 and cp = 2 ranks of language_mod",
         ),
     ],
 )

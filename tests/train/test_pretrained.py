@@ -114,9 +114,9 @@ def damaged(folders: dict[str, Path], tmp_path: Path, name: str, change: Any) ->
 
 WRONG: list[tuple[Any, str]] = [
     (lambda w, t: w.pop("model.layers.1.mlp.up_proj.weight"), "has no weight 'model.layers.1.mlp.up_proj.weight'"),
-    (lambda w, t: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "which LlamaForCausalLM with"),
-    (lambda w, t: w.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight', which Llama"),
-    (lambda w, t: t.update(num_hidden_layers=1), "has 'model.layers.1.input_layernorm.weight', which LlamaForCausalLM"),
+    (lambda w, t: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "but LlamaForCausalLM with"),
+    (lambda w, t: w.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight', but Llama"),
+    (lambda w, t: t.update(num_hidden_layers=1), "has 'model.layers.1.input_layernorm.weight', but LlamaForCausalLM"),
     (
         lambda w, t: w.update({"model.norm.weight": torch.zeros(7)}),
         r"model.norm.weight has shape \[7\], but \[\d+\] follows",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
-from interlace.data.media import AudioSpec, ImageSpec
+from interlace.modalities.base import Spec
 from interlace.model.sample import IGNORE, Sample
 
 
@@ -45,7 +45,7 @@ class DatasetSetup:
     tokenizer: Tokenizer
     placeholders: Mapping[str, int | Sequence[int]]
     tokens: Mapping[str, Callable[..., int]]
-    specs: Mapping[str, ImageSpec | AudioSpec]
+    specs: Mapping[str, Spec]
     processor: Any
     max_tokens: int | None
     seed: int

@@ -310,7 +310,7 @@ class Image(Modality):
     name = "image"
     suffixes = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".svg")
     question = "Describe the picture."
-    wanted = "pictures (3, height, width) of square patches"
+    wanted = "images (3, height, width) of square patches"
     size_keys = ("width", "height")
     limits = PIXELS
     encoder = "vision"

@@ -203,7 +203,7 @@ def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture
             ["simulate", "failures", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "4", "--min-nodes", "3"],
             "4 nodes cannot hold 2 pipelines of 3 nodes",
         ),
-        (["simulate", "failures", "--make-trace", "ec2", "--nodes", "1"], "--make-trace: 1 nodes"),
+        (["simulate", "failures", "--make-trace", "ec2", "--nodes", "1"], "--make-trace: nodes is 1"),
         (["simulate", "failures", "--make-trace", "ec2", "--hours", "0"], "--hours 0: more than 0"),
         (["simulate", "failures", "{}/tiny.toml", "--make-trace", "ec2"], "leave out the config"),
     ],

@@ -9,9 +9,6 @@ import pytest
 from interlace.cli import main, parser
 from interlace.data.chats.encoding.tokens import TokenizerFormat
 from interlace.train.commands.generate import turns_of
-from tests.train.own_data import in_process, own
-
-__all__ = ["in_process", "own"]
 
 
 def test_media_and_texts_keep_their_order() -> None:

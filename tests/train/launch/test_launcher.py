@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.comm.transports.shm import born
+from interlace.comm.transports.shm import start_time_of
 from interlace.train import runfolder
 from interlace.train.config.load import ConfigError, from_table
 from interlace.train.launch import launcher
@@ -202,7 +202,7 @@ def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 120
-    while born(pid) is not None:
+    while start_time_of(pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -335,7 +335,7 @@ class Authority:
             self._publish(self.roster.next(now - self._began), now)
             return
         if self._broken is not None and self._finishing:  # finished ranks cannot enter another generation
-            self._stop("a node was lost when others had ended already: resume the run")
+            self._stop("a node was lost after other nodes had finished: resume the run")
             return
         prefix = prefix_of(self.generation)
         if self._aborted is None and self._broken is None and self._count(f"{prefix}/{ABORTED}"):

@@ -297,7 +297,7 @@ class Coordinator:
             supervised.line.say("goodbye", why=reason)
         supervised.line.close()
 
-    def _report_event(self, event: str, **values: Any) -> None:
+    def _report_event(self, event: str, /, **values: Any) -> None:
         words = ", ".join(f"{key} {value}" for key, value in values.items())
         self._log(f"{event}: {words}")
         if self._journal is not None:
