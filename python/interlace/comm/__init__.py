@@ -1,7 +1,7 @@
 """Communication: channels, collectives, communication overlap and process bookkeeping.
 
 - `process`: rendezvous, groups, agreement between ranks, lost peers, the flight recorder, traces.
-- `transports`: move bytes, one file per implementation; `choose` selects the transport of a group.
+- `transports`: move bytes, one file per implementation; `transports/choose` selects the transport of a group.
 - `collectives`: torch's collectives with sums in a fixed order; shards of context-parallel sequences.
 - `overlap`: collectives overlapped with matrix products and attention; deferred weight gradients.
 - `channels`: point-to-point messages of the pipeline executor, between threads or processes.

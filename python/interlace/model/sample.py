@@ -106,8 +106,9 @@ class Sample:
     input_ids: int64 [L]; each media item appears as `tokens` consecutive copies of its modality's placeholder id
     labels:    int64 [L], already shifted: labels[t] is the target after input_ids[t]; IGNORE (-100) = no target.
                For unshifted labels (HuggingFace's convention), use Sample.from_unshifted
-    media:     modality -> its items in order of appearance in input_ids. Every rank needs ids, labels and shapes of all
-               samples. Only ranks that read an item need its data
+    media:     encoder name -> its items in order of appearance in input_ids; images and videos of one encoder are in
+               one list. Every rank needs ids, labels and shapes of all samples. Only ranks that read an item need its
+               data
     name:      for messages
     digest:    64-bit hash of ids and labels, set by the rank that read the sample from a stream. With it, ranks compare
                samples that only some of them hold
@@ -166,7 +167,7 @@ class SampleOutline:
     length, targets: number of tokens, and of tokens with a target.
     media: shapes; also data if this rank has it.
     digest, name: as in Sample.
-    starts: modality -> start of each of its items in the tokens.
+    starts: encoder name -> start of each of its items in the tokens.
     Access to ids or labels raises an error: they are on another rank.
     """
 

@@ -7,5 +7,5 @@
 - `member`: generation and votes of a rank. `link`: its connection to the coordinator's store.
 - `takeover`: copies layers between ranks. `environment`: environment variables of a rank.
 
-Supervisors import no torch; `member` and `coordinator/` do.
+Supervisors import no torch. `member`, `link`, `takeover` and the process of the coordinator do.
 """

@@ -1,7 +1,9 @@
 """Trainer: builds model, data and layout from a config, then runs the same training loop on every rank.
 
 - `config/`: sections and keys, TOML and --set. `models/`: model and layout of a config. `data/`: batches.
-- `trainer`: training loop of one rank. `rank`: a rank from start to end. `optim`: optimizers and learning rates.
+- `job`: the steps that make the training of a rank. `rank`: a rank of a fixed run. `trainer`: the training loop.
+- `observers/`: measure, validate and save after steps. `progress`: state of the loop that a resumed run needs.
+- `optim`: optimizer and learning rates. `device`: GPU or CPU.
 - `watching`: averages, early stop, loss scale. `runfolder`: files of a run. `selection`: selection of a checkpoint.
 - `launch/`: starts ranks and coordinates them. `checkpoint/`: saving and resuming. `elastic/`: nodes that join and
   leave.

@@ -1,1 +1,1 @@
-"""Pictures of simulated steps and runs as SVG: timelines, layouts, loads, recoveries."""
+"""Pictures (PNG, SVG) and HTML pages of steps and runs, and their style, which `train/report` uses too."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from interlace.model.lora import add_lora
 from interlace.model.patterns import ENCODERS, Names, is_adapter
-from interlace.train import optimizers
+from interlace.train import optim
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 
@@ -155,8 +155,8 @@ def summary(model: nn.Module, rates_of: Mapping[str, Rates]) -> list[str]:
 def _check_whole(config: Config, model: nn.Module, source: str) -> None:
     """Raises ConfigError for an unusable optimizer, and for one that needs whole matrices but would have shards."""
     optimizer = config.train.optimizer
-    optimizers.check(config.train, source=source)
-    if not optimizers.needs_whole_weights(optimizer):
+    optim.check(config.train, source=source)
+    if not optim.needs_whole_weights(optimizer):
         return
     for name in config.modules():
         spec = config.parallel.module(name)

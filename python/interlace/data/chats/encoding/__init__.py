@@ -1,6 +1,6 @@
-"""Encoding of a chat: templates, tokens, processors, media and their sizes.
+"""Encoding of a chat: templates, tokens, processors, media. Sizes from file headers: `interlace.modalities`.
 
-- `template`: answer spans in a rendered template. `tokens`: ids and targets. `headers`: sizes from file headers.
-- `processor`: for whole checkpoints. `processor_parts`: parts of processors. `media`, `video`: media tensors.
+- `template`: answer spans in a rendered template. `tokens`: ids and targets. `media`: media tensors.
+- `processor`: for whole checkpoints. `processor_parts`: parts of processors.
 - `load`: tokenizers and processors of folders. `bpe`: a tokenizer for the stamps.
 """

@@ -3,6 +3,8 @@
 JSON lines are read in place: a record is an offset into the user's file. Formats without such offsets (JSON lists,
 parquet, folders of HuggingFace `datasets`, tars) are copied once to JSON lines. Pictures inside tables are extracted
 to files; those inside tars stay there. Large files are read in pieces, which processes may share (`index`).
+
+To add a format: `kind_of` names it, `numbered` calls its reader, which yields one dict per record.
 """
 
 from __future__ import annotations

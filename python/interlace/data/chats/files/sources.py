@@ -1,4 +1,4 @@
-"""One record from a file to a chat, by the rules of its source; and change detection for its media."""
+"""Reads the JSON of one record and parses it to a chat; change detection for its media."""
 
 from __future__ import annotations
 
