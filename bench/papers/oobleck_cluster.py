@@ -1,7 +1,7 @@
 """Cluster that loses and gains nodes under Oobleck, Varuna and Bamboo: how its time is spent.
 
 Recovery and speed come from `interlace.simulate` (`elastic_job`, `recovery`, `failure_trace`), which `interlace
-simulate --trace` replays for any config. This module has the paper's cluster and models, and events without names.
+simulate failures` replays for any config. This module has the paper's cluster and models, and events without names.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ def test_own_optimizer_goes_on_from_its_saved_state(mine: Any) -> None:
     [
         ("Counts", {}, "keeps its state 'step' as int: keep it as a tensor"),
         ("Remembers", {}, "does not begin with a state of zeros"),
+        ("Slows", {}, "does not continue from its saved state"),
         ("Raises", {}, r"failed in a trial update of a \(4, 3\) weight: no rows today"),
         ("Counts", {"speed": 3}, "cannot be created with {'speed': 3}: .*unexpected keyword argument 'speed'"),
         ("NOTHING", {}, "is not a subclass of torch.optim.Optimizer"),

@@ -39,6 +39,17 @@ class Remembers(Counts):
                 weight.lerp_(state["first"], 0.5).sub_(weight.grad, alpha=group["lr"])
 
 
+class Slows(Counts):
+    """Keeps a counter in its groups, which checkpoints do not have."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / group["k"])
+
+
 class Raises(Counts):
     def step(self) -> None:  # type: ignore[override]
         raise RuntimeError("no rows today")

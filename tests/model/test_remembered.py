@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+import interlace
+from interlace import _core
 from interlace.model import MultimodalModel
 from interlace.model.collate import JOINED
 from interlace.model.counting.layers import counted
@@ -54,6 +56,12 @@ def never(*_: Any) -> Any:
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("encoder._packing", "language._packing", "whole._bidirectional"):
         monkeypatch.setattr(f"interlace.model.probe.{where}", never)
+
+
+def test_the_cache_knows_all_code_of_the_package() -> None:
+    root = Path(interlace.__file__).parent
+    names = {str(path.relative_to(root)) for path in remembered._files(root)}
+    assert names >= {"attention/op.py", "masks/rule.py", "kernels/bitfield_common.py", Path(_core.__file__).name}
 
 
 def of(name: str) -> MultimodalModel:

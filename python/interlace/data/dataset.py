@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -104,7 +105,7 @@ class SampleDataset(Dataset[Sample], ABC):
     def __getitem__(self, index: int) -> Sample:
         return self.sample(index)
 
-    @property
+    @cached_property
     def token_lengths(self) -> np.ndarray:
         """int64 [n], tokens of each sample, in every epoch. The default makes all samples: override it for large
         data."""

@@ -177,11 +177,20 @@ def first_state(kind: str, parameter: nn.Parameter, train: Train) -> dict[str, T
         return {"step": step, "row_var": like[..., :1].clone(), "col_var": like[..., :1, :].clone()}
     if kind in ("sgd", "muon"):
         return {"momentum_buffer": like} if train.momentum or kind == "muon" else {}
-    device = torch.device("cpu") if parameter.is_meta else parameter.device
-    probe = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
-    optimizer = _own(kind, [{"params": [probe]}], train)
-    _update(optimizer, probe, torch.zeros_like(probe))
-    return {key: torch.zeros_like(tensor) for key, tensor in optimizer.state[probe].items()}
+    if not parameter.is_meta:
+        return _state_of_a_copy(kind, parameter, parameter.device, train)
+    try:  # shapes alone, without memory
+        return _state_of_a_copy(kind, parameter, torch.device("meta"), train)
+    except Exception:  # the class reads values, which meta tensors do not have
+        return _state_of_a_copy(kind, parameter, torch.device("cpu"), train)
+
+
+def _state_of_a_copy(kind: str, parameter: nn.Parameter, device: torch.device, train: Train) -> dict[str, Tensor]:
+    """Zeros in the shapes of the state after an update of a copy of a parameter."""
+    copy = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+    optimizer = _own(kind, [{"params": [copy]}], train)
+    _update(optimizer, copy, torch.zeros_like(copy))
+    return {key: torch.zeros_like(tensor) for key, tensor in optimizer.state[copy].items()}
 
 
 def needs_whole_weights(kind: str) -> bool:
@@ -199,33 +208,49 @@ def check(train: Train, *, source: str = "config") -> None:
         return
     key = f"{source}: [train] optimizer = {train.optimizer!r}"
     for shape in ((4, 3), (5,)):
-        runs = []
-        for resumed in (False, True):
-            weight = nn.Parameter(torch.linspace(-1.0, 1.0, int(torch.Size(shape).numel())).reshape(shape))
-            group = {"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}
-            try:
-                optimizer = _own(train.optimizer, [group], train)
-                if resumed:
-                    optimizer.state[weight].update(first_state(train.optimizer, weight, train))
-                for number in (1, 2):
-                    _update(optimizer, weight, weight.detach().cos() * number)
-            except ConfigError as error:
-                raise ConfigError(f"{source}: [train] {error}") from None
-            except Exception as error:  # a user's class may raise anything
-                text = " ".join(str(error).split()) or type(error).__name__
-                raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {text}") from None
-            state = optimizer.state[weight]
-            if wrong := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        size = torch.Size(shape).numel()
+        weight = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
+        try:
+            optimizer = _own(train.optimizer, [_group(weight, train)], train)
+            _update(optimizer, weight, weight.detach().cos())
+            if wrong := [name for name, value in optimizer.state[weight].items() if not isinstance(value, Tensor)]:
+                kind = type(optimizer.state[weight][wrong[0]]).__name__
                 raise ConfigError(
-                    f"{key} keeps its state {wrong[0]!r} as {type(state[wrong[0]]).__name__}: keep it as a tensor, so "
+                    f"optimizer = {train.optimizer!r} keeps its state {wrong[0]!r} as {kind}: keep it as a tensor, so "
                     "that checkpoints include it"
                 )
-            runs.append([weight.detach(), *state.values()])
-        if len(runs[0]) != len(runs[1]) or not all(map(torch.equal, *runs)):
+            resumed = nn.Parameter(weight.detach().clone())
+            other = _own(train.optimizer, [_group(resumed, train)], train)
+            state = first_state(train.optimizer, resumed, train)
+            for name, value in optimizer.state[weight].items():
+                state[name].copy_(value)
+            other.state[resumed].update(state)
+            for each, parameter in ((optimizer, weight), (other, resumed)):
+                _update(each, parameter, parameter.detach().sin())
+            fresh = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
+            begun = _own(train.optimizer, [_group(fresh, train)], train)
+            begun.state[fresh].update(first_state(train.optimizer, fresh, train))
+            _update(begun, fresh, fresh.detach().cos())
+            _update(begun, fresh, fresh.detach().sin())
+        except ConfigError as error:
+            raise ConfigError(f"{source}: [train] {error}") from None
+        except Exception as error:  # a user's class may raise anything
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {text}") from None
+        if not torch.equal(weight, resumed):
+            raise ConfigError(
+                f"{key} does not continue from its saved state: keep all of its state as tensors in "
+                "optimizer.state[parameter], not in groups or attributes"
+            )
+        if not torch.equal(weight, fresh):
             raise ConfigError(
                 f"{key} does not begin with a state of zeros, which checkpoints assume of weights without a gradient: "
                 "initialize its state with zeros"
             )
+
+
+def _group(weight: nn.Parameter, train: Train) -> dict[str, Any]:
+    return {"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}
 
 
 def _update(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradient: Tensor) -> None:

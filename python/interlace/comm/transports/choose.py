@@ -118,14 +118,18 @@ def connect(
     )
 
 
-def capabilities(wanted: str = "auto") -> dict[str, Capabilities]:
+def capabilities(wanted: str = "auto", device: str = "cpu") -> dict[str, Capabilities]:
     """Capabilities of each transport in this process, best first for each kind of device.
 
-    wanted: a further transport to list, if it is a user's class.
+    wanted: a further transport to list, if it is a user's class; one that cannot be imported is missing for `device`.
     """
     by_name = {"local": LocalTransport.capabilities()}
     for name in _names(wanted):
-        transport = _class_of(name)
+        try:
+            transport = _class_of(name)
+        except ValueError as error:  # reported to the other ranks, which would otherwise wait for this one
+            by_name[name] = Capabilities(name, device, missing=str(error))
+            continue
         by_name[name] = (
             transport.capabilities() if transport else Capabilities(name, "cuda", missing="not in this version")
         )
@@ -172,7 +176,7 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
         "card": _card(device),
         "can": {
             name: [able.device, able.one_host, able.missing]
-            for name, able in capabilities(wanted).items()
+            for name, able in capabilities(wanted, device.type).items()
             if name != "local"
         },
     }

@@ -178,11 +178,17 @@ def _plain(constant: Any) -> str:
     return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
+def _files(root: Path) -> list[Path]:
+    """Code of the package. kernels is a symlink, which rglob does not follow in every version of Python."""
+    folders = (root, root / "kernels")
+    return sorted({path for folder in folders for pattern in ("*.py", "*.so") for path in folder.rglob(pattern)})
+
+
 @cache
 def _versions() -> tuple[Any, ...]:
     """Versions of the libraries; for this package its files, which change during development."""
-    root = Path(__file__).resolve().parents[1]
-    files = sorted(path for pattern in ("*.py", "*.so") for path in root.rglob(pattern))
+    root = Path(interlace.__file__).resolve().parent
+    files = _files(root)
     own = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return torch.__version__, transformers.__version__, zlib.crc32(repr(own).encode())
 

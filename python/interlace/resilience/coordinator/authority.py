@@ -245,11 +245,12 @@ class Authority:
     def _joined_too_late(self, generation: Generation) -> set[str]:
         """Nodes that joined with a generation although the step before it was the last one: they have nothing to train.
 
-        Called when a node of the generation has completed training.
+        Called when a node of the generation has completed training. The first node is never among them: its first rank
+        writes the closing report, even if it took over from a lost node.
         """
         if self._decided is None or self._committed(generation):
             return set()
-        return {event.node for event in generation.cause if event.kind == "join"}
+        return {event.node for event in generation.cause if event.kind == "join"} - {generation.order()[0]}
 
     def _saved(self, generation: Generation) -> None:
         """Records that a "save" generation has saved its state. The run ends with it."""

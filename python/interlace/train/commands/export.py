@@ -12,6 +12,8 @@ from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config.load import ConfigError, load
 from interlace.train.config.sections import Config
 
+READING = ("max_audio_seconds", "on_too_large", "video_fps", "max_video_tokens", "end_of_turn")
+"""Keys of [data] that answers of an exported folder depend on."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files with an encoder's preprocessing, the first preferred."""
 
@@ -116,11 +118,17 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     folder's preprocessing files, with the config's mean and std if given.
     """
     from interlace.model.checkpoints.config_file import copy_config
+    from interlace.model.checkpoints.module_folder import FACTS
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole.model import copy_companions
     from interlace.train.data.texts import reads_bytes, tokenizer_of
     from interlace.train.models.media_specs import pixels
 
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    facts["data"] = {key: getattr(config.data, key) for key in config.data.set_of(READING)}  # for interlace generate
+    if limit := config.data.image_tokens(0):
+        facts["data"]["max_image_tokens"] = limit
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     for name, module in config.model.modules().items():
         if module.path is not None:
             copy_config(folder / name, Path(module.path))

@@ -126,8 +126,8 @@ def _of_export(folder: Path, options: argparse.Namespace, turns: Sequence[Sequen
         model = MultimodalModel.from_pretrained(folder).to(torch.float32).eval()
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{folder}: {error}") from None
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder}: {type(error).__name__}: {error}") from None
     return Answering(config, model, tokenizer, folder)
 
 
@@ -149,6 +149,7 @@ def _table(folder: Path) -> dict[str, Any]:
     table["model"] = {name: {"path": str(folder / name)} for name in facts["modules"]}
     known = load_tokenizer(folder / LANGUAGE_MODEL)
     ids = {name: given if isinstance(given, int) else given[0] for name, given in facts["placeholders"].items()}
+    table["data"] |= facts.get("data", {})
     table["data"]["placeholders"] = {name: known.convert_ids_to_tokens(token) for name, token in ids.items()}
     return table
 

@@ -61,8 +61,10 @@ def _problem(found: SampleDataset, max_tokens: int | None) -> str:
         return "has no samples"
     if not isinstance(first := found.sample(0, 0), Sample):
         return f"sample(0, 0) gives a {type(first).__name__}, not an interlace.data.Sample"
+    if max_tokens is None:
+        return ""
     lengths = found.token_lengths
-    if max_tokens is not None and (most := int(lengths.max())) > max_tokens:
+    if (most := int(lengths.max())) > max_tokens:
         return f"sample {int(lengths.argmax())} has {most:,} tokens, at most {max_tokens:,} fit"
     return ""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from interlace.data.chats.files.records import ChatFileError, Piece
 from interlace.data.chats.files.sources import Rules
+from interlace.modalities import all_modalities
 
 SILENT = 600.0
 """Seconds without a heartbeat after which a process counts as hung; while it reads it sends one every two seconds."""
@@ -122,6 +123,7 @@ class _Worker:
         said = asdict(piece) | {"path": str(piece.path), "file": str(piece.file), "excluded": sorted(piece.excluded)}
         about = {"max_tokens": None, "on_too_long": "skip", "on_broken": "skip"}  # does not affect the index
         text = {"piece": said, "place": str(place), "rules": asdict(rules) | about, "media": str(media)}
+        text["modules"] = sorted({type(each).__module__ for each in all_modalities()})  # they register on import
         assert self._process.stdin is not None
         try:
             self._process.stdin.write((json.dumps(text) + "\n").encode())

@@ -6,6 +6,7 @@ piece's file is written atomically. See `index_pool`, which starts it, and `inde
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -129,6 +130,8 @@ def main() -> int:
 
     for line in sys.stdin:
         order = json.loads(line)
+        for module in order["modules"]:
+            importlib.import_module(module)
         fields = order["piece"].pop("fields")
         piece = Piece(
             Path(order["piece"]["path"]),
