@@ -47,6 +47,7 @@ from bench.measure import command, free_port, join_group, machine, versions, wri
 from bench.overlap import LATENCY, WORLD, Case, Serial, backward, forward
 from bench.simulated_step import Others
 from interlace import comm
+from interlace.comm.overlap import context_parallel
 from interlace.comm.overlap.context_parallel import ContextParallelPlan
 from interlace.comm.overlap.matmul import chunks_for
 from interlace.comm.transports import Transport
@@ -130,7 +131,7 @@ def operations(sizes: Sizes, spec: ParallelSpec, rows_cut: bool, rank: int) -> l
             return out
 
         bytes_of_head = shards.tokens_per_rank * 2 * sizes.width * q.element_size()
-        chunks = -(-sizes.kv_heads // min(-(-comm.context_parallel.LEAST_BYTES // bytes_of_head), sizes.kv_heads))
+        chunks = -(-sizes.kv_heads // min(-(-context_parallel.LEAST_BYTES // bytes_of_head), sizes.kv_heads))
         name = "context_parallel_attention"
         return [
             (Case(f"{name} forward", forward(attend)), chunks),

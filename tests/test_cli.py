@@ -324,7 +324,7 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: i
     assert process.returncode == 1, output
     # Waiting for rank 0 at the ends of a step has a timeout 1.5 times as long: rank 0 may first wait for another rank.
     seconds = "12" if victim else "1[28]"
-    words = rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within {seconds}[.0-9]* s"
+    words = rf"its last output: rank {1 - victim}, .*lost rank {victim} \(no answer within {seconds}[.0-9]* s"
     assert re.search(words, output), output
     assert f"interlace: rank {victim} hung" in output and "--resume" in output
 

@@ -109,5 +109,5 @@ def test_help_has_the_options_of_its_command(command: str, shown: list[str], hid
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_its_function(command: str) -> None:
-    run = COMMANDS[command].get_default("run")
+    run = COMMANDS[command].get_default("function")
     assert callable(pkgutil.resolve_name(f"interlace.train.commands.{run}"))
