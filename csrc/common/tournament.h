@@ -8,7 +8,7 @@
 
 namespace interlace {
 
-// The minimum of a fixed number of keys (no NaN), of which one changes at a time. A flat binary tree in which every
+// Tournament tree: the minimum of a fixed number of keys (no NaN); one key changes at a time. Flat and binary: every
 // node holds the lesser of its two children (ties: the lower index). A change replays one path to the root without
 // data-dependent branches, which is several times faster than a heap's pop and push. Masks ensure this: compilers turn
 // a conditional into a branch, which is mispredicted at every second level if keys are fractions.

@@ -123,6 +123,16 @@ class StepGraph {
     Range<int32_t> links_out(int32_t chunk) const { return {link_out_first_[chunk], link_out_first_[chunk + 1]}; }
     Range<const int32_t *> links_in(int32_t chunk) const { return {link_in_.begin(chunk), link_in_.end(chunk)}; }
 
+    // use(job) for each job, producers before their readers or, in reverse, after them. poll(jobs): called per chunk.
+    template <typename Poll, typename Use>
+    void each_job(bool producers_first, Poll &poll, const Use &use) const {
+        for (int32_t i = 0; i < chunks(); ++i) {
+            const int32_t c = chunk_order[producers_first ? i : chunks() - 1 - i];
+            const int32_t first = chunk_first[c], size = chunk_first[c + 1] - first;
+            poll(size);
+            for (int32_t j = 0; j < size; ++j) use(producers_first ? first + j : first + size - 1 - j);
+        }
+    }
     // use(other job, message) for each job whose output this one's FORWARD reads. For jobs on one lane the message is
     // not sent: see `travels`.
     template <typename Use>

@@ -144,7 +144,9 @@ def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
 def test_weight_tied_across_sharded_and_whole_use_is_refused() -> None:
     mllm = model(encoders=())
     mllm.language_model.model.norm.weight = mllm.language_model.model.layers[0].input_layernorm.weight
-    with pytest.raises(ValueError, match=r"model.norm.weight and .*input_layernorm.weight are one weight, .*untie the weight"):
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight and .*input_layernorm.weight are one weight, .*untie the weight"
+    ):
         parallelize(mllm, Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)}))
     check_step(
         mllm, random_microbatches(mllm, "text")[:1], Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)}),

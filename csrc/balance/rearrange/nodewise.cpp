@@ -64,9 +64,10 @@ class Placement {
         for (node = 0; node < volume_.nodes(); ++node) measure(node);
     }
 
-    // Tabu search. The instance that sends most exchanges a batch of its node for one of which it holds more. Of all
-    // such exchanges, the one with the lowest sum(sent^16), a smooth replacement for the bottleneck, is made, even if
-    // the sum rises. A moved batch stays for some steps. Ends at the bound or when the work limit is reached.
+    // Tabu search. A step exchanges a batch of the instance that sends most for a batch of another node. The instance
+    // must hold more of the new batch. A step makes the exchange with the lowest sum(sent^16), even if the sum rises.
+    // The sum is a smooth replacement for the bottleneck. A moved batch stays for some steps. Ends at the bound or when
+    // the work limit is reached.
     void search(double bound) {
         std::vector<int32_t> best_node_of = node_of_, best_held = held_;
         double best = bottleneck();

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t FEW_STAGES = 24;  // per layer and width; measured
 
-// Sliding-window minimum: the least of the pushed keys, of which the first ones leave; ties go to the earliest.
+// Sliding-window minimum: the least of the keys in a queue; ties go to the earliest.
 class SlidingMin {
   public:
     explicit SlidingMin(int64_t places) : entries_(places) {}

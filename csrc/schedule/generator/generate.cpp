@@ -329,19 +329,11 @@ double lower_bound_of(const StepGraph &graph, const std::vector<double> &seconds
     // Earliest end of each forward and backward; and the time that must follow the end of each.
     std::vector<double> forward(graph.jobs(), 0.0), backward(graph.jobs(), 0.0), tail(graph.jobs(), 0.0),
         ahead(graph.jobs(), 0.0);
-    const auto each_job = [&](bool producers_first, const auto &use) {
-        for (int32_t i = 0; i < graph.chunks(); ++i) {
-            const int32_t c = graph.chunk_order[producers_first ? i : graph.chunks() - 1 - i];
-            const int32_t first = graph.chunk_first[c], size = graph.chunk_first[c + 1] - first;
-            poll(size);
-            for (int32_t j = 0; j < size; ++j) use(producers_first ? first + j : first + size - 1 - j);
-        }
-    };
     std::vector<double> head(graph.stages.ranks, std::numeric_limits<double>::infinity()), after = head,
                                                                                            work(head.size());
     double longest = 0.0;
     const Ragged &ranks = graph.stages.lane_ranks;
-    each_job(true, [&](int32_t job) {
+    graph.each_job(true, poll, [&](int32_t job) {
         double start = 0.0, behind = 0.0;
         graph.each_input(job, [&](int32_t producer, int32_t) {
             start = std::max(start, forward[producer]);
@@ -355,7 +347,7 @@ double lower_bound_of(const StepGraph &graph, const std::vector<double> &seconds
             work[*rank] += work_of(job);
         }
     });
-    each_job(false, [&](int32_t job) {
+    graph.each_job(false, poll, [&](int32_t job) {
         double start = forward[job], behind = 0.0;
         graph.each_reader(job, [&](int32_t reader, int32_t) {
             start = std::max(start, backward[reader]);

@@ -171,16 +171,8 @@ std::vector<Step> interleaved_order(const StepGraph &graph, const Places &places
         backward[job] = HOP * (turn(places.last[c], count - 1 - lap) + width - 1 - place + count * width - 1) + 1;
     }
     const auto hop = [&](int32_t a, int32_t b) { return graph.lane(a) == graph.lane(b) ? int64_t{0} : HOP; };
-    const auto each_job = [&](bool producers_first, const auto &use) {
-        for (int32_t i = 0; i < graph.chunks(); ++i) {
-            const int32_t c = graph.chunk_order[producers_first ? i : graph.chunks() - 1 - i];
-            const int32_t first = graph.chunk_first[c], size = graph.chunk_first[c + 1] - first;
-            poll(size);
-            for (int32_t j = 0; j < size; ++j) use(producers_first ? first + j : first + size - 1 - j);
-        }
-    };
     // Modules that feed it run as late, and their backwards as early, as their readers allow.
-    each_job(false, [&](int32_t job) {
+    graph.each_job(false, poll, [&](int32_t job) {
         if (in_main(job)) return;
         int64_t latest = INT64_MAX;
         graph.each_reader(job, [&](int32_t reader, int32_t) {
@@ -189,13 +181,13 @@ std::vector<Step> interleaved_order(const StepGraph &graph, const Places &places
         if (latest != INT64_MAX) forward[job] = latest;
     });
     // All others: as early as possible. After this no step is earlier than a step that it needs.
-    each_job(true, [&](int32_t job) {
+    graph.each_job(true, poll, [&](int32_t job) {
         graph.each_input(job, [&](int32_t producer, int32_t) {
             forward[job] = std::max(forward[job], forward[producer] + hop(producer, job));
         });
         if (forward[job] == NEVER) forward[job] = HOP * places.first[graph.job_chunk[job]];  // no link to the module
     });
-    each_job(false, [&](int32_t job) {
+    graph.each_job(false, poll, [&](int32_t job) {
         backward[job] = std::max(backward[job], forward[job] + 1);
         graph.each_reader(job, [&](int32_t reader, int32_t) {
             backward[job] = std::max(backward[job], backward[reader] + hop(reader, job));

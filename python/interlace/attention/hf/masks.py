@@ -353,7 +353,7 @@ def masks(pattern: Pattern, at: Sides, batch: int, padding: Tensor | None) -> tu
 def _window(
     inner: Band | None, outer: Band, span: Sides | None, frame: Sides, at: Sides, batch: int
 ) -> int | Tensor | None:
-    """How far back queries see (int or [B, Tq]); None = unlimited.
+    """Window of the queries (int or [B, Tq]); None = unlimited.
 
     A bitfield's window also cuts its spans. If the function's window does not, a query at distance d from the first
     token of its span gets the window max(window, d + 1). This adds exactly the span, if the span has no gap.

@@ -110,7 +110,7 @@ def _plan(q: Tokens, k: Tokens, sinks: int = 0, block: int = 128) -> AttentionPl
 
 
 def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causal: bool) -> AttentionPlan:
-    """The plan of sequences packed in one row, each of which sees only itself: FlashAttention's cu_seqlens.
+    """Plan of sequences packed in one row, from FlashAttention's cu_seqlens. A sequence sees only itself.
 
     q_ends, k_ends: int [n + 1], 0 and then the end of each sequence among the queries and keys; tokens past the last
     end are padding. causal requires both to be equal. Cached on `q_ends`, so that the layers of a tower share one plan.

@@ -14,6 +14,7 @@ in sending order. Each carries its identity, so contradictory schedules are repo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +25,18 @@ from interlace.comm.process.errors import CommError
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.transports.base import Transport
 
-__all__ = ["Channel", "CommError", "Part", "Pending", "Sent", "Tag", "check_digest", "check_numbers", "check_tag"]
+__all__ = [
+    "Channel",
+    "CommError",
+    "Part",
+    "Pending",
+    "Sent",
+    "Tag",
+    "TaggedReceiver",
+    "check_digest",
+    "check_numbers",
+    "check_tag",
+]
 
 
 class Tag(NamedTuple):
@@ -162,6 +174,31 @@ class Channel(Protocol):
 
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
         """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""
+
+
+class TaggedReceiver(ABC):
+    """Receiving part of a channel: takes messages of a peer as they arrive, and returns them by tag."""
+
+    recorder: FlightRecorder
+    _early: dict[tuple[int, Tag], Part]
+    """(peer, tag) -> a message that arrived before it was requested."""
+
+    @abstractmethod
+    def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
+        """The next message from ``peer``: ``tag``, or one of the others."""
+
+    def receive(self, peer: int, tag: Tag) -> Tensor:
+        return self.receive_part(peer, tag).tensor
+
+    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
+        token = self.recorder.begin("receive", tag, (peer,))
+        while (part := self._early.pop((peer, tag), None)) is None:
+            received, part = self._next(peer, tag, others)
+            if received == tag:
+                break
+            self._early[peer, received] = part
+        self.recorder.end(token)
+        return part
 
 
 class Sent(dict[tuple[int, Tag], tuple[torch.Size, torch.dtype]]):

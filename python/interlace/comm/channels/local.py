@@ -16,7 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.channels.base import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channels.base import (
+    Part,
+    Pending,
+    Sent,
+    Tag,
+    TaggedReceiver,
+    check_digest,
+    check_numbers,
+    check_tag,
+)
 from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.messages import decode, encode
@@ -70,7 +79,7 @@ class LocalNetwork(ThreadRanks):
             return self.hubs.setdefault(lane, LocalHub(len(lane), global_ranks=lane))
 
 
-class LocalChannel:
+class LocalChannel(TaggedReceiver):
     """Channel of one virtual rank; see `interlace.comm.channels.base.Channel`."""
 
     def __init__(
@@ -91,7 +100,7 @@ class LocalChannel:
         self._digest = 0
         self._sent = Sent()
         self._sends: list[int] = []  # recorder tokens
-        self._early: dict[tuple[int, Tag], Part] = {}
+        self._early = {}
         self._lanes: dict[tuple[int, ...], Transport] = {}
 
     def begin(self, digest: int) -> None:
@@ -104,19 +113,6 @@ class LocalChannel:
         with self.network.changed:
             self.network.edges[self.rank, peer].append(_Parcel(self._digest, tag, copy, rows))
             self.network.changed.notify_all()
-
-    def receive(self, peer: int, tag: Tag) -> Tensor:
-        return self.receive_part(peer, tag).tensor
-
-    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
-        token = self.recorder.begin("receive", tag, (peer,))
-        while (part := self._early.pop((peer, tag), None)) is None:
-            received, part = self._next(peer, tag, others)
-            if received == tag:
-                break
-            self._early[peer, received] = part
-        self.recorder.end(token)
-        return part
 
     def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
         """The next message from ``peer``: ``tag``, or one of the others."""

@@ -30,7 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.channels.base import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channels.base import (
+    Part,
+    Pending,
+    Sent,
+    Tag,
+    TaggedReceiver,
+    check_digest,
+    check_numbers,
+    check_tag,
+)
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
 from interlace.comm.process.abort_reports import AbortReports, first_line, is_slow, named, reason_of
@@ -68,7 +77,7 @@ class _Send(NamedTuple):
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
-class GroupChannel:
+class GroupChannel(TaggedReceiver):
     """Channel of this process's rank in the default process group; see `interlace.comm.channels.base.Channel`.
 
     Created by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be
@@ -114,7 +123,7 @@ class GroupChannel:
         self._introductions: list[dict[str, Any]] = []  # of all ranks
         self._reductions = Reductions()
         self._sent = Sent()
-        self._early: dict[tuple[int, Tag], Part] = {}
+        self._early = {}
         self._lanes: dict[tuple[int, ...], Transport] = {}
         self._connected: list[tuple[int, ...]] | None = None
 
@@ -240,17 +249,8 @@ class GroupChannel:
                     raise self._lost_peer(peer, f"SEND {tag}", error) from error
         self._sent.note(peer, tag, tensor)
 
-    def receive(self, peer: int, tag: Tag) -> Tensor:
-        return self.receive_part(peer, tag).tensor
-
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
-        token = self.recorder.begin("receive", tag, (peer,))
-        while (part := self._early.pop((peer, tag), None)) is None:
-            received, part = self._next(peer, tag, others)
-            if received == tag:
-                break
-            self._early[peer, received] = part
-        self.recorder.end(token)
+        part = super().receive_part(peer, tag, others)
         if tag.grad and not self._separate:
             self._release_send(peer, tag._replace(grad=False))
         return part

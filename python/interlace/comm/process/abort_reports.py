@@ -93,7 +93,7 @@ class AbortReports:
             return
         self._publish(AbortReport(reason))
         grace = 2 * min(timeout, _LONGEST) + _grace(timeout)
-        # Only silent ranks: in a collective this rank waited for all, most of which are alive and will search.
+        # Only silent ranks: a collective waits for all ranks, and most of them are alive and will search.
         silent = self._silent
         if self.rank > 0 or _store_outlives_ranks():
             bounded(lambda: self._store.add(_DONE, 1), 1.0)

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from interlace._hints import nearest
 from interlace.train.config.base import WEEK, Positive, Section
 
 
@@ -186,10 +185,10 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _schedule_exists(self) -> Parallel:
-        from interlace.schedule.generators import GENERATORS
+        from interlace.schedule.generators import generator_of
 
-        if ":" not in self.schedule and self.schedule not in GENERATORS:
-            raise ValueError(f"there is no schedule {self.schedule!r}; {nearest(self.schedule, GENERATORS)}")
+        if ":" not in self.schedule:  # a user's module is imported when the run starts
+            generator_of(self.schedule)
         return self
 
     @model_validator(mode="after")

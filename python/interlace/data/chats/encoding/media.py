@@ -21,7 +21,7 @@ from interlace.modalities.errors import BrokenSampleError
 Runs = list[tuple[int, int]]
 """Runs of placeholders of one medium: (start, tokens)."""
 
-COUNTED = ("feature_attention_mask",)  # masks of which the number of set entries is passed
+COUNTED = ("feature_attention_mask",)  # masks: the number of set entries is passed
 # Per item, but not data of the encoder.
 MASKS = ("pixel_attention_mask",)
 

@@ -1,8 +1,8 @@
 """Encodes chats for a whole HuggingFace checkpoint: ids, targets and media items as its own processor makes them.
 
 A processor is called twice, each time through its own apply_chat_template. For lengths it gets blank media of the right
-sizes: blank pictures, silent clips, and videos on the meta device, of which its own rules choose frames. Its results
-are cached by size. For data it gets the real media, on first access to an item. `media.cut` splits its output into
+sizes: blank pictures, silent clips, and videos on the meta device. Its own rules choose their frames. Results are
+cached by size. For data it gets the real media, on first access to an item. `media.cut` splits its output into
 items.
 """
 
@@ -111,7 +111,7 @@ class ProcessorFormat(ChatFormat):
         return [encoder]
 
     def takes_probe(self, kind: str) -> bool:
-        return not isinstance(named(kind), Sampled)  # of which frames are counted, too
+        return not isinstance(named(kind), Sampled)  # frames are counted, too
 
     def look(self, kind: str, path: str, *, decode: bool) -> Any:
         modality = named(kind)
@@ -205,7 +205,7 @@ class ProcessorFormat(ChatFormat):
         return modality, found
 
     def _metadata(self, processor: Any) -> list[Any]:
-        """What the parts of the blank processor tell of the frames that they chose in the last call."""
+        """Metadata of videos from the last call of the blank processor: the frames that its parts chose."""
         parts = [getattr(processor, attribute) for attribute, _ in self._parts.values()]
         return [one for part in parts if isinstance(part, Videos) for one in part.metadata]
 
