@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.papers.mllm import MODELS, NODE, PADDED, PHASES, drawn
-from bench.simulated_slots import Slots
+from bench.simulated_slots import Slots, durations
 from bench.simulated_step import MELS, PATCH, PLACEHOLDERS, build_model
 from interlace.costs.step import FittedCosts
 from interlace.estimate.measured_links import measure_links
-from interlace.estimate.predict import durations, predict
+from interlace.estimate.predict import predict
 from interlace.estimate.predictor import Predictor
 from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec

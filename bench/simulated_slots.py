@@ -16,18 +16,22 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.simulated_step import build_model, build_samples
+from interlace.costs.links import Links
+from interlace.costs.step import Costs, Size
 from interlace.estimate.measured_links import measure_links
-from interlace.estimate.predict import Job, durations, predict
+from interlace.estimate.predict import duration_array, predict
 from interlace.estimate.predictor import Predictor
 from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
@@ -35,10 +39,12 @@ from interlace.model import MultimodalModel
 from interlace.run import parallelize
 from interlace.run.execute import executor
 from interlace.run.tables.sizes import chunk_sizes
-from interlace.schedule import GENERATORS, Op, Schedule, StepTable
-from interlace.schedule.actions import CODES, COMPUTE, OP
+from interlace.schedule import GENERATORS, Op, Schedule, StageGraph, StepTable
+from interlace.schedule.actions import CODES, COMPUTE, OP, OPS
 
 RANKS = 4
+Job = tuple[Op, str, int, int]
+"""(op, module, stage, chunk)."""
 
 
 def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
@@ -92,6 +98,15 @@ class Slots:
                 time.sleep(max(rest, 0.0))
 
         return act
+
+
+def durations(
+    graph: StageGraph, table: StepTable, costs: Costs, sizes: Sequence[Size], links: Links
+) -> dict[Job, float]:
+    """`duration_array` as a table of its entries."""
+    array, chunks = duration_array(graph, table, costs, sizes, links), table.chunks
+    entries = np.argwhere(~np.isnan(array)).tolist()
+    return {(OPS[o], chunks[c].module, stage, c): float(array[o, stage, c]) for o, stage, c in entries}
 
 
 def _layered(lists: Schedule) -> bool:

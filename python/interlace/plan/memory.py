@@ -259,10 +259,7 @@ def rank_memory(
     by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
         by_module[weight.module].append(weight)
-    shards: dict[int, list[Shard]] = {}
-    for shard in layout.shard_groups():
-        for rank in shard.owners:
-            shards.setdefault(rank, []).append(shard)
+    shards = shards_by_rank(layout)
     reductions: dict[int, list[Reduction]] = {}
     in_part = {weight.module for weight in weights if weight.in_part and weight.trainable}
     for reduction in layout.reduce_groups(in_part):
@@ -274,7 +271,7 @@ def rank_memory(
         stages = layout.of_rank(rank)
         key = (
             tuple((s.module, s.index, s.start, s.stop, s.lane_of(rank).ranks.index(rank)) for s in stages),
-            tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards.get(rank, ())),
+            tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards[rank]),
             tuple((r.module, r.start, r.stop, r.in_part) for r in reductions.get(rank, ())),
             tuple((rank, s.module) in by_layer for s in stages),
         )
@@ -286,11 +283,13 @@ def rank_memory(
         parts: list[_OwnedWeight] = []
         total = _StateBytes(*(0,) * len(_StateBytes._fields))
         for name in dict.fromkeys(stage.module for stage in stages):
-            module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards.get(rank, ())))
+            module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards[rank]))
             layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
             added = _state_bytes(module_parts, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
             total = _StateBytes(*(a + b for a, b in zip(total, added, strict=True)))
             parts += module_parts
+        sizes = total._asdict()
+        optimizer = sizes.pop("optimizer")
         shares = [(stage, activations[stage.module], _load_of_stage(layout, stage, loads)) for stage in stages]
         buckets = (
             _largest_bucket(_reduced_weights(parts, reduction), bucket_bytes) for reduction in reductions.get(rank, ())
@@ -298,10 +297,8 @@ def rank_memory(
         memories.append(
             RankMemory(
                 rank=rank,
-                parameters=total.parameters,
-                weights=total.weights,
-                gradients=total.gradients,
-                optimizer=0 if offload_optimizer else total.optimizer,
+                **sizes,
+                optimizer=0 if offload_optimizer else optimizer,
                 activations=math.ceil(activation_bytes),
                 in_flight=in_flight,
                 messages=math.ceil(sum(_messages(layout, shares))),
@@ -312,15 +309,20 @@ def rank_memory(
                         for stage, module_activations, load in shares
                     )
                 ),
-                weights_once=total.weights_once,
-                gradients_once=total.gradients_once,
-                weights_run=total.weights_run,
-                gradients_run=total.gradients_run,
-                host=total.optimizer if offload_optimizer else 0,
+                host=optimizer if offload_optimizer else 0,
             )
         )
         cache[key] = memories[-1]
     return tuple(memories)
+
+
+def shards_by_rank(layout: Layout) -> list[list[Shard]]:
+    """For each rank, the shards of which it is an owner."""
+    shards: list[list[Shard]] = [[] for _ in range(layout.world)]
+    for shard in layout.shard_groups():
+        for rank in shard.owners:
+            shards[rank].append(shard)
+    return shards
 
 
 class _OwnedWeight(NamedTuple):

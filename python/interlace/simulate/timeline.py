@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from interlace.schedule.actions import COMPUTE, Action
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.memory import peak
 from interlace.schedule.table import StepTable
-from interlace.simulate.trace import write_trace
+from interlace.simulate.trace import trace_events, write_events
 
 
 class Record(NamedTuple):
@@ -94,11 +95,10 @@ class Timeline:
     def busy(self) -> dict[tuple[int, str], float]:
         """(rank, module) -> seconds of compute."""
         total: dict[tuple[int, str], float] = {}
-        for rank, actions in enumerate(self.actions):
-            for action, start, finish in zip(actions, self.start[rank], self.finish[rank]):
-                if action.op in COMPUTE:
-                    key = (rank, action.module)
-                    total[key] = total.get(key, 0.0) + finish - start
+        for rank, action, start, finish in self.records():
+            if action.op in COMPUTE:
+                key = (rank, action.module)
+                total[key] = total.get(key, 0.0) + finish - start
         return total
 
     @property
@@ -120,9 +120,7 @@ class Timeline:
     @property
     def utilization(self) -> dict[str, float]:
         """Per module, the share of time in which its ranks compute it, 0 to 1."""
-        ranks: dict[str, int] = {}
-        for _, module in self.busy:
-            ranks[module] = ranks.get(module, 0) + 1
+        ranks = Counter(module for _, module in self.busy)
         return {
             module: seconds / (ranks[module] * self.makespan) if self.makespan else 0.0
             for module, seconds in self.busy_per_module.items()
@@ -164,7 +162,7 @@ class Timeline:
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for https://ui.perfetto.dev or chrome://tracing (JSON)."""
-        write_trace(self, path)
+        write_events(trace_events(self), path)
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
         """Writes a picture (PNG): one row per rank, one colour per module."""

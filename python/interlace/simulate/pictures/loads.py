@@ -15,6 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, plain, shade
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+
     from interlace.balance import MicrobatchPlan
 
 Floats = NDArray[np.float64]
@@ -78,7 +82,7 @@ def _checked(name: str, values: ArrayLike) -> Floats:
     return array.astype(np.float64)
 
 
-def _bars(axes: Any, values: Floats) -> None:
+def _bars(axes: Axes, values: Floats) -> None:
     """Draws bars, with the heaviest in orange, grey up to its height, and a line at the mean."""
     heaviest, positions = int(values.argmax()), np.arange(len(values))
     if len(values) <= MOST_BARS:
@@ -100,12 +104,12 @@ def _verdict(values: Floats) -> str:
     return f"{heaviest / mean:.3f} × mean, {1 - mean / heaviest:.1%} waiting"
 
 
-def _heading(figure: Any, title: str) -> None:
+def _heading(figure: Figure, title: str) -> None:
     width, height = figure.get_size_inches()
     figure.text(0.2 / width, 1 - 0.24 / height, title, fontsize=12.5, weight="bold", color=INK, va="center_baseline")
 
 
-def _legend(figure: Any, **meanings: str) -> None:
+def _legend(figure: Figure, **meanings: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -207,7 +211,7 @@ def plot_deferral(
 
 
 def _stacks(
-    axes: Any,
+    axes: Axes,
     cost: Floats,
     microbatch_of: NDArray[np.int32],
     count: int,
@@ -239,7 +243,7 @@ def _stacks(
     return feet
 
 
-def _boxes(positions: NDArray[Any], feet: Floats, heights: Floats, width: float, **style: Any) -> Any:
+def _boxes(positions: NDArray[np.int32], feet: Floats, heights: Floats, width: float, **style: Any) -> PolyCollection:
     """Boxes as one collection, which draws thousands of samples quickly."""
     from matplotlib.collections import PolyCollection
 
@@ -248,7 +252,7 @@ def _boxes(positions: NDArray[Any], feet: Floats, heights: Floats, width: float,
     return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
 
 
-def _numbers(axes: Any, cost: Floats, microbatch_of: NDArray[np.int32], feet: Floats, last: NDArray[np.bool_]) -> None:
+def _numbers(axes: Axes, cost: Floats, microbatch_of: NDArray[np.int32], feet: Floats, last: NDArray[np.bool_]) -> None:
     """Draws the number of each sample in its box if there is room."""
     box = axes.get_window_extent()
     low, high = axes.get_xlim()
@@ -264,7 +268,7 @@ def _numbers(axes: Any, cost: Floats, microbatch_of: NDArray[np.int32], feet: Fl
         )  # fmt: skip
 
 
-def _arrows(axes: Any, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> None:
+def _arrows(axes: Axes, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> None:
     """Draws an arrow from each deferred sample's outline on its old stack to its place on the next."""
     samples, targets = np.array(list(plan.deferred), int), np.array(list(plan.deferred.values()), int)
     sources, left = plan.encoder_of[samples], np.array(plan.llm_loads)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
+from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade, time_unit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from interlace.simulate.timeline import Timeline
 
 _SHADES = {Op.FORWARD: 0.45, Op.BACKWARD: 0.0, Op.BACKWARD_INPUT: 0.0, Op.BACKWARD_WEIGHT: -0.3}
@@ -39,7 +42,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
         numbers.setdefault(record.action.module, set()).add(timeline.number(record.action.chunk))
     microbatches = max(map(len, numbers.values()), default=0)
     colours = module_colours(record.action.module for record in boxes)
-    scale, unit = _unit(timeline.makespan)
+    scale, unit = time_unit(timeline.makespan)
     span = max(timeline.makespan, 1e-12) * scale
 
     # Wide enough for numbers in typical boxes, within the limits of a screen or page. Everything else scales with the
@@ -96,7 +99,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
 
 def _number(
-    axes: Any, ops: Iterable[Op], rows: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
+    axes: Axes, ops: Iterable[Op], rows: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
 ) -> None:
     """Writes the chunks' numbers into boxes (rank, number, start, length) of the same kind, in one format.
 
@@ -123,7 +126,7 @@ def _number(
             )  # fmt: skip
 
 
-def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: float) -> None:
+def _label(axes: Axes, timeline: Timeline, names: list[str], unit: str, zoom: float) -> None:
     size = 8.5 * zoom
     axes.set_yticks(range(timeline.num_ranks), [f"{name}   {rank}" for rank, name in enumerate(names)], fontsize=size)
     for rank, seconds in enumerate(timeline.busy_per_rank):
@@ -140,8 +143,7 @@ def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: flo
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.tick_params(axis="x", labelsize=size, color=GREY, labelcolor=INK)
     axes.set_xlabel(f"time ({unit})", fontsize=size, color=QUIET)
-    for name in ("top", "left", "right"):
-        axes.spines[name].set_visible(False)
+    axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
 
 
@@ -167,7 +169,7 @@ def _hosted(actions: Iterable[Action]) -> str:
 
 
 def _legend(
-    figure: Any, used: set[tuple[str, Op]], colours: dict[str, str], corner: tuple[float, float], zoom: float
+    figure: Figure, used: set[tuple[str, Op]], colours: dict[str, str], corner: tuple[float, float], zoom: float
 ) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -188,10 +190,3 @@ def _legend(
         fontsize=8 * zoom, borderpad=0, borderaxespad=0, handlelength=2.0, handleheight=1.0, columnspacing=1.6,
         handletextpad=0.5, labelcolor=INK,
     )  # fmt: skip
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    for scale, unit, least in ((1.0, "s", 1.0), (1e3, "ms", 1e-3)):
-        if seconds >= least:
-            return scale, unit
-    return 1e6, "µs"
