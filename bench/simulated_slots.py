@@ -33,7 +33,7 @@ from interlace.costs.step import Costs, Size
 from interlace.estimate.measured_links import measure_links
 from interlace.estimate.predict import duration_array, predict
 from interlace.estimate.predictor import Predictor
-from interlace.estimate.profiling import profile_costs
+from interlace.estimate.profiling import ProfileOptions, profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
 from interlace.run import parallelize
@@ -135,7 +135,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     slots, mllm = Slots(), build_model(options.hidden)
     samples = build_samples(mllm, options.samples)
     chosen, left_out = cases(mllm)
-    fits = [profile_costs(mllm, samples, largest=options.samples // 4, budget=0.0)]
+    fits = [profile_costs(mllm, samples, ProfileOptions(largest=options.samples // 4), budget=0.0)]
     links, rows = None, {}
     for name, (layout, schedule) in chosen.items():
         if options.only and name not in options.only:

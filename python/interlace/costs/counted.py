@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from interlace.costs.fitted import FREE, LinkModel
 from interlace.costs.modules import analytic_costs
 from interlace.costs.step import NO_TRAFFIC, Fit, FittedCosts, LaneTraffic, LayerFit, ModuleFits
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
 
 def counted_costs(
-    mllm: Any,
+    mllm: MultimodalModel,
     flops: float,
     *,
     tp: Mapping[str, int | Collection[int]] | None = None,

@@ -13,9 +13,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -198,6 +197,6 @@ class Company:
             each.stdin.flush()
 
 
-def settings_of(worlds: Sequence[int], threads: Callable[[int], Any]) -> list[Setting]:
+def settings_of(worlds: Sequence[int], threads: Callable[[int], Iterable[int]]) -> list[Setting]:
     """All combinations of a number of ranks and a number of threads allowed for it."""
     return [Setting(world, each) for world in worlds for each in threads(world)]

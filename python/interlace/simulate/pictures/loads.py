@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -243,11 +243,11 @@ def _stacks(
     return feet
 
 
-def _boxes(positions: NDArray[np.int32], feet: Floats, heights: Floats, width: float, **style: Any) -> PolyCollection:
+def _boxes(positions: NDArray[np.int32], feet: Floats, tall: Floats, width: float, **style: object) -> PolyCollection:
     """Boxes as one collection, which draws thousands of samples quickly."""
     from matplotlib.collections import PolyCollection
 
-    left, right, top = positions - width / 2, positions + width / 2, feet + heights
+    left, right, top = positions - width / 2, positions + width / 2, feet + tall
     corners = np.stack([left, feet, left, top, right, top, right, feet], axis=-1)
     return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
 
