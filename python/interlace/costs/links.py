@@ -136,10 +136,10 @@ class Links:
     def from_table(cls, table: Mapping[str, Any]) -> Links:
         """The links of a table made by `to_table`. Raises ValueError for an invalid table."""
         try:
-            kinds = [_link(table[name]) for name in ("process", "host", "network")]
+            process, host, network = (_link(table[name]) for name in ("process", "host", "network"))
             per_host, per_process = table["ranks_per_host"], int(table["ranks_per_process"])
             overhead, hosts = _number(table["overhead"]), tuple(map(int, table["hosts"]))
-            return cls(*kinds, per_process, per_host and int(per_host), hosts, overhead)
+            return cls(process, host, network, per_process, per_host and int(per_host), hosts, overhead)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the table of links is invalid: {error!r}") from None
 

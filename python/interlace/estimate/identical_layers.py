@@ -21,8 +21,6 @@ from interlace.model.probe.stand_in import kind_of
 from interlace.model.stages.slice import hidden_argument
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-
     from interlace.model import MultimodalModel
 
 
@@ -48,10 +46,10 @@ class Alike:
     """Groups of identical layers of a module. like: layer -> the layer of its group that represents it: keeps the same
     and follows the same kind of layer. skipped: the layers that are not run."""
 
-    def __init__(self, kinds: Sequence[tuple[Hashable, ...]]) -> None:
+    def __init__(self, kinds: Sequence[tuple[Any, ...]]) -> None:
         """kinds: of each layer; equal for layers with the same computation, trained parameters and kept bytes."""
         count = len(kinds)
-        trains = [any(kind[-1]) for kind in kinds]
+        trains = [any(flags) for *_, flags in kinds]
         keys = [(kinds[i - 1] if i else None, kinds[i], any(trains[: max(i - 1, 0)])) for i in range(count)]
         first: dict[Hashable, int] = {}
         last: dict[Hashable, int] = {}
@@ -171,12 +169,12 @@ class _HandOn(torch.autograd.Function):
     """A tensor with the dtype of another layer's output, connected to the layer's input; saves nothing."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, dtype: torch.dtype, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, dtype: torch.dtype, *_: Tensor) -> Tensor:
         ctx.dtype, ctx.others = hidden.dtype, len(_)
         return torch.empty_like(hidden, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (gradients[0].to(ctx.dtype), None, *[None] * ctx.others)
 
 

@@ -331,8 +331,8 @@ class _Module:
         count = sum(self._counts(batch).values())
         if not count:
             return torch.zeros(1, dtype=torch.int64, device=self.device)
-        width = self.mllm.language_model.get_input_embeddings().weight.shape[1]
-        return torch.randn(count, width, device=self.device)
+        language_model: Any = self.mllm.language_model
+        return torch.randn(count, language_model.get_input_embeddings().weight.shape[1], device=self.device)
 
     def _parts(self, each: _Slice, run: Callable[[Tensor], Tensor], value: Tensor, place: int) -> tuple[_Times, Tensor]:
         """Times of a slice, for the gradients that layers of its kind compute, and its output."""

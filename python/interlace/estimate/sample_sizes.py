@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ def counted_traffic(
 def row_bytes_of(mllm: MultimodalModel, *, itemsize: int = 2) -> dict[str, float]:
     """Module -> bytes of a row between its layers, from their width. itemsize: bytes of an element."""
     widths = {name: encoder.hidden_size for name, encoder in mllm.encoders.items()}
-    widths[LANGUAGE_MODEL] = int(mllm.language_model.config.get_text_config().hidden_size)
+    widths[LANGUAGE_MODEL] = int(_text_config(mllm).hidden_size)
     return {name: float(itemsize * widths[name]) for name in mllm.modules_order()}
 
 
@@ -104,8 +104,14 @@ def heads_of(mllm: MultimodalModel) -> dict[str, Heads]:
 def configs_of(mllm: MultimodalModel) -> dict[str, PretrainedConfig | None]:
     """Module -> the config of its layers, in the order of `modules_order`; None if it has no config."""
     configs = {name: getattr(encoder.module, "config", None) for name, encoder in mllm.encoders.items()}
-    configs[LANGUAGE_MODEL] = mllm.language_model.config.get_text_config()
+    configs[LANGUAGE_MODEL] = _text_config(mllm)
     return {name: configs[name] for name in mllm.modules_order()}
+
+
+def _text_config(mllm: MultimodalModel) -> PretrainedConfig:
+    config: Any = mllm.language_model.config
+    text: PretrainedConfig = config.get_text_config()
+    return text
 
 
 def _heads(config: PretrainedConfig | None, width: int) -> Heads:

@@ -101,7 +101,8 @@ def measure(
                 costs[each] = profile.costs(each, optimizer=optimizer(), of_rounds=np.min)
     finally:
         torch.set_num_threads(threads)
-    return Measured(costs, unsure_of(profile.rounds), tuple(skipped))
+    rounds_of = {each: profile.rounds[each] for each in chosen_settings}
+    return Measured(costs, unsure_of(rounds_of), tuple(skipped))
 
 
 def worth_timing(

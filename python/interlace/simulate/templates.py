@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -89,7 +89,7 @@ class _Pen:
         self.axes = axes
 
     def text(
-        self, x: float, y: float, words: str, *, size: float = 9, colour: str = INK, left: bool = False, **more: object
+        self, x: float, y: float, words: str, *, size: float = 9, colour: str = INK, left: bool = False, **more: Any
     ) -> None:
         align = "left" if left else "center"
         self.axes.text(x, y, words, fontsize=size, color=colour, ha=align, va="center_baseline", **more)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -243,7 +243,7 @@ def _stacks(
     return feet
 
 
-def _boxes(positions: NDArray[np.int32], feet: Floats, tall: Floats, width: float, **style: object) -> PolyCollection:
+def _boxes(positions: NDArray[np.int32], feet: Floats, tall: Floats, width: float, **style: Any) -> PolyCollection:
     """Boxes as one collection, which draws thousands of samples quickly."""
     from matplotlib.collections import PolyCollection
 
