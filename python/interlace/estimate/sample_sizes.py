@@ -74,7 +74,7 @@ def counted_traffic(
 
 def row_bytes_of(mllm: MultimodalModel, *, itemsize: int = 2) -> dict[str, float]:
     """Module -> bytes of a row between its layers, from their width. itemsize: bytes of an element."""
-    widths = {name: encoder.hidden_size for name, encoder in mllm.encoders.items()}
+    widths = {name: mllm.encoders[name].hidden_size for name in mllm.encoders}
     widths[LANGUAGE_MODEL] = int(_text_config(mllm).hidden_size)
     return {name: float(itemsize * widths[name]) for name in mllm.modules_order()}
 

@@ -20,10 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
+
+if TYPE_CHECKING:
+    from interlace.schedule.table import Chunk
 
 SUM_BYTES = 4  # minimum bytes per gradient element summed layer by layer (fp32)
 
@@ -215,7 +218,7 @@ class RankMemory:
 def activation_bytes(
     layout: Layout,
     activations: Mapping[str, Activations],
-    chunks: Sequence[Any],
+    chunks: Sequence[Chunk],
     loads: Mapping[Any, Load],
     *,
     deferred: bool = False,
@@ -226,7 +229,7 @@ def activation_bytes(
     bytes that replace a forward's activations from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
     sizes, bytes_of = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
-    cache: dict[Any, float] = {}  # shared by replicas with equal layers and loads
+    cache: dict[object, float] = {}  # shared by replicas with equal layers and loads
     for index, chunk in enumerate(chunks):
         load = _local_load(layout.spec(chunk.module), loads.get(index, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
@@ -266,7 +269,7 @@ def rank_memory(
         for rank in reduction.ranks:
             reductions.setdefault(rank, []).append(reduction)
     memories = []
-    cache: dict[Any, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
+    cache: dict[object, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
     for rank, (in_flight, activation_bytes) in enumerate(peaks):
         stages = layout.of_rank(rank)
         key = (

@@ -112,18 +112,14 @@ def stable_batch_size(
     rng = np.random.Generator(np.random.PCG64(seed))
     size = operator.index(initial)
     while size <= largest:
-        reference = None
-        stable = True
-        for _ in range(trials + 1):
-            total = table[rng.integers(0, len(table), size)].sum(axis=0)
-            # A batch without any work has no proportions.
-            allocation = proportional_allocation(gpus, total if total.sum() > 0 else np.ones_like(total), unit=unit)
-            if reference is None:
-                reference = allocation
-            elif (allocation != reference).any():
-                stable = False
-                break
-        if stable and reference is not None:
+        totals = (table[rng.integers(0, len(table), size)].sum(axis=0) for _ in range(trials + 1))
+        # A batch without any work has no proportions.
+        allocations = (
+            proportional_allocation(gpus, total if total.sum() > 0 else np.ones_like(total), unit=unit)
+            for total in totals
+        )
+        reference = next(allocations)
+        if all((allocation == reference).all() for allocation in allocations):  # draws no more after a difference
             return StableBatch(size, reference, trials)
         size *= 2
     raise ValueError(

@@ -18,7 +18,7 @@ from interlace.schedule.actions import action_of
 from interlace.simulate.arrays import Simulated
 from interlace.simulate.groups import RankGroups, Utilisation, spread_over
 from interlace.simulate.timeline import Timeline
-from interlace.simulate.trace import Event, named, sort_index, trace_events, write_events
+from interlace.simulate.trace import Event, event, named, sort_index, trace_events, write_events
 
 MOST_ROWS = 40_000
 """Most actions in full, about 400 bytes each with arrows and counters: a trace of about 15 MB."""
@@ -55,23 +55,22 @@ def _events(
         shares = used.over_time[group].sum(axis=0)
         width = used.makespan / len(shares) * 1e6
         for number, share in enumerate(shares.tolist()):
-            args = {"share": round(share, 4)}
-            yield {"name": "ranks computing", "ph": "C", "pid": group, "tid": 0, "ts": number * width, "args": args}
+            yield event("C", "ranks computing", group, 0, ts=number * width, args={"share": round(share, 4)})
     ranks = [rank for group in full for rank in groups.ranks(group).tolist()]
     timeline = timeline_of(schedule, simulated, ranks)
-    for event in trace_events(timeline):
-        if event["name"] in ("process_name", "process_sort_index"):
+    for each in trace_events(timeline):
+        if each["name"] in ("process_name", "process_sort_index"):
             continue
-        rank = ranks[event["pid"]]
-        event["pid"] = int(groups.of_rank[rank])
-        if event["ph"] == "C":
-            event["name"] = f"rank {rank}: {event['name']}"
-        event["tid"] += 1 + _THREADS * rank
-        if event["name"] == "thread_name":
-            event["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
-        if "ts" in event:
-            event["ts"] += timeline.begin * 1e6
-        yield event
+        rank = ranks[each["pid"]]
+        each["pid"] = int(groups.of_rank[rank])
+        if each["ph"] == "C":
+            each["name"] = f"rank {rank}: {each['name']}"
+        each["tid"] += 1 + _THREADS * rank
+        if each["name"] == "thread_name":
+            each["args"] = {"name": f"rank {rank}: {each['args']['name']}"}
+        if "ts" in each:
+            each["ts"] += timeline.begin * 1e6
+        yield each
 
 
 def timeline_of(schedule: Schedule, simulated: Simulated, ranks: Sequence[int]) -> Timeline:

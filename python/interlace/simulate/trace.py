@@ -33,8 +33,8 @@ def write_events(events: Iterable[Event], path: str | Path) -> None:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
-        for event in events:
-            file.write(separator + encode(event))
+        for each in events:
+            file.write(separator + encode(each))
             separator = ",\n"
         file.write("\n]}\n")
 
@@ -78,25 +78,12 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
         if planned:
             yield named("thread_name", rank, PLANNING_THREAD, "planning later steps")
         for start, finish in planned:
-            yield {
-                "name": "table of a later step",
-                "cat": "planning",
-                "ph": "X",
-                "pid": rank,
-                "tid": PLANNING_THREAD,
-                "ts": (start - timeline.begin) * 1e6,
-                "dur": (finish - start) * 1e6,
-            }
+            times = {"ts": (start - timeline.begin) * 1e6, "dur": (finish - start) * 1e6}
+            yield event("X", "table of a later step", rank, PLANNING_THREAD, cat="planning", **times)
         for index, count, _ in held_after(actions):
             moment = timeline.start[rank][index] if actions[index].op is Op.FORWARD else timeline.finish[rank][index]
-            yield {
-                "name": "forwards in flight",
-                "ph": "C",
-                "pid": rank,
-                "tid": 0,
-                "ts": (moment - timeline.begin) * 1e6,
-                "args": {"in flight": count},
-            }
+            moment = (moment - timeline.begin) * 1e6
+            yield event("C", "forwards in flight", rank, 0, ts=moment, args={"in flight": count})
 
 
 def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
@@ -124,14 +111,19 @@ def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
 _NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.UNSHARD_LAYERS: "shard", Op.RESHARD: "shard"}
 
 
+def event(phase: str, name: str, process: int, thread: int, **more: object) -> Event:
+    """An event with the keys that all have, and `more`."""
+    return {"name": name, "ph": phase, "pid": process, "tid": thread, **more}
+
+
 def named(kind: str, process: int, thread: int, name: str) -> Event:
     """Event that names a process or a thread."""
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+    return event("M", kind, process, thread, args={"name": name})
 
 
 def sort_index(process: int, index: int) -> Event:
     """Event that places a process among the others."""
-    return {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": index}}
+    return event("M", "process_sort_index", process, 0, args={"sort_index": index})
 
 
 def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: float, length: float) -> Event:
@@ -145,26 +137,10 @@ def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: fl
         args[_NUMBERED.get(action.op, "other")] = action.other
     if action.peer >= 0:
         args["lane"] = action.peer
-    return {
-        "name": str(action),
-        "cat": action.op.name.lower() + ("_grad" if action.grad else ""),
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "ts": begin,
-        "dur": length,
-        "args": args,
-    }
+    kind = action.op.name.lower() + ("_grad" if action.grad else "")
+    return event("X", str(action), rank, thread, cat=kind, ts=begin, dur=length, args=args)
 
 
 def _arrow(phase: str, rank: int, number: int, moment: float) -> Event:
-    event = {
-        "name": "message",
-        "cat": "message",
-        "ph": phase,
-        "id": number,
-        "pid": rank,
-        "tid": COMMUNICATION_THREAD,
-        "ts": moment,
-    }
-    return event | {"bp": "e"} if phase == "f" else event
+    more = {"bp": "e"} if phase == "f" else {}
+    return event(phase, "message", rank, COMMUNICATION_THREAD, cat="message", id=number, ts=moment, **more)

@@ -366,15 +366,10 @@ def _window(
     count = 1 + max(int(side.max()) if side.numel() else 0 for side in ids)
     span_ids = torch.where(ids.k >= 0, ids.k, count)  # a separate column for keys without span
     sentinel = torch.iinfo(torch.int64).max
-    first = torch.full((batch, count + 1), sentinel, device=span_ids.device).scatter_reduce_(
-        1, span_ids, positions.k, "amin"
-    )
-    last = torch.full((batch, count + 1), -sentinel, device=span_ids.device).scatter_reduce_(
-        1, span_ids, positions.k, "amax"
-    )
-    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=span_ids.device).scatter_add_(
-        1, span_ids, torch.ones_like(span_ids)
-    )
+    unseen = torch.full((batch, count + 1), sentinel, device=span_ids.device)
+    first = unseen.scatter_reduce(1, span_ids, positions.k, "amin")
+    last = (-unseen).scatter_reduce(1, span_ids, positions.k, "amax")
+    size = torch.zeros_like(unseen).scatter_add(1, span_ids, torch.ones_like(span_ids))
     query_ids = torch.where(ids.q >= 0, ids.q, count)
     begin = first.gather(1, query_ids)
     reach = torch.where((ids.q >= 0) & (begin != sentinel), positions.q - begin + 1, 0)
