@@ -304,7 +304,7 @@ def rank_memory(
                 optimizer=0 if offload_optimizer else optimizer,
                 activations=math.ceil(activation_bytes),
                 in_flight=in_flight,
-                messages=math.ceil(sum(_messages(layout, shares))),
+                messages=math.ceil(_messages(layout, shares)),
                 sums=max(buckets, default=0),
                 workspace=math.ceil(
                     max(
@@ -431,8 +431,8 @@ def _load_of_stage(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> L
     return _local_load(layout.spec(stage.module), loads.get(stage.module, Load(0)))
 
 
-def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
-    """Largest incoming and largest outgoing message of a rank, in bytes."""
+def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> float:
+    """Bytes of the largest incoming and the largest outgoing message of a rank, together."""
     *encoders, language_model = layout.modules
     arriving, leaving = [0.0], [0.0]
     local_stages = {(stage.module, stage.index) for stage, _, _ in shares}
@@ -455,8 +455,7 @@ def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]])
             leaving.append(module_activations.edges[stage.stop] * load.rows)
         if is_last and stage.module != language_model and sends_between_ranks(stage.module):
             leaving.append(module_activations.edges[stage.stop] * load.rows)
-    yield max(arriving)
-    yield max(leaving)
+    return max(arriving) + max(leaving)
 
 
 def _largest_bucket(parts: Sequence[_OwnedWeight], bucket_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,34 +42,6 @@ class Timeline:
     name: str = ""
     table: StepTable | None = None
     planning: list[list[tuple[float, float]]] = field(default_factory=list)
-
-    @classmethod
-    def from_records(
-        cls,
-        records: Iterable[Record | tuple[int, Action, float, float]],
-        *,
-        num_ranks: int | None = None,
-        name: str = "",
-        table: StepTable | None = None,
-    ) -> Timeline:
-        """Timeline of measured (rank, action, start, finish), in any order. Clocks must agree between ranks.
-
-        num_ranks: number of ranks, including those without records; by default the highest rank found + 1.
-        """
-        ordered = sorted((Record(*record) for record in records), key=lambda r: (r.rank, r.start, r.finish))
-        for rank, action, start, finish in ordered:
-            if not start <= finish:
-                raise ValueError(f"rank {rank}: {action} finishes at {finish}, before it starts at {start}")
-        highest = max((record.rank for record in ordered), default=-1)
-        ranks = highest + 1 if num_ranks is None else num_ranks
-        if highest >= ranks or (ordered and ordered[0].rank < 0):
-            raise ValueError(f"a record has rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
-        timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name, table)
-        for rank, action, start, finish in ordered:
-            timeline.actions[rank].append(action)
-            timeline.start[rank].append(start)
-            timeline.finish[rank].append(finish)
-        return timeline
 
     @property
     def num_ranks(self) -> int:

@@ -5,7 +5,7 @@ A step lasts as long as its heaviest rank or microbatch. The grey above a bar is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,14 +159,13 @@ def plot_deferral(
             raise ValueError(f"the {name} costs differ from those of the plan: pass the same arrays")
     count, n = plan.microbatches, len(plan.llm_of)
     given = (np.arange(n) * count // n).astype(np.int32)
-    columns: Sequence[tuple[str, NDArray[np.int32], NDArray[np.int32], str]] = (
-        ("samples in the order given", given, given, "microbatch"),
-        ("encoder balanced", plan.encoder_of, plan.encoder_of, "microbatch, in order of execution"),
-        ("LLM samples deferred", plan.llm_of, plan.encoder_of, "microbatch, in order of execution"),
+    columns = (
+        ("samples in the order given", {"LLM": given, "encoder": given}, "microbatch"),
+        ("encoder balanced", {"LLM": plan.encoder_of, "encoder": plan.encoder_of}, "microbatch, in order of execution"),
+        ("LLM samples deferred", {"LLM": plan.llm_of, "encoder": plan.encoder_of}, "microbatch, in order of execution"),
     )
-    tops = {
-        name: max(float(np.bincount(column[row], cost, count).max()) for column in columns) or 1.0
-        for row, (name, cost) in enumerate(costs.items(), start=1)
+    heaviest = {
+        side: [float(np.bincount(of[side], cost, count).max()) for _, of, _ in columns] for side, cost in costs.items()
     }
 
     width = min(max(_WIDTH, 3 * count * 0.3), 16.0)
@@ -177,31 +176,27 @@ def plot_deferral(
     )  # fmt: skip
     deferred = np.zeros(n, bool)
     deferred[list(plan.deferred)] = True
-    for index, (name, llm_of, encoder_of, label) in enumerate(columns):
+    for index, (name, of, label) in enumerate(columns):
         upper, lower = figure.add_subplot(grid[0, index]), figure.add_subplot(grid[1, index])
         # Deferred samples are on top of their stack, where their arrows start.
-        last = deferred if index else np.zeros(n, bool)
-        feet = _stacks(upper, costs["LLM"], llm_of, count, last, _BLUE, tops["LLM"])
-        _stacks(lower, costs["encoder"], encoder_of, count, last, _ORANGE, tops["encoder"])
-        lower.invert_yaxis()
-        if index == 2:
-            _arrows(upper, plan, costs["LLM"], feet)
-        bottleneck = (
-            np.bincount(llm_of, costs["LLM"], count).max(),
-            np.bincount(encoder_of, costs["encoder"], count).max(),
-        )
-        upper.set_title(name, loc="left", fontsize=10.5, weight="bold", color=INK, pad=19)
-        upper.text(
-            0, 1.035, f"costliest: LLM {bottleneck[0]:.4g}, encoder {bottleneck[1]:.4g}",
-            transform=upper.transAxes, fontsize=9, color=QUIET,
-        )  # fmt: skip
-        upper.tick_params(labelbottom=False, length=0, axis="x")
-        lower.set_xlabel(label, fontsize=9, color=QUIET)
-        for axes, side in ((upper, "LLM"), (lower, "encoder")):
+        last, feet = deferred if index else np.zeros(n, bool), {}
+        for axes, side, colour in ((upper, "LLM", _BLUE), (lower, "encoder", _ORANGE)):
+            top = max(heaviest[side]) or 1.0
+            feet[side] = _stacks(axes, costs[side], of[side], count, last, colour, top)
             if index:
                 axes.tick_params(labelleft=False)
             else:
                 axes.set_ylabel(f"{side} ({unit})", fontsize=9, color=QUIET)
+        lower.invert_yaxis()
+        if index == 2:
+            _arrows(upper, plan, costs["LLM"], feet["LLM"])
+        upper.set_title(name, loc="left", fontsize=10.5, weight="bold", color=INK, pad=19)
+        upper.text(
+            0, 1.035, f"costliest: LLM {heaviest['LLM'][index]:.4g}, encoder {heaviest['encoder'][index]:.4g}",
+            transform=upper.transAxes, fontsize=9, color=QUIET,
+        )  # fmt: skip
+        upper.tick_params(labelbottom=False, length=0, axis="x")
+        lower.set_xlabel(label, fontsize=9, color=QUIET)
     _heading(figure, title)
     _legend(
         figure, sample="a sample, by number", deferred="deferred", gone="without deferral",
