@@ -55,10 +55,7 @@ class ModuleCosts:
 
 
 def analytic_costs(
-    mllm: MultimodalModel,
-    tokens: Mapping[str, float] | None = None,
-    *,
-    context: Mapping[str, float] | None = None,
+    mllm: MultimodalModel, tokens: Mapping[str, float] | None = None, *, context: Mapping[str, float] | None = None
 ) -> dict[str, ModuleCosts]:
     """FLOP-based costs of every module of ``mllm`` when ``tokens[module]`` tokens pass through it.
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 _NO_INPUT = torch.zeros(1, dtype=torch.int64)
 
 
-def profile_model(
-    mllm: MultimodalModel, samples: Sequence[Sample], *, repeats: int = 5, warmup: int = 2
-) -> dict[str, ModuleCosts]:
+def profile_model(mllm: MultimodalModel, samples: Sequence[Sample], *, repeats: int = 5) -> dict[str, ModuleCosts]:
     """Time each layer of each module of ``mllm`` on the microbatch ``samples``.
 
     A layer is the unit of stage cuts: the first includes the embeddings, the last includes the modules after the layers
@@ -37,7 +35,7 @@ def profile_model(
     for name in encoders:
         if any(sample.media.get(name) for sample in samples):
             inputs = mllm.collate_module(name, samples)
-            costs[name], features[name] = _profile_module(mllm, name, inputs, _NO_INPUT, repeats, warmup)
+            costs[name], features[name] = _profile_module(mllm, name, inputs, _NO_INPUT, repeats)
         else:
             trainable = np.array([layer.trainable for layer in mllm.layers(name)])
             zero = np.zeros(len(trainable))
@@ -51,7 +49,7 @@ def profile_model(
     def with_features(hidden: Tensor) -> dict[str, Any]:
         return {**inputs, "features": dict(zip(names, torch.split(hidden, sizes), strict=True)) if names else {}}
 
-    costs[language_model], _ = _profile_module(mllm, language_model, with_features, together, repeats, warmup)
+    costs[language_model], _ = _profile_module(mllm, language_model, with_features, together, repeats)
     return costs
 
 
@@ -61,7 +59,6 @@ def _profile_module(
     inputs: dict[str, Any] | Callable[[Tensor], dict[str, Any]],
     hidden: Tensor,
     repeats: int,
-    warmup: int,
 ) -> tuple[ModuleCosts, Tensor]:
     """Costs of a module, and its output. inputs: of its stages; may depend on the tensor that the first layer reads."""
     count = len(mllm.layers(name))
@@ -79,7 +76,7 @@ def _profile_module(
     layers = [
         (run(i), [p for p in part.parameters() if p.requires_grad or not trainable[i]]) for i, part in enumerate(slices)
     ]
-    times = profile_layers(layers, hidden, repeats=repeats, warmup=warmup)
+    times = profile_layers(layers, hidden, repeats=repeats)
     value = hidden
     with torch.no_grad():
         for forward, _ in layers:

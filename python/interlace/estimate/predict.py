@@ -167,13 +167,7 @@ _COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def duration_array(
-    graph: StageGraph,
-    table: StepTable,
-    costs: Costs,
-    sizes: Sequence[Size],
-    links: Links,
-    *,
-    recompute: bool = False,
+    graph: StageGraph, table: StepTable, costs: Costs, sizes: Sequence[Size], links: Links, *, recompute: bool = False
 ) -> Floats:
     """Seconds of FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of every chunk on every stage, float64 [ops,
     stages, chunks], nan for missing combinations; for generators and the simulator. Arguments and errors as in

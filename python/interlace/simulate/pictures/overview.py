@@ -130,13 +130,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 
 def plot_overview(
-    schedule: Schedule,
-    simulated: Simulated,
-    groups: RankGroups,
-    used: Utilisation,
-    path: str | Path,
-    *,
-    title: str,
+    schedule: Schedule, simulated: Simulated, groups: RankGroups, used: Utilisation, path: str | Path, *, title: str
 ) -> None:
     """Writes the picture; the suffix of `path` selects the format (usually PNG).
 
