@@ -154,9 +154,11 @@ def plot_deferral(
         ValueError: the costs are not those of the plan.
     """
     costs = {"LLM": _checked("llm_cost", llm_cost), "encoder": _checked("encoder_cost", encoder_cost)}
-    for name, planned, of in (("LLM", plan.llm_loads, plan.llm_of), ("encoder", plan.encoder_loads, plan.encoder_of)):
-        if len(costs[name]) != len(of) or not np.allclose(np.bincount(of, costs[name], plan.microbatches), planned):
-            raise ValueError(f"the {name} costs differ from those of the plan: pass the same arrays")
+    planned = {"LLM": (plan.llm_loads, plan.llm_of), "encoder": (plan.encoder_loads, plan.encoder_of)}
+    for side, (loads, chosen) in planned.items():
+        cost = costs[side]
+        if len(cost) != len(chosen) or not np.allclose(np.bincount(chosen, cost, plan.microbatches), loads):
+            raise ValueError(f"the {side} costs differ from those of the plan: pass the same arrays")
     count, n = plan.microbatches, len(plan.llm_of)
     given = (np.arange(n) * count // n).astype(np.int32)
     columns = (
