@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, plain, shade
+from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, boxes, canvas, module_colours, plain, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
     from interlace.balance import MicrobatchPlan
@@ -229,7 +228,7 @@ def _stacks(
     for chosen, light, hatch in ((~last, 0.6, None), (last, 0.3, "////")):
         seen = np.flatnonzero(chosen & (cost > 0))
         style = {"facecolor": shade(colour, light), "edgecolor": EDGE, "linewidth": line, "hatch": hatch}
-        axes.add_collection(_boxes(microbatch_of[seen], feet[seen], cost[seen], 0.82, **style))
+        axes.add_collection(boxes(microbatch_of[seen] - 0.41, 0.82, feet[seen], cost[seen], **style))
     axes.set_ylim(0.0, top * 1.06)
     axes.set_xlim(-0.6, count - 0.4)
     if count <= 16:
@@ -238,15 +237,6 @@ def _stacks(
     plain(axes, 9)
     _numbers(axes, cost, microbatch_of, feet, last)
     return feet
-
-
-def _boxes(positions: NDArray[np.int32], feet: Floats, tall: Floats, width: float, **style: Any) -> PolyCollection:
-    """Boxes as one collection, which draws thousands of samples quickly."""
-    from matplotlib.collections import PolyCollection
-
-    left, right, top = positions - width / 2, positions + width / 2, feet + tall
-    corners = np.stack([left, feet, left, top, right, top, right, feet], axis=-1)
-    return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
 
 
 def _numbers(axes: Axes, cost: Floats, microbatch_of: NDArray[np.int32], feet: Floats, last: NDArray[np.bool_]) -> None:
@@ -276,9 +266,9 @@ def _arrows(axes: Axes, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> Non
     style = {"facecolor": "none", "edgecolor": GREY, "linewidth": 1.0, "linestyle": (0, (3, 2))}
     if plan.microbatches > MOST_ARROWED:
         once = np.unique(sources)
-        axes.add_collection(_boxes(once, plan.llm_loads[once], (left - plan.llm_loads)[once], 0.78, **style))
+        axes.add_collection(boxes(once - 0.39, 0.78, plan.llm_loads[once], (left - plan.llm_loads)[once], **style))
         return
-    axes.add_collection(_boxes(sources, outlines, cost[samples], 0.78, **style))
+    axes.add_collection(boxes(sources - 0.39, 0.78, outlines, cost[samples], **style))
     for sample, source, target, outline in zip(samples, sources, targets, outlines, strict=True):
         axes.annotate(
             "", (target - 0.36, feet[sample] + cost[sample] / 2), (source + 0.1, outline + cost[sample] / 2),

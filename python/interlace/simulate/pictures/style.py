@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
 Colour = str | tuple[float, float, float]
@@ -44,6 +48,15 @@ def shade(colour: str, amount: float) -> tuple[float, float, float]:
     hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
     light = light + (1 - light) * amount if amount > 0 else light * (1 + amount)
     return colorsys.hls_to_rgb(hue, light, saturation)
+
+
+def boxes(left: ArrayLike, wide: ArrayLike, low: ArrayLike, tall: ArrayLike, **style: Any) -> PolyCollection:
+    """Boxes as one collection, which draws thousands quickly. Numbers for all boxes, or [n]."""
+    from matplotlib.collections import PolyCollection
+
+    x, width, y, height = np.broadcast_arrays(left, wide, low, tall)
+    corners = np.stack([x, y, x, y + height, x + width, y + height, x + width, y], axis=-1)
+    return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -10,8 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade, time_unit
+from interlace.simulate.pictures.style import (
+    EDGE,
+    GREY,
+    IDLE,
+    INK,
+    QUIET,
+    boxes,
+    canvas,
+    module_colours,
+    shade,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,20 +47,18 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
     title: replaces the schedule's name in the title; ranks, chunks of a replica, makespan and bubble follow it.
     """
-    from matplotlib.collections import PolyCollection
-
-    boxes = [record for record in timeline.records() if record.action.op in COMPUTE]
+    computed = [record for record in timeline.records() if record.action.op in COMPUTE]
     numbers: dict[str, set[int]] = {}
-    for record in boxes:
+    for record in computed:
         numbers.setdefault(record.action.module, set()).add(timeline.number(record.action.chunk))
     microbatches = max(map(len, numbers.values()), default=0)
-    colours = module_colours(record.action.module for record in boxes)
+    colours = module_colours(record.action.module for record in computed)
     scale, unit = time_unit(timeline.makespan)
     span = max(timeline.makespan, 1e-12) * scale
 
     # Wide enough for numbers in typical boxes, within the limits of a screen or page. Everything else scales with the
     # width, so that a large picture stays legible at a small size.
-    durations = sorted(record.finish - record.start for record in boxes) or [1.0]
+    durations = sorted(record.finish - record.start for record in computed) or [1.0]
     typical = max(durations[len(durations) // 4] * scale, span / 2000)
     names = [_hosted(actions) for actions in timeline.actions]
     letters = max(map(len, names), default=0)
@@ -66,19 +77,14 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     for rank in range(timeline.num_ranks):
         axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=0)
     groups: dict[tuple[str, Op], list[tuple[int, int, float, float]]] = {}
-    for rank, action, start, finish in boxes:
+    for rank, action, start, finish in computed:
         place = (rank, timeline.number(action.chunk), (start - timeline.begin) * scale, (finish - start) * scale)
         groups.setdefault((action.module, action.op), []).append(place)
+    edge = 0.8 if pixels * typical > 6 else 0.25
     for (module, op), rows in groups.items():
-        axes.add_collection(
-            PolyCollection(
-                [_corners(rank, start, length) for rank, _, start, length in rows],
-                facecolor=shade(colours[module], _SHADES[op]),
-                edgecolor=EDGE,
-                linewidth=0.8 if pixels * typical > 6 else 0.25,
-                zorder=2,
-            )
-        )
+        ranks, _, starts, lengths = np.array(rows).T
+        style = {"facecolor": shade(colours[module], _SHADES[op]), "edgecolor": EDGE, "linewidth": edge}
+        axes.add_collection(boxes(starts, lengths, ranks - 0.42, 0.84, **style))
     for ops in ({Op.FORWARD}, set(_SHADES) - {Op.FORWARD}):
         rows = [place for (_, op), members in groups.items() if op in ops for place in members]
         if rows:
@@ -145,11 +151,6 @@ def _label(axes: Axes, timeline: Timeline, names: list[str], unit: str, zoom: fl
     axes.set_xlabel(f"time ({unit})", fontsize=size, color=QUIET)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
-
-
-def _corners(rank: int, start: float, length: float) -> list[tuple[float, float]]:
-    top, bottom = rank - 0.42, rank + 0.42
-    return [(start, top), (start + length, top), (start + length, bottom), (start, bottom)]
 
 
 def _hosted(actions: Iterable[Action]) -> str:
