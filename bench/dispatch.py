@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.papers.mllm import MODELS, NODE, PADDED, PHASES, drawn
-from bench.simulated_slots import Slots
+from bench.simulated_slots import Slots, durations
 from bench.simulated_step import MELS, PATCH, PLACEHOLDERS, build_model
 from interlace.costs.step import FittedCosts
 from interlace.estimate.measured_links import measure_links
-from interlace.estimate.predict import durations, predict
+from interlace.estimate.predict import predict
 from interlace.estimate.predictor import Predictor
-from interlace.estimate.profiling import profile_costs
+from interlace.estimate.profiling import ProfileOptions, profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize, step_table
@@ -301,9 +301,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     mllm = model_of(options.hidden)
     # Before the ranks start, and once: on two cores four ranks that time layers mostly wait for each other.
-    fits = profile_costs(
-        mllm, build_samples(mllm, RANKS, options.each, 0), largest=2 * options.each, budget=options.budget
-    )
+    samples = build_samples(mllm, RANKS, options.each, 0)
+    fits = profile_costs(mllm, samples, ProfileOptions(largest=2 * options.each), budget=options.budget)
     slept = _spawned(run_slots, RANKS, options, fits)
     real = _spawned(run_real, CORES, options)
     told: dict[str, dict[str, float]] = {"slept": {}, "real": {}}

@@ -18,7 +18,7 @@ from interlace import _core, balance
 from interlace.schedule import Op, Schedule, StageGraph, StepTable, check, lower_bound, one_f_one_b, zb_h1, zb_h2
 from interlace.schedule.actions import OP, OPS
 from interlace.simulate import Simulated, simulate, simulate_arrays
-from interlace.simulate.reference import simulate_in_python
+from tests.simulate.reference import simulate_in_python
 
 
 def matchings(quick: bool) -> Iterator[Row]:

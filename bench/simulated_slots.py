@@ -16,29 +16,35 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.simulated_step import build_model, build_samples
+from interlace.costs.links import Links
+from interlace.costs.step import Costs, Size
 from interlace.estimate.measured_links import measure_links
-from interlace.estimate.predict import Job, durations, predict
+from interlace.estimate.predict import duration_array, predict
 from interlace.estimate.predictor import Predictor
-from interlace.estimate.profiling import profile_costs
+from interlace.estimate.profiling import ProfileOptions, profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
 from interlace.run import parallelize
 from interlace.run.execute import executor
 from interlace.run.tables.sizes import chunk_sizes
-from interlace.schedule import GENERATORS, Op, Schedule, StepTable
-from interlace.schedule.actions import CODES, COMPUTE, OP
+from interlace.schedule import GENERATORS, Op, Schedule, StageGraph, StepTable
+from interlace.schedule.actions import CODES, COMPUTE, OP, OPS
 
 RANKS = 4
+Job = tuple[Op, str, int, int]
+"""(op, module, stage, chunk)."""
 
 
 def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
@@ -94,6 +100,15 @@ class Slots:
         return act
 
 
+def durations(
+    graph: StageGraph, table: StepTable, costs: Costs, sizes: Sequence[Size], links: Links
+) -> dict[Job, float]:
+    """`duration_array` as a table of its entries."""
+    array, chunks = duration_array(graph, table, costs, sizes, links), table.chunks
+    entries = np.argwhere(~np.isnan(array)).tolist()
+    return {(OPS[o], chunks[c].module, stage, c): float(array[o, stage, c]) for o, stage, c in entries}
+
+
 def _layered(lists: Schedule) -> bool:
     return bool((lists.rows[:, OP] == CODES[Op.UNSHARD_LAYERS]).any())
 
@@ -120,7 +135,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     slots, mllm = Slots(), build_model(options.hidden)
     samples = build_samples(mllm, options.samples)
     chosen, left_out = cases(mllm)
-    fits = [profile_costs(mllm, samples, largest=options.samples // 4, budget=0.0)]
+    fits = [profile_costs(mllm, samples, ProfileOptions(largest=options.samples // 4), budget=0.0)]
     links, rows = None, {}
     for name, (layout, schedule) in chosen.items():
         if options.only and name not in options.only:

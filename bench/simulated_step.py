@@ -55,7 +55,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace.estimate.measured_links import measure_links
 from interlace.estimate.predictor import Predictor
-from interlace.estimate.profiling import profile_costs
+from interlace.estimate.profiling import ProfileOptions, profile_costs
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize
@@ -341,7 +341,8 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
         found = {}
         wait_until_quiet(options.patience)
         dist.barrier()
-        fits = profile_costs(mllm, samples, largest=-(-len(samples) // options.microbatches), budget=options.budget)
+        largest = -(-len(samples) // options.microbatches)
+        fits = profile_costs(mllm, samples, ProfileOptions(largest=largest), budget=options.budget)
         predictor = Predictor(mllm, fits, measure_links(channel, mllm.modules_order()))
         for name, model in parallel.items():
             wait_until_quiet(options.patience)

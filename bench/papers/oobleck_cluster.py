@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from interlace.simulate import failure_trace, recovery
-from interlace.simulate.elastic_job import Job
+from interlace.simulate.elastic_job import Cluster, Job, StateBytes
 from interlace.simulate.recovery import Pace, Rates, Spent, book
 
 NODES = 30  # one GPU each (2.7.1)
@@ -77,12 +77,8 @@ def job(model: Model) -> Job:
         *(ones / 4, ones * 3 / 4),
         batch=model.batch,
         microbatches=model.microbatches,
-        nodes=NODES,
-        faults=FAULTS,
-        least_nodes=model.least_nodes,
-        copied=ones * model.saved_bytes / model.layers,
-        saved=model.saved_bytes,
-        loaded=model.saved_bytes,
+        cluster=Cluster(NODES, faults=FAULTS, least_nodes=model.least_nodes),
+        state=StateBytes(ones * model.saved_bytes / model.layers, saved=model.saved_bytes, loaded=model.saved_bytes),
     )
 
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 
 from interlace.attention import AttentionPlan, bitfield_attention, hf
+from interlace.attention.hf.carriers import Carrier
 from interlace.attention.hf.masks import Sides, Unknown, differs, masks, translate
 from interlace.masks import BitfieldMask
 from tests.attention.hf_masks import BATCH, ask, blocks, dense
@@ -259,7 +260,7 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
     found, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, sliding_window=2)
     torch.testing.assert_close(found, wanted)
     # The model's own mask does not include the boundaries; both apply.
-    own = hf._carry(AttentionPlan.build(BitfieldMask.causal(1, 10, window=2)), None, narrow=False)
+    own = Carrier.of(AttentionPlan.build(BitfieldMask.causal(1, 10, window=2)), None, False)
     for _ in range(2):
         found, _ = hf.attention(module, q, k, v, own, cu_seq_lens_q=ends, sliding_window=1)
         torch.testing.assert_close(found, wanted)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from interlace import _core, balance
 from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable, check, one_f_one_b
-from interlace.simulate.reference import simulate_in_python
+from tests.simulate.reference import simulate_in_python
 
 MODULE = "language_model"
 whole = st.integers(0, 30)

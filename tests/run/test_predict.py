@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from interlace.costs.host_overhead import NO_HOST_OVERHEAD, HostOverhead
 from interlace.costs.links import NO_LINK, Link, Links
 from interlace.costs.step import Size
-from interlace.estimate.predict import Traffic, durations, layered_backward, layered_forward, predict, predict_arrays
+from interlace.estimate.predict import (
+    Traffic,
+    duration_array,
+    layered_backward,
+    layered_forward,
+    predict,
+    predict_arrays,
+)
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan import LayerTimes, LinkModel, ModuleCosts
 from interlace.plan.memory import WeightSize
 from interlace.schedule import Action, Chunk, Edge, Op, StageGraph, StepTable, check, one_f_one_b
-from interlace.simulate.reference import simulate_in_python
+from interlace.schedule.actions import CODES
+from tests.simulate.reference import simulate_in_python
 
 LLM = "language_model"
 UPDATE = LinkModel(2.0, 0.5)
@@ -123,20 +131,20 @@ def test_halves_of_a_backward_and_recomputed_layers() -> None:
     graph = graph_of({LLM: [[(0,)]]}, specs)
     graph = replace(graph, trainable={LLM: (True,)})
     table = StepTable(chunks((LLM, 0, 0)))
-    found = durations(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS)
+    found = duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS)
     # The first trained layer: 4 s per row for its weights alone, of which 3 can wait.
-    assert found[Op.BACKWARD, LLM, 0, 0] == pytest.approx(8.0625)
-    assert found[Op.BACKWARD_INPUT, LLM, 0, 0] == pytest.approx(2.0625)
-    assert found[Op.BACKWARD_WEIGHT, LLM, 0, 0] == pytest.approx(6.0)
-    again = durations(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS, recompute=True)
-    assert again[Op.BACKWARD, LLM, 0, 0] == pytest.approx(10.0625)
-    assert again[Op.BACKWARD_WEIGHT, LLM, 0, 0] == pytest.approx(6.0)
-    frozen = durations(
+    assert found[CODES[Op.BACKWARD], 0, 0] == pytest.approx(8.0625)
+    assert found[CODES[Op.BACKWARD_INPUT], 0, 0] == pytest.approx(2.0625)
+    assert found[CODES[Op.BACKWARD_WEIGHT], 0, 0] == pytest.approx(6.0)
+    again = duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS, recompute=True)
+    assert again[CODES[Op.BACKWARD], 0, 0] == pytest.approx(10.0625)
+    assert again[CODES[Op.BACKWARD_WEIGHT], 0, 0] == pytest.approx(6.0)
+    frozen = duration_array(
         replace(graph, trainable={LLM: (False,)}), table, PerRow({LLM: 1}, trained={LLM: (False,)}), [Size(2, 0)], LINKS
     )
-    assert frozen[Op.BACKWARD, LLM, 0, 0] == 0.0
+    assert frozen[CODES[Op.BACKWARD], 0, 0] == 0.0
     with pytest.raises(ValueError, match="2 sizes for 1 chunks"):
-        durations(graph, table, PerRow({LLM: 1}), [Size(2, 0)] * 2, LINKS)
+        duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)] * 2, LINKS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from interlace.costs.fitted import LinkModel
 from interlace.costs.links import Link
 from interlace.estimate import profiling
-from interlace.estimate.profiling import profile_costs
+from interlace.estimate.profiling import ProfileOptions, profile_costs
 from interlace.model import Sample
 from interlace.run.tables.sizes import chunk_sizes, size_of
 from interlace.schedule import StepTable
@@ -159,7 +159,7 @@ def test_meta_model_is_timed_and_its_traffic_is_counted(monkeypatch: pytest.Monk
     with torch.device("meta"):
         mllm = tiny_mllm(layers=5, heads=2, kv_heads=2, encoders=())
     samples = drawn(mllm, 6)
-    costs = profile_costs(mllm, samples, tps={LLM: (2,)}, budget=0.0)
+    costs = profile_costs(mllm, samples, ProfileOptions(tps={LLM: (2,)}), budget=0.0)
     assert all(p.is_meta for p in mllm.parameters())
     size = size_of(mllm, LLM, samples)
     assert costs.of(LLM, size, tp=2).times.forward.sum() > 0.0

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from interlace import _core
 from interlace.schedule import Op, Schedule, ScheduleError, StageGraph, StepTable, one_f_one_b
 from interlace.schedule.actions import CODES, COMPUTE, OP, OPS
-from interlace.simulate import Timeline, memory_and_scratch, simulate, simulate_arrays
-from interlace.simulate.reference import simulate_in_python
+from interlace.simulate import Timeline, simulate, simulate_arrays
 from tests.counted_calls import python_calls
 from tests.simulate.cases import LLM, by_hand, lanes_graph, random_schedule
+from tests.simulate.reference import memory_and_scratch, simulate_in_python
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -10,8 +10,8 @@ from interlace.estimate.predict import dispatch_seconds
 from interlace.schedule import Op, StageGraph, StepTable
 from interlace.schedule.generate import make
 from interlace.simulate import simulate
-from interlace.simulate.reference import simulate_in_python
 from interlace.simulate.trace import REDUCE_THREAD, trace_events
+from tests.simulate.reference import simulate_in_python
 
 LLM = "language_model"
 COSTS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}

@@ -96,7 +96,7 @@ def test_a_spot_trace_can_be_replayed_and_keeps_its_range(cloud):
 
 
 def test_a_spot_trace_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="nodes is 1, min_nodes 0"):
+    with pytest.raises(ValueError, match="nodes is 1: it must be at least 2"):
         spot_trace(1, 60.0, 1, 0)
     with pytest.raises(ValueError, match="both must be above 0"):
         spot_trace(4, 60.0, 0.0, 0)

@@ -15,9 +15,9 @@ from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Op, Schedule, ScheduleError, StageGraph, StepTable, check, gpipe, one_f_one_b, zb_h1
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline, simulate, simulate_arrays
-from interlace.simulate.reference import simulate_in_python
 from tests.schedule import graphs
 from tests.simulate.cases import by_hand
+from tests.simulate.reference import simulate_in_python
 
 SEEDS = st.integers(0, 2**32 - 1)
 LLM = "llm"

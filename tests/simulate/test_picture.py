@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from interlace.schedule import Action, Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import Timeline, simulate
 from interlace.simulate.pictures.style import module_colours
+from tests.simulate.timelines import timeline_of
 
 LLM = "language_model"
 
@@ -57,5 +58,5 @@ def test_measured_odd_timelines_are_drawn(tmp_path: Path) -> None:
         (2, Action(Op.BACKWARD_WEIGHT, "b", 0, 0), 5.001, 5.0010001),
     ]
     path = tmp_path / "odd.png"
-    Timeline.from_records(records).plot(path, title="A measured step")
+    timeline_of(records).plot(path, title="A measured step")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
-from interlace.simulate.elastic_job import Job
+from interlace.simulate.elastic_job import Cluster, Job, StateBytes
 from interlace.simulate.failure_trace import Change, at_once, nodes_at_start
 from interlace.simulate.pictures.recovery import plot_recovery
 from interlace.simulate.recovery import (
@@ -36,8 +36,17 @@ SYSTEMS = (Oobleck, Checkpoints, Redundant)
 def job(layers: int = 6, nodes: int = 6, **changes: Any) -> Job:
     """Layers of cost 1 + 3, of 10 bytes each."""
     ones = np.ones(layers)
-    given = {"batch": 8, "microbatches": 8, "nodes": nodes, "copied": 10 * ones, "saved": 60.0, "loaded": 60.0}
-    return Job(ones, 3 * ones, **(given | changes))
+    given = {
+        "batch": 8,
+        "microbatches": 8,
+        "nodes": nodes,
+        "copied": 10 * ones,
+        "saved": 60.0,
+        "loaded": 60.0,
+    } | changes
+    state = StateBytes(*(given.pop(name) for name in ("copied", "saved", "loaded")))
+    samples = {name: given.pop(name) for name in ("batch", "microbatches")}
+    return Job(ones, 3 * ones, **samples, cluster=Cluster(**given), state=state)
 
 
 def counted(seconds: int, iteration: int, every: int, save: int, recovery: int, redo: int) -> dict[str, float]:

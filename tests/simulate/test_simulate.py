@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, StepTable, gpipe, one_f_one_b
+from interlace.schedule import Op, Schedule, ScheduleError, StageGraph, StepTable, gpipe, one_f_one_b
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Record, Timeline, simulate
 from tests.counted_calls import python_calls
@@ -19,6 +19,7 @@ from tests.simulate.cases import (
     random_schedule,
     random_table,
 )
+from tests.simulate.timelines import timeline_of
 
 
 @settings(max_examples=120)
@@ -185,22 +186,18 @@ def test_bad_costs_and_stuck_schedules_are_refused() -> None:
 def test_measured_records_make_the_same_timeline() -> None:
     simulated = simulate(two_stages(4), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}, transfer=0.125, reduce_grad=0.5)
     shifted = [Record(r.rank, r.action, r.start + 100.0, r.finish + 100.0) for r in simulated.records()]
-    measured = Timeline.from_records(reversed(list(shifted)), name="1f1b")
+    measured = timeline_of(reversed(list(shifted)))
     assert measured.makespan == simulated.makespan and measured.begin == 100.0
     assert measured.bubble == simulated.bubble and measured.busy == simulated.busy
-    assert Timeline.from_records(shifted, num_ranks=5).busy_per_rank[4] == 0.0
-    with pytest.raises(ValueError, match="before it starts"):
-        Timeline.from_records([(0, Action(Op.FORWARD, "m", 0), 1.0, 0.5)])
-    with pytest.raises(ValueError, match="a record has rank 3 of 1 ranks"):
-        Timeline.from_records(shifted, num_ranks=1)
-    empty = Timeline.from_records([], num_ranks=2)
+    assert timeline_of(shifted, ranks=5).busy_per_rank[4] == 0.0
+    empty = timeline_of([], ranks=2)
     assert (empty.makespan, empty.bubble, empty.peak_in_flight) == (0.0, 0.0, (0, 0))
 
 
 def test_chunks_are_numbered_within_their_replica() -> None:
     simulated = simulate(two_stages(2), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
     assert [simulated.number(chunk) for chunk in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert Timeline.from_records(simulated.records()).number(5) == 5
+    assert timeline_of(simulated.records()).number(5) == 5
 
 
 def test_a_quarter_of_a_million_actions_take_two_calls_each() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.schedule.actions import COMPUTE
-from interlace.simulate import Timeline, simulate
+from interlace.simulate import simulate
 from interlace.simulate.trace import COMMUNICATION_THREAD, COMPUTE_THREAD, REDUCE_THREAD, trace_events
 from tests.simulate.cases import lanes_graph, random_schedule
+from tests.simulate.timelines import timeline_of
 
 COSTS = dict.fromkeys(COMPUTE, 0.001)
 LLM = "language_model"
@@ -75,7 +76,7 @@ def test_the_file_is_json_with_names_for_ranks_and_threads(tmp_path: Path) -> No
     graph = lanes_graph({"vision": [(0,)], LLM: [(1,), (1,)]}, 2)
     schedule = one_f_one_b(graph, StepTable.aligned(graph.links, [graph.modules] * 2))
     simulated = simulate(schedule, {Op.FORWARD: 0.001, Op.BACKWARD: 0.002}, transfer=0.001)
-    timeline = Timeline.from_records(simulated.records(), num_ranks=3, table=schedule.table)
+    timeline = timeline_of(simulated.records(), ranks=3, table=schedule.table)
     path = tmp_path / "trace.json"
     timeline.write_trace(path)
     trace = json.loads(path.read_text())
@@ -102,7 +103,7 @@ def test_reductions_that_overlap_have_threads_of_their_own() -> None:
 
 
 def test_an_empty_timeline_has_a_trace_and_a_picture(tmp_path: Path) -> None:
-    empty = Timeline.from_records([], num_ranks=1)
+    empty = timeline_of([], ranks=1)
     empty.write_trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     empty.plot(tmp_path / "empty.png")

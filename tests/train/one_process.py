@@ -19,6 +19,7 @@ from interlace.simulate import Timeline
 from interlace.train.config import load as configs
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed
+from tests.simulate.timelines import timeline_of
 
 VOCAB = 32
 
@@ -139,7 +140,7 @@ class OneProcess:
 
     def timeline(self) -> Timeline:
         forward = Action(Op.FORWARD, "language_model", 0)
-        return Timeline.from_records([(0, forward, 0.0, 1.0)], num_ranks=1)
+        return timeline_of([(0, forward, 0.0, 1.0)], ranks=1)
 
 
 def toy_feed(config: Config) -> Feed:

@@ -30,6 +30,7 @@ from interlace.train.models.costs import stated_links
 from interlace.train.optim import Optimizer
 from interlace.train.report import forecast
 from tests.run.streamed import Counted
+from tests.simulate.timelines import timeline_of
 from tests.tiny import tiny_mllm
 
 SIZE = "hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2"
@@ -174,7 +175,7 @@ def test_lists_are_compared_with_lists(config: Path) -> None:
     action = Action(Op.FORWARD, "m", 0, 0)
 
     def timeline(seconds: float) -> Timeline:
-        return Timeline.from_records([(0, action, 1.0, 1.0 + seconds)] * 2)  # busy for longer than the step lasts
+        return timeline_of([(0, action, 1.0, 1.0 + seconds)] * 2)  # busy for longer than the step lasts
 
     made: Any = object.__new__(forecast.Forecast)
     made._parallel = SimpleNamespace(schedule=lambda _, dispatch: _Schedule())

@@ -11,9 +11,10 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from types import ModuleType
 
 MODULE = "transformers.modeling_utils"  # holds the registry and every model's base class
 HF = "interlace.attention.hf"
@@ -30,7 +31,9 @@ def register() -> None:
 class _Finder(MetaPathFinder):
     """Import hook for one module, used once: finds it through the other finders and imports `hf` after it."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != MODULE:
             return None
         if self in sys.meta_path:
@@ -39,7 +42,7 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 _import_hf()
 

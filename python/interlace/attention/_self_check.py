@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ SOFTCAP = 2.0
 CAP = 6  # blocks of one work item: the longest rows are split, and items outlast every pipeline of loads (4 stages)
 LONGEST = 60.0  # seconds until a kernel counts as hung; a case normally takes milliseconds
 
-_backends: dict[tuple[Any, ...], ModuleType] = {}
+_backends: dict[tuple[object, ...], ModuleType] = {}
 _hung: dict[torch.device, str] = {}
 _lock = threading.RLock()
 
@@ -109,7 +109,7 @@ def checked(backend: ModuleType, direction: str, job: Attention, *, named: bool)
     return cached if cached is not None else _check(key, backend, direction, job, named)
 
 
-def _check(key: tuple[Any, ...], backend: ModuleType, direction: str, job: Attention, named: bool) -> ModuleType:
+def _check(key: tuple[object, ...], backend: ModuleType, direction: str, job: Attention, named: bool) -> ModuleType:
     if backend not in (triton, gluon) or os.environ.get("INTERLACE_SELF_CHECK") == "0":
         _backends[key] = backend
         return backend

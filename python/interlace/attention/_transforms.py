@@ -56,7 +56,7 @@ def _no_forward_mode(ctx: Any = None, *grad_inputs: Any) -> NoReturn:
     )
 
 
-def _call(operator: Callable[..., Any], *arguments: Any) -> Any:
+def _call(operator: Callable[..., Any], *arguments: object) -> Any:
     token = _tangents_are_seen.set(True)
     try:
         return operator(*arguments)
@@ -64,7 +64,7 @@ def _call(operator: Callable[..., Any], *arguments: Any) -> Any:
         _tangents_are_seen.reset(token)
 
 
-def no_second_derivative(*_: Any) -> NoReturn:
+def no_second_derivative(*_: object) -> NoReturn:
     raise RuntimeError(f"bitfield_attention has no second derivative: {INSTEAD}")
 
 
@@ -107,8 +107,8 @@ class _Attention(torch.autograd.Function):
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _call(torch.ops.interlace.bitfield_attention, *args)
+    def forward(*args: object) -> tuple[Tensor, Tensor]:
+        return _call(torch.ops.interlace.bitfield_attention, *args)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -137,15 +137,15 @@ class _Gradients(torch.autograd.Function):
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _call(torch.ops.interlace.bitfield_attention_backward, *args)
+    def forward(*args: object) -> tuple[Tensor, Tensor, Tensor]:
+        return _call(torch.ops.interlace.bitfield_attention_backward, *args)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> NoReturn:
+    def backward(ctx: object, *grads: object) -> NoReturn:
         no_second_derivative()
 
     @staticmethod
@@ -153,7 +153,7 @@ class _Gradients(torch.autograd.Function):
         return row_by_row(_Gradients.apply)(info, in_dims, *args)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *numbers: Any) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *numbers: object) -> tuple[Tensor, Tensor]:
     """out and lse while transforming().
 
     torch cannot trace these autograd functions. The error raised here makes torch.compile run the function that called

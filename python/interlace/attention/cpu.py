@@ -29,11 +29,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace import _core
 from interlace.attention.backend import Attention, accumulate_dtype
-from interlace.attention.plan import KEYS, QUERIES, AttentionPlan
+from interlace.attention.plan import KEYS, QUERIES
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
@@ -45,19 +46,10 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
 
 def forward(job: Attention) -> tuple[Tensor, Tensor]:
     """See backend.py."""
-    q, k, v, plan, scale, softcap = job
+    q, k, v = job.q, job.k, job.v
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
-    _core.attention_forward(
-        _rows(q),
-        _rows(k),
-        _rows(v),
-        **_mask(plan),
-        scale=scale,
-        softcap=softcap or 0.0,
-        out=_array(out),
-        lse=lse.numpy(),
-    )
+    _core.attention_forward(_rows(q), _rows(k), _rows(v), **_options(job), out=_array(out), lse=lse.numpy())
     return out, lse
 
 
@@ -65,7 +57,7 @@ def backward(
     job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See backend.py."""
-    q, k, v, plan, scale, softcap = job
+    q, k, v = job.q, job.k, job.v
     dq = torch.empty(q.shape, dtype=q.dtype)
     dk, dv = (torch.empty(x.shape, dtype=accumulate_dtype(x.dtype) if wide else x.dtype) for x in (k, v))
     _core.attention_backward(
@@ -76,9 +68,7 @@ def backward(
         _rows(v),
         _rows(out),
         lse.detach().contiguous().numpy(),
-        **_mask(plan),
-        scale=scale,
-        softcap=softcap or 0.0,
+        **_options(job),
         dq=_array(dq),
         dk=_array(dk),
         dv=_array(dv),
@@ -86,18 +76,21 @@ def backward(
     return dq, dk, dv
 
 
-def _array(x: Tensor) -> Any:
+def _array(x: Tensor) -> NDArray[Any]:
     """The tensor's memory as a numpy array; int16 for bf16."""
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def _rows(x: Tensor) -> Any:
+def _rows(x: Tensor) -> NDArray[Any]:
     """The memory of an input as a numpy array; its rows are made contiguous."""
     x = x.detach()
     return _array(x if x.stride(-1) == 1 else x.contiguous())
 
 
-def _mask(plan: AttentionPlan) -> dict[str, Any]:
+def _options(job: Attention) -> dict[str, Any]:
+    """The arguments of both kernels beside the tensors."""
+    plan = job.plan
     names = (*QUERIES, *KEYS, "full_q_ptr", "full_q_idx", "part_q_ptr", "part_q_idx")
     arrays = [getattr(plan, name).numpy() for name in names]
-    return dict(mask=arrays, block=plan.block, sinks=plan.sinks, threads=torch.get_num_threads())
+    threads, softcap = torch.get_num_threads(), job.softcap or 0.0
+    return dict(mask=arrays, block=plan.block, sinks=plan.sinks, threads=threads, scale=job.scale, softcap=softcap)

@@ -10,13 +10,16 @@ only if this backend is named.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from interlace.attention import triton as _triton
 from interlace.attention.backend import Attention
+
+if TYPE_CHECKING:
+    from interlace.kernels.bitfield_launch import Call
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 128
@@ -60,7 +63,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     q, scale = positive_scale(q, scale)
     q, k, v = loadable(q), loadable(k), loadable(v)
 
-    def calls() -> Any:
+    def calls() -> tuple[list[Call], list[Tensor]]:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         return gluon_forward_calls(q, k, v, plan, out, lse, scale, softcap), [out, lse]
@@ -96,7 +99,7 @@ def backward(
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
 
-    def calls() -> Any:
+    def calls() -> tuple[list[Call], list[Tensor]]:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
         return gluon_backward_calls(dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale), [dq, dk, dv]

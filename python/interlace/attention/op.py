@@ -347,18 +347,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: list[Tensor],
-    block: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-    deterministic: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     _transforms.refuse_forward_mode()
     check_dtypes(q, k, v)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
@@ -388,20 +377,7 @@ def _backward(
 
 @_backward.register_fake
 def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: list[Tensor],
-    block: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-    deterministic: bool,
-    backend: str,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -429,7 +429,7 @@ def _plan_fake(fields: list[Tensor], sinks: int, block: int, mapped: bool, gaps:
 
 
 @_plan.register_vmap
-def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> Any:
+def _plan_row_by_row(info: Any, in_dims: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
     lists, dims = row_by_row(_plan)(info, in_dims, *args)
     return list(lists), list(dims)
 

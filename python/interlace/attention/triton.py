@@ -9,12 +9,15 @@ deterministic=False. It adds dQ by atomics in the dK/dV kernel: 5 matrix product
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from interlace.attention.backend import Attention
+
+if TYPE_CHECKING:
+    from interlace.kernels.bitfield_launch import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -52,7 +55,7 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
     q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
 
-    def calls() -> Any:
+    def calls() -> tuple[list[Call], list[Tensor]]:
         out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         made = forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device))
@@ -96,7 +99,7 @@ def _backward(
     if fused:  # kernels accumulate dq into it
         inputs.append(torch.zeros(q.shape, dtype=torch.float32, device=q.device))
 
-    def calls() -> Any:
+    def calls() -> tuple[list[Call], list[Tensor]]:
         dq = inputs[-1] if fused else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
         launches = backward_calls(

@@ -177,6 +177,12 @@ def as_numpy(values: ArrayLike) -> NDArray[Any]:
         raise ValueError(f"not an array of numbers: {error}") from error
 
 
+def require(name: str, values: NDArray[Any], good: NDArray[np.bool_], rule: str) -> None:
+    """Raises ValueError with the first value that is not `good`."""
+    for wrong in np.argwhere(~good).tolist()[:1]:
+        raise ValueError(f"{name}[{', '.join(map(str, wrong))}] is {values[tuple(wrong)]}: {rule}")
+
+
 def bounded_index(value: int, name: str) -> int:
     """A whole number that fits in int64 of the extension."""
     index = operator.index(value)

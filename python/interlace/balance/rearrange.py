@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from interlace import _core
-from interlace.balance.assignment import as_numpy, bounded_index
+from interlace.balance.assignment import as_numpy, bounded_index, require
 
 # Packed batches of at most this many samples go through branch and bound, which takes at most some milliseconds.
 EXACT_SAMPLES = 24
@@ -153,9 +154,7 @@ def rearrangement_volume(
         raise ValueError(
             f"source, destination and sizes differ in shape: {sources.shape}, {destinations.shape}, {size.shape}"
         )
-    wrong = np.flatnonzero(~(np.isfinite(size) & (size >= 0)))
-    if wrong.size:
-        raise ValueError(f"sizes[{wrong[0]}] is {size[wrong[0]]}: it must be finite and not negative")
+    require("sizes", size, np.isfinite(size) & (size >= 0), "it must be finite and not negative")
     volume = np.bincount(sources * ranks + destinations, size, ranks * ranks)
     return volume.astype(np.float64, copy=False).reshape(ranks, ranks)
 
@@ -247,10 +246,7 @@ def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
     Returns:
         int64 [k]: for each position in the next phase's layout, the position in the current layout to take it from.
     """
-    first, following = as_numpy(first_inverse), as_numpy(second)
-    for name, array in (("first_inverse", first), ("second", following)):
-        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")
+    first, following = _whole_numbers(first_inverse, "first_inverse"), _whole_numbers(second, "second")
     if not following.size:
         return np.zeros(0, np.int64)
     return first.astype(np.int64)[_checked_ranks(following, "second", len(first))]
@@ -366,10 +362,13 @@ def _as_integers(values: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 def _checked_ranks(values: ArrayLike, name: str, ranks: int) -> NDArray[np.int64]:
+    array = _whole_numbers(values, name)
+    require(name, array, (array >= 0) & (array < ranks), f"it must lie between 0 and {ranks - 1}")
+    return array.astype(np.int64)
+
+
+def _whole_numbers(values: ArrayLike, name: str) -> NDArray[Any]:
     array = as_numpy(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")
-    wrong = np.flatnonzero((array < 0) | (array >= ranks))
-    if wrong.size:
-        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: it must lie between 0 and {ranks - 1}")
-    return array.astype(np.int64)
+    return array

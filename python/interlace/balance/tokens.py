@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from interlace import _core
-from interlace.balance.assignment import METHODS, as_numpy, assign, lower_bound
+from interlace.balance.assignment import METHODS, as_numpy, assign, lower_bound, require
 
 BLOCK = 128
 """Maximum tokens of a block: the block size of the attention kernels."""
@@ -133,9 +133,7 @@ def distribute_tokens(
         work = work[None]
     if work.ndim != 2 or work.size == 0:
         raise ValueError(f"row_blocks must have shape [B, n] with at least one block, got {list(work.shape)}")
-    if work.min() < 0:
-        row, column = (int(i) for i in np.argwhere(work < 0)[0])
-        raise ValueError(f"row_blocks[{row}, {column}] is {work[row, column]}: it must not be negative")
+    require("row_blocks", work, work >= 0, "it must not be negative")
     ranks, block = operator.index(ranks), operator.index(block)
     if not 1 <= ranks <= 2**20:
         raise ValueError(f"ranks must lie between 1 and 2^20, got {ranks}")
@@ -201,10 +199,7 @@ def _real_lengths(lengths: ArrayLike | None, batch: int, longest: int) -> NDArra
     array = as_numpy(lengths)
     if array.dtype.kind not in "iu" or array.shape not in ((), (batch,)):
         raise ValueError(f"lengths must be one whole number or {batch}, got {array.dtype} {list(array.shape)}")
-    wrong = np.flatnonzero(np.atleast_1d((array < 0) | (array > longest)))
-    if wrong.size:
-        value = np.atleast_1d(array)[wrong[0]]
-        raise ValueError(
-            f"lengths[{wrong[0]}] is {value}: it must lie between 0 and {longest} (row_blocks times block)"
-        )
+    array = np.atleast_1d(array)
+    rule = f"it must lie between 0 and {longest} (row_blocks times block)"
+    require("lengths", array, (array >= 0) & (array <= longest), rule)
     return np.broadcast_to(array.astype(np.int64), batch).copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from interlace.costs.fitted import FREE, LinkModel
 from interlace.costs.modules import analytic_costs
 from interlace.costs.step import NO_TRAFFIC, Fit, FittedCosts, LaneTraffic, LayerFit, ModuleFits
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
 
 def counted_costs(
-    mllm: Any,
+    mllm: MultimodalModel,
     flops: float,
     *,
     tp: Mapping[str, int | Collection[int]] | None = None,
@@ -67,11 +70,6 @@ def _on_lane(tp: int, row_bytes: float, row: float, pair: float, weight: float) 
     """A layer on one rank of `tp`. row, pair, weight: seconds per row, per pair, and per row for weight gradients, on a
     rank that holds the whole layer."""
     row, pair, weight = row / tp, pair / tp, weight / tp
-    traffic = _of_lane(tp, row_bytes) if tp > 1 else NO_TRAFFIC
+    peers, ring = tp - 1, row_bytes / tp * (tp - 1)
+    traffic = LaneTraffic(4 * peers, 4 * ring, 5 * peers, 5 * ring) if peers else NO_TRAFFIC
     return LayerFit(Fit(pair, row), Fit(2 * pair, row), Fit(0.0, weight), Fit(0.0, weight), traffic)
-
-
-def _of_lane(tp: int, row_bytes: float) -> LaneTraffic:
-    """Traffic of one rank in a lane of `tp` for one layer."""
-    ring = row_bytes / tp * (tp - 1)
-    return LaneTraffic(4 * (tp - 1), 4 * ring, 5 * (tp - 1), 5 * ring)

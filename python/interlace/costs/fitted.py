@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from interlace.balance.assignment import require
+
 Degrees = tuple[int, int]
 """(tensor-parallel size, context-parallel size)."""
 
@@ -91,10 +93,7 @@ def non_negative_fit(rows: NDArray[np.float64], target: NDArray[np.float64] | No
 
 
 def _check_positive(name: str, values: NDArray[np.float64]) -> None:
-    bad = ~(np.isfinite(values) & (values > 0))
-    if bad.any():
-        index = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"{name}[{', '.join(map(str, index))}] is {values[index]}: values must be finite and positive")
+    require(name, values, np.isfinite(values) & (values > 0), "values must be finite and positive")
 
 
 @dataclass(frozen=True)

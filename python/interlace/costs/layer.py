@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -124,17 +125,11 @@ def trainable_before(trainable: Mapping[str, bool], edges: Iterable[tuple[str, s
                 raise ValueError(f"edge ({producer!r}, {consumer!r}) names the unknown module {name!r}")
         producers[consumer].append(producer)
 
-    result: dict[str, bool] = {}
-    visiting: set[str] = set()
-
-    def visit(name: str) -> bool:
-        if name in visiting:
-            raise ValueError(f"the edges form a cycle through module {name!r}: data must flow one way")
-        if name not in result:
-            visiting.add(name)
-            # A list, not a generator: visits every producer, so that any cycle is found.
-            result[name] = any([visit(producer) or trainable[producer] for producer in producers[name]])
-            visiting.remove(name)
-        return result[name]
-
-    return {name: visit(name) for name in trainable}
+    result = dict.fromkeys(trainable, False)
+    try:
+        for name in TopologicalSorter(producers).static_order():
+            result[name] = any(result[producer] or trainable[producer] for producer in producers[name])
+    except CycleError as error:
+        name = error.args[1][0]
+        raise ValueError(f"the edges form a cycle through module {name!r}: data must flow one way") from None
+    return result

@@ -136,29 +136,20 @@ class Links:
     def from_table(cls, table: Mapping[str, Any]) -> Links:
         """The links of a table made by `to_table`. Raises ValueError for an invalid table."""
         try:
-            kinds = {name: _link(table[name]) for name in ("process", "host", "network")}
+            process, host, network = (_link(table[name]) for name in ("process", "host", "network"))
             per_host, per_process = table["ranks_per_host"], int(table["ranks_per_process"])
             overhead, hosts = _number(table["overhead"]), tuple(map(int, table["hosts"]))
-            return cls(
-                **kinds,
-                ranks_per_process=per_process,
-                ranks_per_host=per_host and int(per_host),
-                hosts=hosts,
-                overhead=overhead,
-            )
+            return cls(process, host, network, per_process, per_host and int(per_host), hosts, overhead)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the table of links is invalid: {error!r}") from None
 
 
 def _link(table: Mapping[str, Any]) -> Link:
-    models = {
-        name: LinkModel(_number(table[name]["latency"]), _number(table[name]["per_byte"]))
-        for name in ("message", "ring")
-    }
-    return Link(**models)
+    message, ring = (table[name] for name in ("message", "ring"))
+    return Link(*(LinkModel(_number(each["latency"]), _number(each["per_byte"])) for each in (message, ring)))
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
         raise ValueError(f"{value!r} is not a number of seconds >= 0")
     return float(value)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace.costs.layer import LayerTimes, trainable_before
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class ModuleCosts:
 
 
 def analytic_costs(
-    mllm: Any, tokens: Mapping[str, float] | None = None, *, context: Mapping[str, float] | None = None
+    mllm: MultimodalModel, tokens: Mapping[str, float] | None = None, *, context: Mapping[str, float] | None = None
 ) -> dict[str, ModuleCosts]:
     """FLOP-based costs of every module of ``mllm`` when ``tokens[module]`` tokens pass through it.
 

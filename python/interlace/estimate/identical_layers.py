@@ -9,9 +9,9 @@ is raised).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.probe.stand_in import kind_of
 from interlace.model.stages.slice import hidden_argument
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 
 class NotAlike(Exception):
@@ -43,13 +46,13 @@ class Alike:
     """Groups of identical layers of a module. like: layer -> the layer of its group that represents it: keeps the same
     and follows the same kind of layer. skipped: the layers that are not run."""
 
-    def __init__(self, kinds: Sequence[Any]) -> None:
+    def __init__(self, kinds: Sequence[tuple[Any, ...]]) -> None:
         """kinds: of each layer; equal for layers with the same computation, trained parameters and kept bytes."""
         count = len(kinds)
-        trains = [any(kind[-1]) for kind in kinds]
+        trains = [any(flags) for *_, flags in kinds]
         keys = [(kinds[i - 1] if i else None, kinds[i], any(trains[: max(i - 1, 0)])) for i in range(count)]
-        first: dict[Any, int] = {}
-        last: dict[Any, int] = {}
+        first: dict[Hashable, int] = {}
+        last: dict[Hashable, int] = {}
         for i, key in enumerate(keys):
             first.setdefault(key, i)
             if i < count - 1:  # the last layer includes the modules after the layers
@@ -61,7 +64,7 @@ class Alike:
         self._twice = [(first[key], i) for key, i in last.items() if first[key] != i]
 
     @classmethod
-    def of(cls, mllm: Any, name: str) -> Alike:
+    def of(cls, mllm: MultimodalModel, name: str) -> Alike:
         """The groups of a module of the model."""
         layers = mllm.layer_list(name)
         root = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
@@ -83,10 +86,10 @@ class Alike:
 
     def leave_out(self, layers: Sequence[nn.Module]) -> None:
         """Replace the forward of a stage's skipped layers: return a tensor like the output of their representative."""
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, tuple[torch.Size, object]] = {}
 
         def note(index: int) -> Callable[..., None]:
-            def hook(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
                 outputs[index] = (hidden_argument(args, kwargs).shape, result)
 
             return hook
@@ -111,8 +114,15 @@ class Alike:
                 if each.layers - {each.home}:
                     raise NotAlike(f"layers {sorted(each.layers)} keep tensors made by layer {each.home}")
                 inside.setdefault(each.home, []).append(each)
-        for one, other in self._twice:
-            self._compare(one, other, entering, inside, shared)
+
+        def kept(layer: int) -> tuple[object, ...]:
+            mine = sorted((each.bytes, each.outside, bool(each.layers)) for each in inside.get(layer, ()))
+            given = [(each.bytes, each.outside, _relative(each, layer)) for each in entering.get(layer, ())]
+            return mine, sorted(given), [layer in each.layers for each in shared]
+
+        for one, other in self._twice:  # both were run
+            if kept(one) != kept(other):
+                raise NotAlike(f"layers {one} and {other} have the same structure but keep different bytes")
         for each in shared:
             each.layers |= {f for f in self.skipped if self.like[f] in each.layers}
         for layer, like in self.like.items():
@@ -121,24 +131,6 @@ class Alike:
             if not self.skipped.isdisjoint({layer - 1, layer}):
                 _enter(entering.get(layer, []), entering.get(like, []), layer, like)
         return filled_in
-
-    def _compare(
-        self,
-        one: int,
-        other: int,
-        entering: Mapping[int, list[Storage]],
-        inside: Mapping[int, list[Storage]],
-        shared: Sequence[Storage],
-    ) -> None:
-        """Raises NotAlike if two layers of a group that were run keep different bytes."""
-
-        def kept(layer: int) -> Any:
-            mine = sorted((each.bytes, each.outside, bool(each.layers)) for each in inside.get(layer, ()))
-            given = [(each.bytes, each.outside, _relative(each, layer)) for each in entering.get(layer, ())]
-            return mine, sorted(given), [layer in each.layers for each in shared]
-
-        if kept(one) != kept(other):
-            raise NotAlike(f"layers {one} and {other} have the same structure but keep different bytes")
 
 
 def _relative(storage: Storage, layer: int) -> tuple[int, ...]:
@@ -171,12 +163,12 @@ class _HandOn(torch.autograd.Function):
         return torch.empty_like(hidden, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (gradients[0].to(ctx.dtype), None, *[None] * ctx.others)
 
 
-def _handing_on(made: Mapping[int, Any], like: int) -> Callable[..., Any]:
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _handing_on(made: Mapping[int, tuple[torch.Size, object]], like: int) -> Callable[..., Any]:
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> object:
         hidden = hidden_argument(args, kwargs)
         shape, result = made[like]
         first, *others = result if isinstance(result, tuple) else (result,)

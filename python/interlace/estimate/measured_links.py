@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 import torch
 from torch import nn
@@ -49,17 +50,14 @@ def measure_links(channel: Channel | None, modules: Sequence[str], *, hosts: Seq
     link_of, posting = {}, 0.0
     for number, ranks in enumerate(groups):
         link, took = _measure(channel, modules[0], ranks, number)
-        values = channel.exchange([*_numbers(link), took], "the speed of a link")[ranks[0]]
-        link_of[tuple(ranks)] = Link(LinkModel(*map(float, values[:2])), LinkModel(*map(float, values[2:4])))
-        posting = max(posting, float(values[4]))
+        mine = [*astuple(link.message), *astuple(link.ring), took]
+        *lines, took = map(float, channel.exchange(mine, "the speed of a link")[ranks[0]])
+        link_of[tuple(ranks)] = Link(LinkModel(*lines[:2]), LinkModel(*lines[2:]))
+        posting = max(posting, took)
     host, network = (link_of.get(tuple(ranks), NO_LINK) for ranks in (max(by_host, key=len), heads))
     if len(by_host) == 1:
         network = NO_LINK
     return Links(host=host, network=network, hosts=tuple(numbers), overhead=posting)
-
-
-def _numbers(link: Link) -> list[float]:
-    return [link.message.latency, link.message.per_byte, link.ring.latency, link.ring.per_byte]
 
 
 def _measure(channel: Channel, module: str, ranks: Sequence[int], number: int) -> tuple[Link, float]:

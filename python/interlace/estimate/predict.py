@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,18 +30,19 @@ from interlace.costs.links import Link, Links
 from interlace.costs.step import Costs, Size, sizes_at_once
 from interlace.estimate.traced import activations_of, weights_of
 from interlace.estimate.travel import message_seconds
-from interlace.layout import Layout, Pipeline, Reduction, Shard
+from interlace.layout import Layout, Reduction, Shard
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.plan import ModuleCosts, trainable_before
-from interlace.plan.memory import SharedBytes, WeightSize, shared_bytes, summed_bytes, trained_bytes
+from interlace.plan.memory import WeightSize, shards_by_rank, shared_bytes, summed_bytes, trained_bytes
 from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable
 from interlace.schedule.actions import CHUNK, CODES, COMPUTE, MODULE, OP, OPS, OTHER, STAGE
 from interlace.schedule.costs import Durations, seconds_of
 from interlace.simulate import Simulated, Timeline, simulate_arrays
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
 Floats = NDArray[np.float64]
-Job = tuple[Op, str, int, int]
-"""(op, module, stage, chunk): the key of a duration, as `simulate` and the generators take them."""
 NORM_BYTES = 32
 """Bytes that each rank sends to the others at the end of a step: loss, squares of gradients, note, random-draw flag."""
 
@@ -63,7 +64,12 @@ class Traffic:
 
     @classmethod
     def of(
-        cls, mllm: Any, layout: Layout, *, sequence_parallel: bool = True, autocast: torch.dtype | None = None
+        cls,
+        mllm: MultimodalModel,
+        layout: Layout,
+        *,
+        sequence_parallel: bool = True,
+        autocast: torch.dtype | None = None,
     ) -> Traffic:
         """The traffic of a model under a layout; options as in `parallelize`. Runs the model on shapes alone, which
         takes about a second: for many layouts of one model use `dataclasses.replace` with other weights.
@@ -95,7 +101,7 @@ def predict(
     `chunk_sizes`). recompute: whether layers with a backward run their forward twice (checkpointing "full"). optimizer:
     False omits its step, which is in no list. items: bytes that the DISPATCH of a step of streams moves between ranks
     (see `dispatch_seconds`). seconds: of compute actions; replaces those computed from costs and sizes (see
-    `durations`).
+    `duration_array`).
 
     Raises ValueError if there is not one size per chunk of the table, and for a module without costs.
     """
@@ -160,37 +166,12 @@ _AT_ONCE = 4096  # chunks whose layers are computed at a time: arrays of some MB
 _COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
-def durations(
-    graph: StageGraph,
-    table: StepTable,
-    costs: Costs,
-    sizes: Sequence[Size],
-    links: Links,
-    *,
-    recompute: bool = False,
-) -> dict[Job, float]:
-    """Seconds of FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of every chunk on every stage, for generators.
-
-    Arguments and errors as in `predict`. Makes one object per action: for a large step use `duration_array`.
-    """
-    array = duration_array(graph, table, costs, sizes, links, recompute=recompute)
-    modules = [chunk.module for chunk in table.chunks]
-    return {
-        (OPS[op], modules[chunk], stage, chunk): float(array[op, stage, chunk])
-        for op, stage, chunk in np.argwhere(~np.isnan(array)).tolist()
-    }
-
-
 def duration_array(
-    graph: StageGraph,
-    table: StepTable,
-    costs: Costs,
-    sizes: Sequence[Size],
-    links: Links,
-    *,
-    recompute: bool = False,
+    graph: StageGraph, table: StepTable, costs: Costs, sizes: Sequence[Size], links: Links, *, recompute: bool = False
 ) -> Floats:
-    """`durations` as float64 [ops, stages, chunks], nan for missing combinations; for generators and the simulator.
+    """Seconds of FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of every chunk on every stage, float64 [ops,
+    stages, chunks], nan for missing combinations; for generators and the simulator. Arguments and errors as in
+    `predict`.
 
     The two halves of a backward add up to it; recomputation counts to the input half. Time of a stage outside its
     layers counts to its forward, and to its backward or the input half of it.
@@ -220,7 +201,7 @@ def duration_array(
                 ahead, behind = costs.beside(module, size, spec.tp, spec.cp, link)
                 for (index, start, stop), replicas in cuts.items():
                     there = np.isin(replica_of[places], replicas)
-                    forward, backward, weight = layers.between(start, stop).seconds()
+                    forward, backward, weight = (part.sum(axis=0) for part in layers.between(start, stop))
                     backward = np.where(backward > 0, backward + behind, 0.0)
                     times = (
                         forward + ahead, backward, np.maximum(backward - weight, 0.0), np.minimum(weight, backward)
@@ -294,12 +275,9 @@ def optimizer_seconds(layout: Layout, costs: Costs, traffic: Traffic) -> list[fl
     """Per rank, seconds of the optimizer's step."""
     if costs.optimizer == FREE:
         return [0.0] * layout.world
-    mine: list[list[Shard]] = [[] for _ in range(layout.world)]
-    for shard in layout.shard_groups():
-        for rank in shard.owners:
-            mine[rank].append(shard)
+    shards = shards_by_rank(layout)
     return [
-        costs.optimizer.transfer(trained_bytes(layout, traffic.weights, rank, mine[rank]))
+        costs.optimizer.transfer(trained_bytes(layout, traffic.weights, rank, shards[rank]))
         for rank in range(layout.world)
     ]
 
@@ -308,8 +286,7 @@ def _trained_before(graph: StageGraph) -> dict[str, bool]:
     return trainable_before({name: any(graph.trainable[name]) for name in graph.modules}, graph.links)
 
 
-@dataclass(frozen=True)
-class _Layers:
+class _Layers(NamedTuple):
     """Seconds of a module's layers for one chunk, [layers] each, or for n chunks, [layers, n]. weight: the part of the
     backward for weight gradients."""
 
@@ -326,11 +303,7 @@ class _Layers:
 
     def between(self, start: int, stop: int) -> _Layers:
         """The layers of a stage."""
-        return _Layers(self.forward[start:stop], self.backward[start:stop], self.weight[start:stop])
-
-    def seconds(self) -> tuple[Floats, Floats, Floats]:
-        """Sums over all layers: forward, backward, and the part of the backward for weight gradients."""
-        return self.forward.sum(axis=0), self.backward.sum(axis=0), self.weight.sum(axis=0)
+        return _Layers(*(part[start:stop] for part in self))
 
 
 def layered_forward(forward: Sequence[float] | NDArray[np.float64], gathers: Sequence[float]) -> float:
@@ -388,7 +361,6 @@ class _Step:
         self.graph, self.table, self.schedule = schedule.graph, schedule.table, schedule
         self.layout = self.graph.layout
         self.costs, self.sizes, self.links, self.traffic, self.recompute = costs, sizes, links, traffic, recompute
-        self._lanes = self.layout.lanes()
 
     # -- computing ---------------------------------------------------------------------------------------------
 
@@ -404,17 +376,16 @@ class _Step:
     @cached_property
     def _layered(self) -> dict[tuple[str, int], list[Shard]]:
         """(module, stage) -> the shards that it gathers layer by layer in this step."""
-        rows, shards_of = self.schedule.rows, dict[tuple[str, int], dict[int, Shard]]()
-        for module, stage, number in np.unique(
-            rows[rows[:, OP] == CODES[Op.UNSHARD_LAYERS]][:, [MODULE, STAGE, OTHER]], axis=0
-        ).tolist():
-            shards_of.setdefault((self.graph.modules[module], stage), {})[number] = self.graph.shards[number]
-        return {key: list(shards.values()) for key, shards in shards_of.items()}
+        rows, shards_of = self.schedule.rows, dict[tuple[str, int], list[Shard]]()
+        gathers = rows[rows[:, OP] == CODES[Op.UNSHARD_LAYERS]][:, [MODULE, STAGE, OTHER]]
+        for module, stage, number in np.unique(gathers, axis=0).tolist():
+            shards_of.setdefault((self.graph.modules[module], stage), []).append(self.graph.shards[number])
+        return shards_of
 
     def _gather_layers(self, array: Floats, module: str, index: int, shard: Shard) -> None:
         """Add the waits for weights to the durations of a stage's chunks, on each of the replicas that share the
         weights. (The simulator models their lock step, in which the slowest counts.)"""
-        held = self._shared(shard)
+        held = shared_bytes(self.layout, self.traffic.weights, shard)
         gathers = [self.links.all_gather(size, shard.ranks) for size in (held.beside, *held.layers)]
         scatters = [
             self.links.reduce_scatter(size, shard.ranks) for size in (held.trained_beside, *held.trained_layers)
@@ -428,7 +399,8 @@ class _Step:
         for number, chunk in enumerate(self.table.chunks):
             if chunk.module != module or chunk.replica not in replicas:
                 continue
-            link = self.links.slowest(self._pipeline(number).stages[index].lane.ranks)
+            lane = self.layout.pipelines(module)[chunk.replica].stages[index].lane
+            link = self.links.slowest(lane.ranks)
             cost = self.costs.of(module, self.sizes[number], spec.tp, spec.cp, link)
             layers = _Layers.of(cost, before, self.recompute).between(shard.start, shard.stop)
             there, back = self.costs.beside(module, self.sizes[number], spec.tp, spec.cp, link)
@@ -450,10 +422,6 @@ class _Step:
         stands_for, each = self.traffic.rows_of, self.traffic.feature_bytes
         read = [each * stands_for.get(chunk.module, 1.0) for chunk in self.table.chunks]
         return message_seconds(self.schedule, rows, self.links, self.traffic.row_bytes, read)
-
-    def _pipeline(self, chunk: int) -> Pipeline:
-        made = self.table.chunks[chunk]
-        return self.layout.pipelines(made.module)[made.replica]
 
     # -- sums and gathers --------------------------------------------------------------------------------------
 
@@ -481,7 +449,8 @@ class _Step:
     @cached_property
     def gathers(self) -> list[float]:
         """Seconds to gather each shard of the graph as a whole."""
-        return [self.links.all_gather(self._shared(shard).whole, shard.ranks) for shard in self.graph.shards]
-
-    def _shared(self, shard: Shard) -> SharedBytes:
-        return shared_bytes(self.layout, self.traffic.weights, shard)
+        weights = self.traffic.weights
+        return [
+            self.links.all_gather(shared_bytes(self.layout, weights, shard).whole, shard.ranks)
+            for shard in self.graph.shards
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from interlace.run.tables.sizes import chunk_sizes
 from interlace.schedule import Schedule, StageGraph, StepTable
 from interlace.simulate import Timeline
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel, Sample
+
 Generator = Callable[..., Schedule]
 """(graph, table, durations=...) -> Schedule, as `interlace.schedule.one_f_one_b`; `durations` is optional."""
 
@@ -37,7 +40,7 @@ class Predictor:
     ranks_per_node: as in `parallelize`; the last three are for `step`, which makes the table.
     """
 
-    mllm: Any
+    mllm: MultimodalModel
     costs: Costs
     links: Links
     recompute: bool = False
@@ -63,7 +66,9 @@ class Predictor:
         weights = weights_of(self.mllm, layout, sequence_parallel=self.sequence_parallel)
         return replace(self._traffic, weights=weights)
 
-    def schedule(self, graph: StageGraph, table: StepTable, samples: Sequence[Any], generator: Generator) -> Schedule:
+    def schedule(
+        self, graph: StageGraph, table: StepTable, samples: Sequence[Sample], generator: Generator
+    ) -> Schedule:
         """The schedule that `generator` makes for a step over `samples`, with predicted durations if it takes them."""
         sizes = chunk_sizes(self.mllm, table, samples)
         seconds = duration_array(graph, table, self.costs, sizes, self.links, recompute=self.recompute)
@@ -75,7 +80,7 @@ class Predictor:
     def predict(
         self,
         schedule: Schedule,
-        samples: Sequence[Any],
+        samples: Sequence[Sample],
         *,
         items: NDArray[np.float64] | None = None,
         optimizer: bool = True,
@@ -95,7 +100,7 @@ class Predictor:
     def step(
         self,
         layout: Layout,
-        samples: Sequence[Any],
+        samples: Sequence[Sample],
         generator: Generator,
         *,
         microbatches: int | None = None,

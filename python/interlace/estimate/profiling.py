@@ -14,10 +14,10 @@ pieces with a no-op transport: transfers are only counted, and their cost follow
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,40 +38,50 @@ from interlace.run.lanes import cut, how_cut
 from interlace.run.tables.batch import collated
 from interlace.run.tables.sizes import size_of
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel, Sample
+
+Average = Callable[..., Any]
+"""np.median, or another function of an array and an axis."""
 ROUNDS = 7  # at most, after the warm-up
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How the layers of a model are timed.
+
+    largest: samples of the largest chunk (default: all). tps: module -> the tensor-parallel degrees to time (default:
+    1). device, autocast, sequence_parallel: as in `parallelize`.
+    """
+
+    largest: int | None = None
+    tps: Mapping[str, Collection[int]] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
+    autocast: torch.dtype | None = None
+    sequence_parallel: bool = True
+
+
+ON_CPU = ProfileOptions()
+
+
 def profile_costs(
-    mllm: Any,
-    samples: Sequence[Any],
+    mllm: MultimodalModel,
+    samples: Sequence[Sample],
+    options: ProfileOptions = ON_CPU,
     *,
-    largest: int | None = None,
-    tps: Mapping[str, Collection[int]] | None = None,
     budget: float = 4.0,
-    device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
-    sequence_parallel: bool = True,
     optimizer: LinkModel = FREE,
 ) -> FittedCosts:
     """Costs of the layers of `mllm`, with its current frozen flags.
 
-    samples: of the data, decoded; chunks of up to `largest` of them (default: all) are timed. tps: module -> the
-    tensor-parallel degrees to time (default: 1). budget: seconds; no round starts that would end later. The warm-up and
-    one round always run. optimizer: as in `FittedCosts`.
+    samples: of the data, decoded. budget: seconds; no round starts that would end later. The warm-up and one round
+    always run. optimizer: as in `FittedCosts`.
 
     Raises ValueError for no sample, and for a module that a tp cannot cut. A module without items in any sample costs
     nothing.
     """
     begin = time.perf_counter()
-    profile = Profile(
-        mllm,
-        samples,
-        largest=largest,
-        tps=tps,
-        device=device,
-        autocast=autocast,
-        sequence_parallel=sequence_parallel,
-    )
+    profile = Profile(mllm, samples, options)
     profile.round()  # warm-up: allocators, caches and choices of libraries at their first call
     profile.forget()
     spent, rounds = 0.0, 0
@@ -87,42 +97,30 @@ class Profile:
     Arguments and errors as in `profile_costs`.
     """
 
-    def __init__(
-        self,
-        mllm: Any,
-        samples: Sequence[Any],
-        *,
-        largest: int | None = None,
-        tps: Mapping[str, Collection[int]] | None = None,
-        device: torch.device | str = "cpu",
-        autocast: torch.dtype | None = None,
-        sequence_parallel: bool = True,
-    ) -> None:
+    def __init__(self, mllm: MultimodalModel, samples: Sequence[Sample], options: ProfileOptions = ON_CPU) -> None:
         if not samples:
             raise ValueError("no samples to profile: pass some of the data")
-        self.device = torch.device(device)
-        self.rounds: dict[Any, list[float]] = {}
+        self.device = torch.device(options.device)
+        self.rounds: dict[Hashable, list[float]] = {}
         """Setting -> seconds of each of its rounds."""
-        self._threads: dict[Any, int] = {}
+        self._threads: dict[Hashable, int] = {}
         self._modules: dict[str, _Module] = {}
-        elements = autocast or next(mllm.language_model.parameters()).dtype
+        elements = options.autocast or next(mllm.language_model.parameters()).dtype
         self._key_bytes = key_bytes_of(mllm, itemsize=elements.itemsize)
         order = mllm.modules_order()
         before = trainable_before({n: any(x.trainable for x in mllm.layers(n)) for n in order}, mllm.edges())
         with self._keep_random_state():
             for name in order:
-                batches = _batches(mllm, name, samples, largest or len(samples))
-                degrees = sorted({1, *(tps or {}).get(name, ())})
-                self._modules[name] = _Module(
-                    mllm, name, batches, degrees, before[name], self.device, autocast, sequence_parallel
-                )
+                batches = _batches(mllm, name, samples, options.largest or len(samples))
+                degrees = sorted({1, *options.tps.get(name, ())})
+                self._modules[name] = _Module(mllm, name, batches, degrees, before[name], options)
         _keep_memory(self.device)
 
     def _keep_random_state(self) -> AbstractContextManager[None]:
         """Context that leaves the state of random generators unchanged."""
         return torch.random.fork_rng([self.device] if _device.on_gpu(self.device) else [], device_type=_device.KIND)
 
-    def round(self, setting: Any = None, *, lanes: bool = True) -> float:
+    def round(self, setting: Hashable = None, *, lanes: bool = True) -> float:
         """Time all layers at all sizes once with the current process settings; returns the seconds of the round.
 
         lanes: whether to time tensor-parallel pieces, too.
@@ -143,13 +141,14 @@ class Profile:
             module.forget()
 
     def costs(
-        self, setting: Any = None, *, optimizer: LinkModel = FREE, of_rounds: Callable[..., Any] = np.median
+        self, setting: Hashable = None, *, optimizer: LinkModel = FREE, of_rounds: Average = np.median
     ) -> FittedCosts:
         """Costs from a setting's rounds. of_rounds: np.median, or np.min to exclude disturbance by other processes."""
         module = torch.get_device_module(self.device)
         kind = module.get_device_name(self.device) if _device.on_gpu(self.device) else "CPU"
-        rounds = _count(len(self.rounds[setting]))
-        origin = f"timed on this machine ({kind}, {self._threads[setting]} threads, {rounds})"
+        rounds = len(self.rounds[setting])
+        count = f"{rounds} round{'s' * (rounds != 1)}"
+        origin = f"timed on this machine ({kind}, {self._threads[setting]} threads, {count})"
         fits = {
             name: replace(module.fits(setting, of_rounds), key_bytes=self._key_bytes[name])
             for name, module in self._modules.items()
@@ -164,11 +163,7 @@ def _keep_memory(device: torch.device) -> None:
         torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
 
 
-def _count(rounds: int) -> str:
-    return "1 round" if rounds == 1 else f"{rounds} rounds"
-
-
-def _batches(mllm: Any, module: str, samples: Sequence[Any], largest: int) -> list[list[Any]]:
+def _batches(mllm: MultimodalModel, module: str, samples: Sequence[Sample], largest: int) -> list[list[Sample]]:
     """A few chunks of `module` of different sizes: the shortest sample; the longest sample; a quarter and all of the
     largest chunk with samples of all lengths; half of it with the longest samples."""
     having = [sample for sample in samples if module == LANGUAGE_MODEL or sample.media.get(module)]
@@ -207,7 +202,7 @@ class _Slice:
     transport: SilentTransport | None
     wanted: tuple[bool, bool, bool]
     """Whether some layer of its kind computes gradients of its input alone, of both, of its weights alone."""
-    times: dict[Any, list[list[_Times]]] = field(default_factory=dict)
+    times: dict[Hashable, list[list[_Times]]] = field(default_factory=dict)
     """Setting -> the rounds of each batch."""
     traffic: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
     """Messages and bytes per row of a forward, and of a backward, at the largest size so far."""
@@ -219,23 +214,21 @@ class _Module:
 
     def __init__(
         self,
-        mllm: Any,
+        mllm: MultimodalModel,
         name: str,
-        batches: Sequence[Sequence[Any]],
+        batches: Sequence[Sequence[Sample]],
         degrees: Sequence[int],
         before: bool,
-        device: torch.device,
-        autocast: torch.dtype | None,
-        sequence_parallel: bool,
+        options: ProfileOptions,
     ) -> None:
-        self.mllm, self.name, self.batches, self.device, self.autocast = mllm, name, batches, device, autocast
-        self.sequence_parallel = sequence_parallel
+        self.mllm, self.name, self.batches, self.options = mllm, name, batches, options
+        self.device = torch.device(options.device)
         self.sizes = [size_of(mllm, name, batch) for batch in batches]
         self.trainable = tuple(bool(layer.trainable) for layer in mllm.layers(name))
         self.kinds = self._kinds()
         weight, inputs = backward_needs([not flag for flag in self.trainable], trainable_before=before)
         self._needs = list(zip((inputs & ~weight).tolist(), (inputs & weight).tolist(), (weight & ~inputs).tolist()))
-        self.collating: dict[Any, list[list[float]]] = {}
+        self.collating: dict[Hashable, list[list[float]]] = {}
         self.slices = {tp: self._slices(tp) if batches else {} for tp in degrees}
 
     def _kinds(self) -> tuple[str, ...]:
@@ -268,11 +261,11 @@ class _Module:
         return None
 
     def _slice(self, start: int, stop: int, tp: int) -> _Slice:
-        part = self.mllm.slice(self.name, start, stop, copy="modules", checkpointing="none")
+        part = self.mllm.slice(self.name, start, stop, copy=True, checkpointing="none")
         transport = None
         if tp > 1:
             whole = self.mllm.slice(self.name, 0, len(self.kinds))
-            how = how_cut(self.mllm, self.name, whole, tp, sequence_parallel=self.sequence_parallel)
+            how = how_cut(self.mllm, self.name, whole, tp, sequence_parallel=self.options.sequence_parallel)
             ranks = Ranks.at(0, tp)
             cut(part, ranks, rows=how.rows)
             transport = SilentTransport(tp, device=self.device, computes=True)
@@ -284,7 +277,7 @@ class _Module:
         one, both, alone = (any(flags) for flags in zip(*of_kinds, strict=True))
         return _Slice(start, stop, part, parameters, transport, (one, both, alone))
 
-    def time_all(self, setting: Any, lanes: bool) -> None:
+    def time_all(self, setting: Hashable, lanes: bool) -> None:
         """A round over all sizes."""
         collating = self.collating.setdefault(setting, [[] for _ in self.batches])
         for place, batch in enumerate(self.batches):
@@ -298,63 +291,48 @@ class _Module:
     def _time(
         self,
         slices: Mapping[tuple[int, int], _Slice],
-        setting: Any,
+        setting: Hashable,
         place: int,
-        inputs: Any,
-        batch: Sequence[Any],
+        inputs: dict[str, Any],
+        batch: Sequence[Sample],
     ) -> None:
         hidden = self._features(batch)
         given = hidden
         for each in slices.values():
-            if each.start == 0:
-                run, value = self._first(each, inputs, batch), given
-            else:
-                run, value = self._later(each, inputs), hidden
-            times, output = self._parts(each, run, value, place)
+            value = given if each.start == 0 else hidden
+            times, output = self._parts(each, self._run(each, inputs, batch), value, place)
             each.times.setdefault(setting, [[] for _ in self.batches])[place].append(times)
             if (each.start, each.stop) == (0, 1):
                 hidden = output
 
-    def _first(self, each: _Slice, inputs: Any, batch: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-        """The slice with the first layer; for the language model, as a function of all features that it reads."""
-        counts = self._counts(batch)
+    def _run(self, each: _Slice, inputs: dict[str, Any], batch: Sequence[Sample]) -> Callable[[Tensor], Tensor]:
+        """The slice as a function of its hidden state; with the first layer, of all features that it reads."""
+        counts, autocast = self._counts(batch), self.options.autocast
 
-        def run(features: Tensor) -> Tensor:
-            given = inputs
-            if counts:
-                given = {**inputs, "features": dict(zip(counts, features.split(list(counts.values())), strict=True))}
-            out: Tensor = each.part(given, None)
+        def run(value: Tensor) -> Tensor:
+            given, hidden = inputs, None if each.start == 0 else value
+            if each.start == 0 and counts:
+                given = {**inputs, "features": dict(zip(counts, value.split(list(counts.values())), strict=True))}
+            with nullcontext() if autocast is None else torch.autocast(self.device.type, dtype=autocast):
+                out: Tensor = each.part(given, hidden)
             return out
 
-        return self._cast(run)
+        return run
 
-    def _later(self, each: _Slice, inputs: Any) -> Callable[[Tensor], Tensor]:
-        return self._cast(lambda hidden: each.part(inputs, hidden))
-
-    def _cast(self, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        if self.autocast is None:
-            return run
-
-        def cast(hidden: Tensor) -> Tensor:
-            with torch.autocast(self.device.type, dtype=self.autocast):
-                return run(hidden)
-
-        return cast
-
-    def _counts(self, batch: Sequence[Any]) -> dict[str, int]:
+    def _counts(self, batch: Sequence[Sample]) -> dict[str, int]:
         """Encoder -> rows of its features that a chunk of the language model reads."""
         if self.name != LANGUAGE_MODEL:
             return {}
         found = {n: sum(i.tokens for sample in batch for i in sample.media.get(n, ())) for n in self.mllm.encoders}
         return {name: count for name, count in found.items() if count}
 
-    def _features(self, batch: Sequence[Any]) -> Tensor:
+    def _features(self, batch: Sequence[Sample]) -> Tensor:
         """Placeholder input of the first slice: features, or integers, which have no gradient."""
         count = sum(self._counts(batch).values())
         if not count:
             return torch.zeros(1, dtype=torch.int64, device=self.device)
-        width = self.mllm.language_model.get_input_embeddings().weight.shape[1]
-        return torch.randn(count, width, device=self.device)
+        language_model: Any = self.mllm.language_model
+        return torch.randn(count, language_model.get_input_embeddings().weight.shape[1], device=self.device)
 
     def _parts(self, each: _Slice, run: Callable[[Tensor], Tensor], value: Tensor, place: int) -> tuple[_Times, Tensor]:
         """Times of a slice, for the gradients that layers of its kind compute, and its output."""
@@ -399,7 +377,7 @@ class _Module:
 
     # -- fits ----------------------------------------------------------------------------------------------------
 
-    def fits(self, setting: Any, of_rounds: Callable[..., Any]) -> ModuleFits:
+    def fits(self, setting: Hashable, of_rounds: Average) -> ModuleFits:
         """The fits of all times of a setting."""
         if not self.batches:
             nothing = LayerFit(NOTHING, NOTHING, NOTHING, NOTHING)
@@ -414,7 +392,7 @@ class _Module:
         return ModuleFits(self.kinds, self.trainable, kinds, collate, *found[1][1], traffic)
 
     def _fits(
-        self, slices: Mapping[tuple[int, int], _Slice], setting: Any, of_rounds: Callable[..., Any]
+        self, slices: Mapping[tuple[int, int], _Slice], setting: Hashable, of_rounds: Average
     ) -> tuple[dict[str, LayerFit], tuple[Fit, Fit], LaneTraffic]:
         times = {
             key: np.array([of_rounds(batch, axis=0) for batch in each.times[setting]]) for key, each in slices.items()

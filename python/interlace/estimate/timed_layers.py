@@ -13,9 +13,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +37,9 @@ class Setting:
     threads: int
 
     def __str__(self) -> str:
-        ranks, threads = (
-            f"{self.world} rank{'s' * (self.world > 1)}",
-            f"{self.threads} thread{'s' * (self.threads > 1)}",
-        )
-        return f"{ranks} with {threads}" + " each" * (self.world > 1)
+        several = self.world > 1
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.world} rank{'s' * several} with {threads}{' each' * several}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,8 @@ def measure(
                 costs[each] = profile.costs(each, optimizer=optimizer(), of_rounds=np.min)
     finally:
         torch.set_num_threads(threads)
-    return Measured(costs, unsure_of(profile.rounds), tuple(skipped))
+    rounds_of = {each: profile.rounds[each] for each in chosen_settings}
+    return Measured(costs, unsure_of(rounds_of), tuple(skipped))
 
 
 def worth_timing(
@@ -158,16 +156,10 @@ class Company:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Company:
-        single = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        command, pipe = [sys.executable, "-c", _COMPANION], subprocess.PIPE
         for _ in range(self.processes):
-            self._started.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", _COMPANION],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env={**os.environ, **single},
-                )
-            )
+            self._started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **single}))
         for each in self._started:
             assert each.stdout is not None
             if each.stdout.read(1) != b"r":
@@ -198,6 +190,6 @@ class Company:
             each.stdin.flush()
 
 
-def settings_of(worlds: Sequence[int], threads: Callable[[int], Any]) -> list[Setting]:
+def settings_of(worlds: Sequence[int], threads: Callable[[int], Iterable[int]]) -> list[Setting]:
     """All combinations of a number of ranks and a number of threads allowed for it."""
     return [Setting(world, each) for world in worlds for each in threads(world)]

@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from interlace.model import Checkpointing, Media
 from interlace.model.counting.fake_run import blank_inputs, give_shapes
 from interlace.model.inputs.base import Item
 from interlace.model.loss import LOGITS_BYTES, head_of
+from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.stages.slice import hidden_argument
 from interlace.model.stages.stage import StageModule
 from interlace.parallel import Ranks
@@ -45,11 +47,15 @@ from interlace.run.execute.weights import Cut, cut_weights
 from interlace.run.graph import parameter_layers, users_of
 from interlace.run.lanes import cut, how_cut, rows_of_plan
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
+_Case = TypeVar("_Case")
 _ITEMS = (1, 2)  # of an encoder
 _SAMPLES = ((4, 2), (8, 1), (4, 4))  # of the language model: number of samples, and targets of each
 
 
-def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> list[WeightSize]:
+def weights_of(mllm: MultimodalModel, layout: Layout, *, sequence_parallel: bool = True) -> list[WeightSize]:
     """The parameters of a model on the meta device, as held by the ranks of the layout's lanes; a tied one once.
 
     sequence_parallel: as in `parallelize`.
@@ -61,7 +67,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
     cuts: dict[str, Cut] = {}
     in_part: set[str] = set()
     for name in layout.modules:
-        stage = _stage(mllm, name, _Lane(layout.spec(name).tp, sequence_parallel), "none")
+        stage = _stage(mllm, name, _Options(layout.spec(name).tp, sequence_parallel))
         held.update(stage.module.named_parameters(remove_duplicate=False))
         cuts.update(cut_weights(stage.module))
         in_part |= stage.in_part
@@ -101,7 +107,7 @@ def _rows(parameter: nn.Parameter, cut: Cut | None, tp: int) -> tuple[int, ...]:
 
 
 def activations_of(
-    mllm: Any,
+    mllm: MultimodalModel,
     layout: Layout,
     *,
     checkpointing: Checkpointing = "none",
@@ -118,94 +124,77 @@ def activations_of(
 
     Raises ValueError for a module that its tp cannot cut.
     """
-    *encoders, language_model = layout.modules
-    by_module, features = {}, {}
-    for name in encoders:
-        encoder = mllm.encoders[name]
-        shape = (items or {}).get(name)
-        lane = _Lane(layout.spec(name).tp, sequence_parallel, layout.spec(name).cp > 1)
-        item = encoder.default if shape is None else Item(shape)
-        by_module[name], made = _of_kinds(mllm, name, _encoder, item, lane, checkpointing, autocast, split)
-        features[name] = made
-    lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
-    by_module[language_model] = _of_kinds(
-        mllm, language_model, _language, features, lane, checkpointing, autocast, split
-    )
+    by_module, outputs = dict[str, Activations](), dict[str, Tensor]()
+    for name in layout.modules:  # the language model last
+        spec, measure = layout.spec(name), partial(_language, mllm, outputs)
+        if name != LANGUAGE_MODEL:
+            shape = (items or {}).get(name)
+            measure = partial(_encoder, mllm, mllm.encoders[name].default if shape is None else Item(shape))
+        dealt = name != LANGUAGE_MODEL and spec.cp > 1
+        options = _Options(spec.tp, sequence_parallel, dealt, checkpointing, autocast, split)
+        try:
+            by_module[name], outputs[name] = measure(name, Alike.of(mllm, name), options)
+        except NotAlike:
+            alike = Alike.none(len(mllm.layer_list(name)))
+            by_module[name], outputs[name] = measure(name, alike, options)
     return by_module
-
-
-def _of_kinds(mllm: Any, name: str, measure: Callable[..., Any], *options: Any) -> Any:
-    """Result of `measure` for a module: from some layers of each kind; if that fails, from all layers."""
-    try:
-        return measure(mllm, name, Alike.of(mllm, name), *options)
-    except NotAlike:
-        return measure(mllm, name, Alike.none(len(mllm.layer_list(name))), *options)
 
 
 # ---------------------------------------------------------------------- one module
 
 
 def _encoder(
-    mllm: Any,
-    name: str,
-    alike: Alike,
-    shown: Item,
-    lane: _Lane,
-    checkpointing: Checkpointing,
-    autocast: torch.dtype | None,
-    split: bool,
+    mllm: MultimodalModel, shown: Item, name: str, alike: Alike, options: _Options
 ) -> tuple[Activations, Tensor]:
-    """Activations that an encoder keeps, and its output features."""
-    encoder = mllm.encoders[name]
+    """Activations that an encoder keeps, and its output features. shown: its item."""
+    encoder, shaped = mllm.encoders[name], _shaped(mllm, name, alike)
     item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
 
-    shaped = _shaped(mllm, name, alike, lane)
+    def run(count: int, options: _Options, halves: bool) -> _Run:
+        return shaped(options, halves).run(lambda _: encoder.collate([item] * count))
 
-    def run(count: int, mode: Checkpointing, halves: bool = False) -> _Run:
-        return shaped(mode, halves).run(lambda _: encoder.collate([item] * count), autocast)
-
-    runs = [run(count, checkpointing) for count in _ITEMS]
-    kept, edges = _fitted(runs)
-    last = any(part.trainable for part in mllm.layers(name)[-1].parts if part.kind == "layer")
-    inner: tuple[float, ...] = ()
-    if checkpointing != "none" and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
-        inner = _recomputed(kept, _fitted([run(count, "none") for count in _ITEMS])[0], edges)
-    deferred = _fitted([run(count, "none", True) for count in _ITEMS])[0] if split else ()
-    return Activations(kept, edges, tuple(runs[0].backward), inner=inner, deferred=deferred), runs[0].made
+    recomputed = any(part.trainable for part in mllm.layers(name)[-1].parts if part.kind == "layer")
+    return _kept(run, _ITEMS, options, recomputed)
 
 
 def _language(
-    mllm: Any,
-    name: str,
-    alike: Alike,
-    features: Mapping[str, Tensor],
-    lane: _Lane,
-    checkpointing: Checkpointing,
-    autocast: torch.dtype | None,
-    split: bool,
-) -> Activations:
-    """Activations that the language model keeps. features: the output of each encoder."""
-    settings, shaped = mllm.language_settings, _shaped(mllm, name, alike, lane)
+    mllm: MultimodalModel, features: Mapping[str, Tensor], name: str, alike: Alike, options: _Options
+) -> tuple[Activations, Tensor]:
+    """Activations that the language model keeps, and its output. features: the output of each encoder."""
+    settings, shaped = mllm.language_settings, _shaped(mllm, name, alike)
 
-    def run(each: tuple[int, int], mode: Checkpointing, halves: bool = False) -> _Run:
-        inputs = partial(blank_inputs, mllm, features, *each)
-        found = shaped(mode, halves).run(inputs, autocast)
+    def run(each: tuple[int, int], options: _Options, halves: bool) -> _Run:
+        found = shaped(options, halves).run(partial(blank_inputs, mllm, features, *each))
         return found._replace(targets=each[0] * each[1])
 
-    runs = [run(each, checkpointing) for each in _SAMPLES]
-    kept, edges = _fitted(runs)
-    inner: tuple[float, ...] = ()
-    if checkpointing != "none":
-        # The first two have equally many targets, so they differ only in rows.
-        inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES[:2]])[0], edges)
-    deferred = _fitted([run(each, "none", True) for each in _SAMPLES])[0] if split else ()
-    whole = shaped(checkpointing, False).module
+    activations, output = _kept(run, _SAMPLES, options, recomputed=True)
+    whole = shaped(options, False).module
     head = head_of(whole.language_model) if settings.ends_with_head and settings.postprocess is None else None
-    feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
-    words = 0 if head is None else head.weight.shape[0]
-    shared = isinstance(head, VocabularyHead)
-    backward = tuple(runs[0].backward)
-    return Activations(kept, edges, backward, feature, inner, words, LOGITS_BYTES, shared, deferred)
+    activations = replace(
+        activations,
+        feature=max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0),
+        words=0 if head is None else head.weight.shape[0],
+        logits_bytes=LOGITS_BYTES,
+        shared_head=isinstance(head, VocabularyHead),
+    )
+    return activations, output
+
+
+def _kept(
+    run: Callable[[_Case, _Options, bool], _Run], cases: Sequence[_Case], options: _Options, recomputed: bool
+) -> tuple[Activations, Tensor]:
+    """Activations that a module keeps, from runs on several inputs, and the output of the first.
+
+    The first two cases have equally many targets, so they differ only in rows. recomputed: whether checkpointing
+    recomputes layers even if only the last one has a backward.
+    """
+    runs = [run(case, options, False) for case in cases]
+    kept, edges = _fitted(runs)
+    plain, inner = options._replace(checkpointing="none"), tuple[float, ...]()
+    if options.checkpointing != "none" and (recomputed or any(runs[0].backward[:-1])):
+        inner = _recomputed(kept, _fitted([run(case, plain, False) for case in cases[:2]])[0], edges)
+    deferred = _fitted([run(case, plain, True) for case in cases])[0] if options.split else ()
+    return Activations(kept, edges, tuple(runs[0].backward), inner=inner, deferred=deferred), runs[0].made
 
 
 def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
@@ -247,13 +236,17 @@ class _Run(NamedTuple):
     made: Tensor
 
 
-class _Lane(NamedTuple):
-    """Number of ranks that cut a module, and whether they also cut its rows if possible. dealt: context parallelism: a
-    rank has some of the rows inside the layers and all rows outside."""
+class _Options(NamedTuple):
+    """How a module is run. tp: number of ranks that cut it. sequence_parallel: whether they also cut its rows if
+    possible. dealt: context parallelism: a rank has some of the rows inside the layers and all rows outside. Others as
+    in `activations_of`."""
 
     tp: int
     sequence_parallel: bool
     dealt: bool = False
+    checkpointing: Checkpointing = "none"
+    autocast: torch.dtype | None = None
+    split: bool = False
 
 
 class _Stage(NamedTuple):
@@ -264,14 +257,15 @@ class _Stage(NamedTuple):
     cut: bool
 
 
-def _stage(mllm: Any, name: str, lane: _Lane, checkpointing: Checkpointing) -> _Stage:
-    stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
-    if lane.tp == 1:
+def _stage(mllm: MultimodalModel, name: str, options: _Options) -> _Stage:
+    layers, tp = len(mllm.layer_list(name)), options.tp
+    stage = mllm.slice(name, 0, layers, copy=True, checkpointing=options.checkpointing)
+    if tp == 1:
         return _Stage(stage, set(), False)
-    how = how_cut(mllm, name, stage, lane.tp, sequence_parallel=lane.sequence_parallel)
-    ranks = _Unanswered.at(0, lane.tp)
+    how = how_cut(mllm, name, stage, tp, sequence_parallel=options.sequence_parallel)
+    ranks = _Unanswered.at(0, tp)
     cut(stage, ranks, rows=how.rows)
-    ranks.connect(SilentTransport(lane.tp))
+    ranks.connect(SilentTransport(tp))
     return _Stage(stage, how.in_part, how.rows)
 
 
@@ -279,18 +273,16 @@ class _Shaped:
     """A module on fake tensors, for runs on inputs of several lengths. halves: record the tensors that its backward
     keeps for BACKWARD_WEIGHT, instead of those that its forward keeps."""
 
-    def __init__(
-        self, mllm: Any, name: str, alike: Alike, lane: _Lane, checkpointing: Checkpointing, halves: bool
-    ) -> None:
-        self._mllm, self._alike, self._lane, self._halves = mllm, alike, lane, halves
+    def __init__(self, mllm: MultimodalModel, name: str, alike: Alike, options: _Options, halves: bool) -> None:
+        self._mllm, self._alike, self._options, self._halves = mllm, alike, options, halves
         self._mode = _Shapes(allow_non_fake_inputs=True)
-        self.module, _, self._rows_cut = _stage(mllm, name, lane, checkpointing)
+        self.module, _, self._rows_cut = _stage(mllm, name, options)
         self._weights = give_shapes(self.module, self._mode)
         self._layers = [self.module.get_submodule(layer.name) for layer in mllm.layers(name)]
         alike.leave_out(self._layers)
 
-    def run(self, inputs: Callable[[FakeTensorMode], dict[str, Any]], autocast: torch.dtype | None) -> _Run:
-        notes = _Notes(self._weights, self._rows_cut, self._lane.dealt)
+    def run(self, inputs: Callable[[FakeTensorMode], dict[str, Any]]) -> _Run:
+        notes, autocast = _Notes(self._weights, self._rows_cut, self._options.dealt), self._options.autocast
         stage_inputs = inputs(self._mode)
         context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
         with notes.watching(self._layers):
@@ -300,7 +292,7 @@ class _Shaped:
                 with notes, context, linears.forward():
                     output = self.module(stage_inputs)
                 storages = self._alike.filled(
-                    _put_off(self._mllm, self.module, linears, output, self._layers, self._lane.dealt)
+                    _put_off(self._mllm, self.module, linears, output, self._layers, self._options.dealt)
                 )
             else:
                 with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved):
@@ -312,13 +304,18 @@ class _Shaped:
         return _Run(storages, edges, backward, notes.rows, 0, output)
 
 
-def _shaped(mllm: Any, name: str, alike: Alike, lane: _Lane) -> Callable[[Checkpointing, bool], _Shaped]:
-    """Cached constructor of `_Shaped` by checkpointing and by whether backwards are split."""
-    return cache(partial(_Shaped, mllm, name, alike, lane))
+def _shaped(mllm: MultimodalModel, name: str, alike: Alike) -> Callable[[_Options, bool], _Shaped]:
+    """Cached constructor of `_Shaped` by options and by whether backwards are split."""
+    return cache(partial(_Shaped, mllm, name, alike))
 
 
 def _put_off(
-    mllm: Any, stage: nn.Module, linears: LinearLayers, made: Tensor, layers: Sequence[nn.Module], dealt: bool
+    mllm: MultimodalModel,
+    stage: nn.Module,
+    linears: LinearLayers,
+    made: Tensor,
+    layers: Sequence[nn.Module],
+    dealt: bool,
 ) -> list[Storage]:
     """Storages that the backward of `made` keeps for BACKWARD_WEIGHT, with their layers."""
     if not made.requires_grad or not linears.weights:
@@ -341,12 +338,12 @@ class _Shapes(FakeTensorMode):
     """Fake tensors on which experts run in any dtype. PyTorch's shape rule for a grouped product supports only
     bfloat16, though its CPU kernels also support float32 and float16."""
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args[:2], *args[2:3], **(kwargs or {}))
         return super().dispatch(func, types, args, kwargs)
 
-    def _grouped(self, left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    def _grouped(self, left: Tensor, right: Tensor, offs: Tensor | None = None, **_: object) -> Tensor:
         """A tensor like the result of a grouped product, with rows aligned to 16 bytes."""
         outer: tuple[int, ...] = ()
         if left.dim() == right.dim():  # a product for each group, instead of one over all rows
@@ -380,7 +377,13 @@ class _Notes(TorchDispatchMode):
         self.wanted: dict[int, bool] = {}
         self.rows = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
@@ -404,13 +407,13 @@ class _Notes(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
-    def enter(self, layer: int, *_: Any) -> None:
+    def enter(self, layer: int, *_: object) -> None:
         self._layer, self._inside = layer, True
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         self._inside = False
 
-    def entered(self, layer: int, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+    def entered(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: object) -> None:
         self._before = False
         hidden = hidden_argument(args, kwargs)
         rows = rows_of_plan() if self._rows_cut else hidden.numel() // hidden.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -426,7 +426,7 @@ def _renumber(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(out).to(torch.int32).unsqueeze(0)
 
 
-def _segments(sequences: Any) -> list[list[Segment]]:
+def _segments(sequences: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
     """The rows of from_segments. Raises TypeError for anything but a list of rows of segments."""
     try:
         rows = [list(sequence) for sequence in sequences]

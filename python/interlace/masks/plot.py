@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from interlace.masks.mask import BitfieldMask
@@ -79,12 +80,10 @@ def _palette(stream: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _colours(mask: BitfieldMask) -> np.ndarray[Any, Any]:
+def _colours(mask: BitfieldMask) -> NDArray[np.float64]:
     """[T, 3]: one hue per stream, lighter for every second document and every second span."""
     tokens = mask.tokens()
-    colours: np.ndarray[Any, Any] = np.asarray([_palette(int(stream)) for stream in mask.own[0].tolist()]).reshape(
-        -1, 3
-    )
+    colours: NDArray[np.float64] = np.array([_palette(stream) for stream in mask.own[0].tolist()]).reshape(-1, 3)
     doc, span = tokens.doc[0].numpy(), tokens.span[0].numpy()
     light = 0.22 * (doc % 2) + 0.22 * ((span >= 0) & (span % 2 == 1))
     colours = colours + (1 - colours) * light[:, None]
@@ -92,7 +91,7 @@ def _colours(mask: BitfieldMask) -> np.ndarray[Any, Any]:
     return colours
 
 
-def _edges(line: Any, strip_line: Any, mask: BitfieldMask, row: int) -> None:
+def _edges(line: Callable[..., object], strip_line: Callable[..., object], mask: BitfieldMask, row: int) -> None:
     """Lines at document boundaries, thinner ones at span boundaries. A field with over 200 boundaries gets none."""
     tokens = mask.tokens()
     for field, width in ((tokens.doc, 0.8), (tokens.span, 0.25)):

@@ -20,10 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
+
+if TYPE_CHECKING:
+    from interlace.schedule.table import Chunk
 
 SUM_BYTES = 4  # minimum bytes per gradient element summed layer by layer (fp32)
 
@@ -215,7 +218,7 @@ class RankMemory:
 def activation_bytes(
     layout: Layout,
     activations: Mapping[str, Activations],
-    chunks: Sequence[Any],
+    chunks: Sequence[Chunk],
     loads: Mapping[Any, Load],
     *,
     deferred: bool = False,
@@ -226,7 +229,7 @@ def activation_bytes(
     bytes that replace a forward's activations from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
     sizes, bytes_of = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
-    cache: dict[Any, float] = {}  # shared by replicas with equal layers and loads
+    cache: dict[object, float] = {}  # shared by replicas with equal layers and loads
     for index, chunk in enumerate(chunks):
         load = _local_load(layout.spec(chunk.module), loads.get(index, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
@@ -259,22 +262,19 @@ def rank_memory(
     by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
         by_module[weight.module].append(weight)
-    shards: dict[int, list[Shard]] = {}
-    for shard in layout.shard_groups():
-        for rank in shard.owners:
-            shards.setdefault(rank, []).append(shard)
+    shards = shards_by_rank(layout)
     reductions: dict[int, list[Reduction]] = {}
     in_part = {weight.module for weight in weights if weight.in_part and weight.trainable}
     for reduction in layout.reduce_groups(in_part):
         for rank in reduction.ranks:
             reductions.setdefault(rank, []).append(reduction)
     memories = []
-    cache: dict[Any, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
+    cache: dict[object, RankMemory] = {}  # shared by ranks with equal memory: those of other replicas
     for rank, (in_flight, activation_bytes) in enumerate(peaks):
         stages = layout.of_rank(rank)
         key = (
             tuple((s.module, s.index, s.start, s.stop, s.lane_of(rank).ranks.index(rank)) for s in stages),
-            tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards.get(rank, ())),
+            tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards[rank]),
             tuple((r.module, r.start, r.stop, r.in_part) for r in reductions.get(rank, ())),
             tuple((rank, s.module) in by_layer for s in stages),
         )
@@ -286,11 +286,13 @@ def rank_memory(
         parts: list[_OwnedWeight] = []
         total = _StateBytes(*(0,) * len(_StateBytes._fields))
         for name in dict.fromkeys(stage.module for stage in stages):
-            module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards.get(rank, ())))
+            module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards[rank]))
             layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
             added = _state_bytes(module_parts, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
             total = _StateBytes(*(a + b for a, b in zip(total, added, strict=True)))
             parts += module_parts
+        sizes = total._asdict()
+        optimizer = sizes.pop("optimizer")
         shares = [(stage, activations[stage.module], _load_of_stage(layout, stage, loads)) for stage in stages]
         buckets = (
             _largest_bucket(_reduced_weights(parts, reduction), bucket_bytes) for reduction in reductions.get(rank, ())
@@ -298,13 +300,11 @@ def rank_memory(
         memories.append(
             RankMemory(
                 rank=rank,
-                parameters=total.parameters,
-                weights=total.weights,
-                gradients=total.gradients,
-                optimizer=0 if offload_optimizer else total.optimizer,
+                **sizes,
+                optimizer=0 if offload_optimizer else optimizer,
                 activations=math.ceil(activation_bytes),
                 in_flight=in_flight,
-                messages=math.ceil(sum(_messages(layout, shares))),
+                messages=math.ceil(_messages(layout, shares)),
                 sums=max(buckets, default=0),
                 workspace=math.ceil(
                     max(
@@ -312,15 +312,20 @@ def rank_memory(
                         for stage, module_activations, load in shares
                     )
                 ),
-                weights_once=total.weights_once,
-                gradients_once=total.gradients_once,
-                weights_run=total.weights_run,
-                gradients_run=total.gradients_run,
-                host=total.optimizer if offload_optimizer else 0,
+                host=optimizer if offload_optimizer else 0,
             )
         )
         cache[key] = memories[-1]
     return tuple(memories)
+
+
+def shards_by_rank(layout: Layout) -> list[list[Shard]]:
+    """For each rank, the shards of which it is an owner."""
+    shards: list[list[Shard]] = [[] for _ in range(layout.world)]
+    for shard in layout.shard_groups():
+        for rank in shard.owners:
+            shards[rank].append(shard)
+    return shards
 
 
 class _OwnedWeight(NamedTuple):
@@ -426,8 +431,8 @@ def _load_of_stage(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> L
     return _local_load(layout.spec(stage.module), loads.get(stage.module, Load(0)))
 
 
-def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
-    """Largest incoming and largest outgoing message of a rank, in bytes."""
+def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> float:
+    """Bytes of the largest incoming and the largest outgoing message of a rank, together."""
     *encoders, language_model = layout.modules
     arriving, leaving = [0.0], [0.0]
     local_stages = {(stage.module, stage.index) for stage, _, _ in shares}
@@ -450,8 +455,7 @@ def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]])
             leaving.append(module_activations.edges[stage.stop] * load.rows)
         if is_last and stage.module != language_model and sends_between_ranks(stage.module):
             leaving.append(module_activations.edges[stage.stop] * load.rows)
-    yield max(arriving)
-    yield max(leaving)
+    return max(arriving) + max(leaving)
 
 
 def _largest_bucket(parts: Sequence[_OwnedWeight], bucket_bytes: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace import _core
+from interlace.balance.assignment import require
 from interlace.costs.fitted import FREE, Degrees, LinkModel
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan.stable_batch import proportional_allocation
@@ -192,7 +193,7 @@ def _check(modules: Mapping[str, SearchModule]) -> None:
         for degrees in module.forward:
             if len(degrees) != 2 or any(operator.index(degree) < 1 for degree in degrees):
                 raise ValueError(f"{name}: forward has the key {degrees}: it must be (tp, cp), both positive")
-        rows: dict[str, Any] = {f"forward{list(key)}": row for key, row in module.forward.items()}
+        rows = {f"forward{list(key)}": row for key, row in module.forward.items()}
         rows |= {f"backward{list(key)}": row for key, row in module.backward.items()}
         rows |= {key: getattr(module, key) for key in _BYTES}
         if module.tensor_reduces is not None:
@@ -201,9 +202,7 @@ def _check(modules: Mapping[str, SearchModule]) -> None:
             values = np.asarray(row, dtype=np.float64)
             if values.shape != (layers,) or not layers:
                 raise ValueError(f"{name}: {key} must have shape ({max(layers, 1)},), got {values.shape}")
-            bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-            if len(bad):
-                raise ValueError(f"{name}: {key}[{bad[0]}] is {values[bad[0]]}: values must be finite and >= 0")
+            require(f"{name}: {key}", values, np.isfinite(values) & (values >= 0), "values must be finite and >= 0")
 
 
 def _arrays(module: SearchModule) -> tuple[NDArray[Any], Floats, Floats, Floats]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from interlace.balance.assignment import require
+
 
 def bernoulli_trials(alpha: float = 0.05, error: float = 0.05) -> int:
     """Number of trials without failure that bounds the failure rate by `error` with confidence 1 - alpha (eq. C.5).
@@ -102,28 +104,21 @@ def stable_batch_size(
     table = np.asarray(workloads, dtype=np.float64)
     if table.ndim != 2 or not table.size:
         raise ValueError(f"workloads must have shape (samples, modules), got {table.shape}")
-    bad = ~(np.isfinite(table) & (table >= 0))
-    if bad.any():
-        sample, module = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"workloads[{sample}, {module}] is {table[sample, module]}: values must be finite and >= 0")
+    require("workloads", table, np.isfinite(table) & (table >= 0), "values must be finite and >= 0")
     if initial < 1:
         raise ValueError(f"initial must be at least 1, got {initial}")
     trials = bernoulli_trials(alpha, error)
     rng = np.random.Generator(np.random.PCG64(seed))
     size = operator.index(initial)
     while size <= largest:
-        reference = None
-        stable = True
-        for _ in range(trials + 1):
-            total = table[rng.integers(0, len(table), size)].sum(axis=0)
-            # A batch without any work has no proportions.
-            allocation = proportional_allocation(gpus, total if total.sum() > 0 else np.ones_like(total), unit=unit)
-            if reference is None:
-                reference = allocation
-            elif (allocation != reference).any():
-                stable = False
-                break
-        if stable and reference is not None:
+        totals = (table[rng.integers(0, len(table), size)].sum(axis=0) for _ in range(trials + 1))
+        # A batch without any work has no proportions.
+        allocations = (
+            proportional_allocation(gpus, total if total.sum() > 0 else np.ones_like(total), unit=unit)
+            for total in totals
+        )
+        reference = next(allocations)
+        if all((allocation == reference).all() for allocation in allocations):  # draws no more after a difference
             return StableBatch(size, reference, trials)
         size *= 2
     raise ValueError(

@@ -1,7 +1,7 @@
 """Simulator: executes a schedule on given costs, and visualizes the result.
 
 - `events`: start and finish of each action, from the costs of actions and transfers. `arrays`: compiled simulator on
-  integer rows, for searches over thousands of schedules. `reference`: the same model in Python, oracle of both.
+  integer rows, for searches over thousands of schedules.
 - `timeline`: these times, simulated or measured (makespan, bubble, busy, memory). `trace`: Chrome/Perfetto trace.
 - `groups`, `sampled_trace`: steps of thousands of ranks, by group of ranks, with a trace of bounded size.
 - `elastic_job`, `failure_trace`, `recovery`: costs of node failures and joins. `templates`: picture of their pipelines.
@@ -12,7 +12,7 @@
     timeline.plot("step.png")
 """
 
-from interlace.simulate.arrays import Simulated, memory_and_scratch, simulate_arrays
+from interlace.simulate.arrays import Simulated, simulate_arrays
 from interlace.simulate.events import simulate
 from interlace.simulate.pictures.layouts import plot_layout
 from interlace.simulate.pictures.loads import plot_deferral, plot_loads
@@ -23,7 +23,6 @@ __all__ = [
     "Record",
     "Simulated",
     "Timeline",
-    "memory_and_scratch",
     "plot_deferral",
     "plot_layout",
     "plot_loads",

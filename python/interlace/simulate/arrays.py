@@ -1,7 +1,7 @@
 """Compiled event simulator, on the rows of a schedule and arrays of seconds.
 
 For searches over thousands of schedules: a million actions take a fraction of a second. `simulate` uses it, too.
-`reference` is the same model in Python; both agree to the last bit.
+tests/simulate/reference.py is the same model in Python; both agree to the last bit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from interlace import _core
-from interlace.schedule.actions import CHUNK, CODES, MODULE, OP, STAGE, Action, Op, action_of
+from interlace.schedule.actions import Action, Op, action_of
 from interlace.schedule.check import ScheduleError
-from interlace.schedule.costs import ActivationBytes, bytes_held
 from interlace.schedule.schedule import Schedule
 from interlace.schedule.step import step_arrays
-
-_FREES = (CODES[Op.BACKWARD], CODES[Op.BACKWARD_WEIGHT])
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +68,8 @@ def simulate_arrays(
             REDUCE_GRAD that of the reduction. If ranks of a reduction, a lane or a meeting differ, the longest counts.
             Finite and not negative.
         transfer: seconds from sender to receiver, one number or [n] (read at SENDs).
-        memory: [n], change of the rank's held bytes by each action. scratch: [n], bytes held only while it runs.
-            `memory_and_scratch` computes both; by default nothing is held.
+        memory: [n], change of the rank's held bytes by each action. scratch: [n], bytes held only while it runs. By
+            default nothing is held.
 
     Raises:
         ValueError: an array of the wrong length or type, a row that does not fit the graph or the table, or an entry
@@ -105,33 +102,6 @@ def simulate_arrays(
     if not result["complete"]:
         raise _deadlock(schedule, result)
     return Simulated(*(result[name] for name in ("start", "finish", "rank_busy", "peak_memory")))
-
-
-def memory_and_scratch(
-    schedule: Schedule, activation_bytes: ActivationBytes
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(memory, scratch), float64 [n] each in bytes, for `simulate_arrays`; same rules as `check`.
-
-    activation_bytes: (module, stage, chunk) or (module, stage) -> bytes held from a FORWARD to the end of its BACKWARD
-        or BACKWARD_WEIGHT; a FORWARD without a backward on its rank holds them only while it runs.
-    """
-    rows, modules = schedule.rows, schedule.graph.modules
-    op = rows[:, OP]
-    frees, forward = np.isin(op, _FREES), op == CODES[Op.FORWARD]
-    selected = np.flatnonzero(frees | forward)
-    kinds, kind = np.unique(rows[selected][:, [MODULE, STAGE, CHUNK]], axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
-    names = [(modules[module], stage, chunk) for module, stage, chunk in kinds.tolist()]
-    bytes_of = np.array([bytes_held(activation_bytes, *name) for name in names], float)
-    size = np.zeros(len(rows))
-    size[selected] = bytes_of[kind]
-
-    rank = np.repeat(np.arange(len(schedule.first) - 1), np.diff(schedule.first))
-    key = np.full(len(rows), -1, np.int64)
-    key[selected] = rank[selected] * max(1, len(kinds)) + kind
-    held = forward & np.isin(key, key[frees])
-    memory = np.where(held, size, 0.0) - np.where(frees, size, 0.0)
-    return memory, np.where(forward & ~held, size, 0.0)
 
 
 def _deadlock(schedule: Schedule, result: Mapping[str, Any]) -> ScheduleError:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from interlace.plan.oobleck import PipelineTemplate, instantiate, node_counts, pipeline_template, split_batch
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
@@ -36,12 +37,35 @@ class Grid(NamedTuple):
         return self.pipelines * self.depth
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of a job, and the failures that it survives.
+
+    nodes: initial number of nodes. faults: simultaneous failures to survive. There are always at least faults + 1
+    pipelines, each of at least `least_nodes` nodes, whose memory holds the model.
+    """
+
+    nodes: int
+    stages_per_node: int = 1
+    faults: int = 1
+    least_nodes: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class StateBytes:
+    """Bytes moved in a recovery. copied: float64 [layers], sent to a node that lacks a layer. saved: written for a
+    checkpoint. loaded: read at a restart."""
+
+    copied: NDArray[np.float64]
+    saved: float
+    loaded: float
+
+
 class Job:
     """A training job with its possible pipelines. Results are cached.
 
     forward, backward: float64 [layers], of a microbatch on the ranks of one stage, in any unit. batch: samples of an
-    iteration. copied: float64 [layers], bytes sent to a node that lacks a layer. saved, loaded: bytes written for a
-    checkpoint, and bytes read at a restart. sizes: nodes per pipeline template.
+    iteration. sizes: nodes per pipeline template.
     """
 
     def __init__(
@@ -51,37 +75,23 @@ class Job:
         *,
         batch: int,
         microbatches: int,
-        nodes: int,
-        stages_per_node: int = 1,
-        faults: int = 1,
-        least_nodes: int = 1,
-        copied: ArrayLike,
-        saved: float,
-        loaded: float,
+        cluster: Cluster,
+        state: StateBytes,
     ) -> None:
-        """nodes: initial number of nodes. faults: simultaneous failures to survive. There are always at least
-        faults + 1 pipelines, each of at least `least_nodes` nodes, whose memory holds the model.
-
-        Raises ValueError for too few nodes, and for fewer layers or microbatches than the pipelines need.
-        """
+        """Raises ValueError for too few nodes, and for fewer layers or microbatches than the pipelines need."""
         self.forward, self.backward = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
-        self.copied = np.asarray(copied, np.float64)
-        self.batch, self.microbatches = batch, microbatches
-        self.faults, self.least_nodes, self.stages_per_node = faults, least_nodes, stages_per_node
-        self.saved, self.loaded = saved, loaded
-        self.layers = len(self.forward)
-        if len(self.backward) != self.layers or len(self.copied) != self.layers:
+        self.batch, self.microbatches, self.cluster, self.state = batch, microbatches, cluster, state
+        self.layers, least, per_node = len(self.forward), cluster.least_nodes, cluster.stages_per_node
+        if len(self.backward) != self.layers or len(state.copied) != self.layers:
             raise ValueError("forward, backward and copied have different numbers of layers")
-        if least_nodes * stages_per_node > self.layers:
+        if least * per_node > self.layers:
+            raise ValueError(f"{least} nodes of {per_node} stages need more than the model's {self.layers} layers")
+        if microbatches <= cluster.faults:
             raise ValueError(
-                f"{least_nodes} nodes of {stages_per_node} stages need more than the model's {self.layers} layers"
+                f"{microbatches} microbatches are too few for {cluster.faults + 1} pipelines: use at least one for each"
             )
-        if microbatches <= faults:
-            raise ValueError(
-                f"{microbatches} microbatches are too few for {faults + 1} pipelines: use at least one for each"
-            )
-        counts = node_counts(nodes, faults, least_nodes)
-        self.sizes = [int(n) for n in counts if n * stages_per_node <= self.layers]
+        counts = node_counts(cluster.nodes, cluster.faults, least)
+        self.sizes = [int(n) for n in counts if n * per_node <= self.layers]
         self._templates: dict[int, PipelineTemplate] = {}
         self._makespans: dict[tuple[int, int, bool], float] = {}
         self._best_pipelines: dict[int, tuple[int, ...]] = {}
@@ -90,18 +100,18 @@ class Job:
     @property
     def min_nodes(self) -> int:
         """Fewest nodes for faults + 1 pipelines."""
-        return (self.faults + 1) * self.least_nodes
+        return (self.cluster.faults + 1) * self.cluster.least_nodes
 
     def template(self, nodes: int) -> PipelineTemplate:
         """The fastest pipeline of `nodes` nodes."""
         if nodes not in self._templates:
             costs = (self.forward + self.backward)[:, None]
-            self._templates[nodes] = pipeline_template(costs, nodes, self.stages_per_node, widths=[1])
+            self._templates[nodes] = pipeline_template(costs, nodes, self.cluster.stages_per_node, widths=[1])
         return self._templates[nodes]
 
     def layers_of_nodes(self, nodes: int) -> list[range]:
         """Layers of each node of a pipeline of `nodes` nodes."""
-        cuts = self.template(nodes).boundaries[:: self.stages_per_node].tolist()
+        cuts = self.template(nodes).boundaries[:: self.cluster.stages_per_node].tolist()
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
@@ -132,14 +142,11 @@ class Job:
         """
         if nodes not in self._best_pipelines:
             times = [self._per_microbatch(size) for size in self.sizes]
-            smallest, largest = (
-                self.sizes[0],
-                self.sizes[-1],
-            )  # consecutive: k pipelines have k * least to k * most nodes
-            used = max(
-                min(nodes, k * largest) for k in range(self.faults + 1, self.microbatches + 1) if k * smallest <= nodes
-            )
-            best = instantiate(self.sizes, times, used, faults=self.faults, microbatches=self.microbatches)
+            smallest, largest = self.sizes[0], self.sizes[-1]
+            # Sizes are consecutive, so k pipelines have k * smallest to k * largest nodes.
+            counts = range(self.cluster.faults + 1, self.microbatches + 1)
+            used = max(min(nodes, k * largest) for k in counts if k * smallest <= nodes)
+            best = instantiate(self.sizes, times, used, faults=self.cluster.faults, microbatches=self.microbatches)
             self._best_pipelines[nodes] = tuple(int(n) for n in np.repeat(self.sizes, best.counts))
         return self._best_pipelines[nodes]
 
@@ -174,8 +181,8 @@ class Job:
 
     def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
         """Least and most nodes per pipeline of a grid on `nodes` nodes. No grid is possible if least exceeds most."""
-        min_depth = self.least_nodes * (2 if redundant else 1)
-        return min_depth, min(nodes, self.layers // self.stages_per_node)
+        min_depth = self.cluster.least_nodes * (2 if redundant else 1)
+        return min_depth, min(nodes, self.layers // self.cluster.stages_per_node)
 
     def _per_microbatch(self, nodes: int) -> float:
         template = self.template(nodes)

@@ -19,8 +19,8 @@ Each rank runs its list in order. Timing of the actions:
 
 The step ends when all actions have ended.
 
-The simulator is written in C++ (`arrays`); `reference` is the same model in Python, as its oracle. `simulate` takes
-about a microsecond per action, mostly to create readable objects; `simulate_arrays` takes 0.06.
+The simulator is written in C++ (`arrays`); tests/simulate/reference.py is the same model in Python, as its oracle.
+`simulate` takes about a microsecond per action, mostly to create readable objects; `simulate_arrays` takes 0.06.
 """
 
 from __future__ import annotations

@@ -145,22 +145,17 @@ def nodes_at_start(changes: Sequence[Change], nodes: int) -> list[str]:
     return sorted(names, key=lambda node: (0, int(node), node) if node.isdecimal() else (1, 0, node))
 
 
-def spot_trace(
-    nodes: int, every: float, hours: float, seed: int, *, warning: float = 0.0, min_nodes: int | None = None
-) -> list[Change]:
-    """Random preemptions and additions of single nodes, equally often, with `min_nodes` to `nodes` nodes present.
+def spot_trace(nodes: int, every: float, hours: float, seed: int, *, warning: float = 0.0) -> list[Change]:
+    """Random preemptions and additions of single nodes, equally often, with half to all of `nodes` nodes present.
 
-    every: mean seconds between preemptions, the only known property of the traces of dissertation 2.7.3. min_nodes:
-    by default half of the nodes. Events that would leave this range are dropped, while time advances: with 30 nodes,
-    preemptions are 7 % less frequent than `every`. The preempted node is random; the node absent for longest joins.
+    every: mean seconds between preemptions, the only known property of the traces of dissertation 2.7.3. Events that
+    would leave this range are dropped, while time advances: with 30 nodes, preemptions are 7 % less frequent than
+    `every`. The preempted node is random; the node absent for longest joins.
 
     Raises ValueError for fewer than 2 nodes, and for `every` or `hours` that are not positive.
     """
-    min_nodes = nodes // 2 if min_nodes is None else min_nodes
-    if nodes < 2 or not 0 <= min_nodes < nodes:
-        raise ValueError(
-            f"nodes is {nodes}, min_nodes {min_nodes}: nodes must be at least 2, and min_nodes below nodes"
-        )
+    if nodes < 2:
+        raise ValueError(f"nodes is {nodes}: it must be at least 2")
     if not 0 < every < math.inf or not 0 < hours < math.inf:
         raise ValueError(f"a preemption every {every:g} seconds for {hours:g} hours: both must be above 0")
     time_rng, node_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
@@ -169,7 +164,7 @@ def spot_trace(
     now = 0.0
     while (now := now + float(time_rng.exponential(every / 2))) < hours * 3600:
         step = int(time_rng.choice((-1, 1)))
-        if not min_nodes <= len(present) + step <= nodes:
+        if not nodes // 2 <= len(present) + step <= nodes:
             continue
         if step < 0:
             absent.append(present.pop(int(node_rng.integers(len(present)))))

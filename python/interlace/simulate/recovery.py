@@ -196,12 +196,11 @@ class _InMemory(ABC):
         if from_checkpoint:
             self.layers_held = {}
         if pipelines and from_checkpoint:
-            self._recovery = self.rates.start + self.job.loaded / self.rates.load
+            self._recovery = self.rates.start + self.job.state.loaded / self.rates.load
             self._repeated, self._since_checkpoint = self._repeated + self._since_checkpoint, 0
         elif pipelines:
-            missing = (
-                sum(self.job.copied[layer] for layer in needed[n] - self.layers_held.get(n, set())) for n in needed
-            )
+            copied, held = self.job.state.copied, self.layers_held
+            missing = (sum(copied[layer] for layer in layers - held.get(n, set())) for n, layers in needed.items())
             self._recovery = self.rates.regroup + float(max(missing, default=0.0)) / self.rates.network
         else:  # survivors keep their layers and wait
             self._recovery = 0.0
@@ -242,7 +241,8 @@ class Oobleck(_InMemory):
             self._assign_layers(self._new_pipelines(self.alive))
             return
         job = self.job
-        new = regroup(self.pipelines, failed, self.alive, job.sizes, faults=job.faults, max_pipelines=job.microbatches)
+        limits = {"faults": job.cluster.faults, "max_pipelines": job.microbatches}
+        new = regroup(self.pipelines, failed, self.alive, job.sizes, **limits)
         self._assign_layers([list(nodes) for nodes in new or ()])
 
     def _new_pipelines(self, nodes: Sequence[Hashable]) -> Pipelines:
@@ -258,7 +258,7 @@ class Redundant(_InMemory):
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
-        self.pipelines = self._new_pipelines()
+        self.pipelines = _grid(job, self.alive, redundant=True)
         self.layers_held = self._next_layers = self._layers_of(self.pipelines)
 
     def pace(self) -> Pace:
@@ -270,18 +270,11 @@ class Redundant(_InMemory):
             a in failed and b in failed for nodes in self.pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])
         )
         self._update_nodes(failed, joined)
-        self._assign_layers(self._new_pipelines(), from_checkpoint=neighbours_lost)
+        self._assign_layers(_grid(self.job, self.alive, redundant=True), from_checkpoint=neighbours_lost)
 
     def _layers_of(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
         needed = super()._layers_of(pipelines)
         return {a: needed[a] | needed[b] for nodes in pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])}
-
-    def _new_pipelines(self) -> Pipelines:
-        min_depth, max_depth = self.job.grid_depths(len(self.alive), redundant=True)
-        if min_depth > max_depth:
-            return []
-        grid = self.job.grid(len(self.alive), redundant=True)
-        return _split_nodes(self.alive, [grid.depth] * grid.pipelines)
 
 
 class Checkpoints:
@@ -294,11 +287,11 @@ class Checkpoints:
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         self.job, self.rates = job, rates
         self.alive = list(nodes)
-        self.pipelines = self._new_pipelines()
+        self.pipelines = _grid(job, self.alive)
         self._recovery = 0.0
 
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
-        save = self.job.saved / self.rates.save
+        save = self.job.state.saved / self.rates.save
         pace = None
         if self.pipelines:
             pace = Pace(self.rates.unit * self.job.grid(len(self.alive)).seconds, self.rates.every, save)
@@ -309,15 +302,17 @@ class Checkpoints:
 
     def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
         self.alive = [node for node in self.alive if node not in failed] + list(joined)
-        self.pipelines = self._new_pipelines()
-        self._recovery = self.rates.start + self.job.loaded / self.rates.load if self.pipelines else 0.0
+        self.pipelines = _grid(self.job, self.alive)
+        self._recovery = self.rates.start + self.job.state.loaded / self.rates.load if self.pipelines else 0.0
 
-    def _new_pipelines(self) -> Pipelines:
-        min_depth, max_depth = self.job.grid_depths(len(self.alive))
-        if min_depth > max_depth:
-            return []
-        grid = self.job.grid(len(self.alive))
-        return _split_nodes(self.alive, [grid.depth] * grid.pipelines)
+
+def _grid(job: Job, nodes: Sequence[Hashable], *, redundant: bool = False) -> Pipelines:
+    """Nodes of each pipeline of the fastest grid (see `Job.grid`); empty if there are too few."""
+    min_depth, max_depth = job.grid_depths(len(nodes), redundant=redundant)
+    if min_depth > max_depth:
+        return []
+    grid = job.grid(len(nodes), redundant=redundant)
+    return _split_nodes(nodes, [grid.depth] * grid.pipelines)
 
 
 def _split_nodes(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:

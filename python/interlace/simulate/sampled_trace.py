@@ -8,10 +8,8 @@ process gives its kind.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from interlace.schedule.actions import action_of
 from interlace.simulate.arrays import Simulated
 from interlace.simulate.groups import RankGroups, Utilisation, spread_over
 from interlace.simulate.timeline import Timeline
-from interlace.simulate.trace import trace_events
+from interlace.simulate.trace import Event, event, named, sort_index, trace_events, write_events
 
 MOST_ROWS = 40_000
 """Most actions in full, about 400 bytes each with arrows and counters: a trace of about 15 MB."""
@@ -40,48 +38,39 @@ def write_sampled_trace(
     lengths = np.bincount(groups.of_rank, weights=np.diff(schedule.first), minlength=len(groups.names))
     count = max(int(most_rows / max(lengths.max(), 1)), 1)
     full = spread_over(used.mean, count)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        separator = ""
-        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
-        for event in _events(schedule, simulated, groups, used, full):
-            file.write(separator + encode(event))
-            separator = ",\n"
-        file.write("\n]}\n")
+    write_events(_events(schedule, simulated, groups, used, full), path)
     return [groups.names[group] for group in full]
 
 
 def _events(
     schedule: Schedule, simulated: Simulated, groups: RankGroups, used: Utilisation, full: Sequence[int]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Event]:
     full_groups = set(full)
     for group, name in enumerate(groups.names):
         size = int(groups.sizes[group])
         detail = "in full" if group in full_groups else "summed up"
         label = f"{name}: {size} rank{'s' * (size != 1)}, {detail}, busy {used.mean[group]:.0%}"
-        yield {"name": "process_name", "ph": "M", "pid": group, "tid": 0, "args": {"name": label}}
-        sort_index = full.index(group) if group in full_groups else len(full) + group
-        yield {"name": "process_sort_index", "ph": "M", "pid": group, "tid": 0, "args": {"sort_index": sort_index}}
+        yield named("process_name", group, 0, label)
+        yield sort_index(group, full.index(group) if group in full_groups else len(full) + group)
         shares = used.over_time[group].sum(axis=0)
         width = used.makespan / len(shares) * 1e6
         for number, share in enumerate(shares.tolist()):
-            args = {"share": round(share, 4)}
-            yield {"name": "ranks computing", "ph": "C", "pid": group, "tid": 0, "ts": number * width, "args": args}
+            yield event("C", "ranks computing", group, 0, ts=number * width, args={"share": round(share, 4)})
     ranks = [rank for group in full for rank in groups.ranks(group).tolist()]
     timeline = timeline_of(schedule, simulated, ranks)
-    for event in trace_events(timeline):
-        if event["name"] in ("process_name", "process_sort_index"):
+    for each in trace_events(timeline):
+        if each["name"] in ("process_name", "process_sort_index"):
             continue
-        rank = ranks[event["pid"]]
-        event["pid"] = int(groups.of_rank[rank])
-        if event["ph"] == "C":
-            event["name"] = f"rank {rank}: {event['name']}"
-        event["tid"] += 1 + _THREADS * rank
-        if event["name"] == "thread_name":
-            event["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
-        if "ts" in event:
-            event["ts"] += timeline.begin * 1e6
-        yield event
+        rank = ranks[each["pid"]]
+        each["pid"] = int(groups.of_rank[rank])
+        if each["ph"] == "C":
+            each["name"] = f"rank {rank}: {each['name']}"
+        each["tid"] += 1 + _THREADS * rank
+        if each["name"] == "thread_name":
+            each["args"] = {"name": f"rank {rank}: {each['args']['name']}"}
+        if "ts" in each:
+            each["ts"] += timeline.begin * 1e6
+        yield each
 
 
 def timeline_of(schedule: Schedule, simulated: Simulated, ranks: Sequence[int]) -> Timeline:

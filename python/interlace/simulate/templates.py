@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
+from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, Colour, canvas, module_colours, shade
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from interlace.plan import PipelineTemplate
 
 _DPI = 140
@@ -83,29 +85,27 @@ def plot_templates(
 class _Pen:
     """Draws boxes and text on axes in inches."""
 
-    def __init__(self, axes: Any) -> None:
+    def __init__(self, axes: Axes) -> None:
         self.axes = axes
 
     def text(
-        self, x: float, y: float, words: str, *, size: float = 9, colour: Any = INK, left: bool = False, **more: Any
+        self, x: float, y: float, words: str, *, size: float = 9, colour: str = INK, left: bool = False, **more: Any
     ) -> None:
         align = "left" if left else "center"
         self.axes.text(x, y, words, fontsize=size, color=colour, ha=align, va="center_baseline", **more)
 
-    def box(
-        self, left: float, right: float, top: float, tall: float, face: Any, edge: Any = EDGE, line: float = 1.0
-    ) -> None:
+    def box(self, left: float, right: float, top: float, tall: float, face: Colour, edge: str = EDGE) -> None:
         from matplotlib.patches import Rectangle
 
         self.axes.add_patch(
-            Rectangle((left, top - tall), right - left, tall, facecolor=face, edgecolor=edge, linewidth=line)
+            Rectangle((left, top - tall), right - left, tall, facecolor=face, edgecolor=edge, linewidth=1.0)
         )
 
     def line(self, *points: tuple[float, float]) -> None:
         self.axes.plot(*zip(*points, strict=True), color=GREY, linewidth=1.0, solid_capstyle="butt", zorder=0.5)
 
 
-def _legend(pen: _Pen, parts: Mapping[str, int], y: float) -> list[Any]:
+def _legend(pen: _Pen, parts: Mapping[str, int], y: float) -> list[Colour]:
     """Draws the legend of modules; returns the colour of each layer."""
     hues = module_colours(parts)
     x = _LEFT
@@ -118,7 +118,7 @@ def _legend(pen: _Pen, parts: Mapping[str, int], y: float) -> list[Any]:
     return [shade(hues[name], 0.6) for name, count in parts.items() for _ in range(count)]
 
 
-def _tree(pen: _Pen, template: PipelineTemplate, colours: Sequence[Any], top: float) -> None:
+def _tree(pen: _Pen, template: PipelineTemplate, colours: Sequence[Colour], top: float) -> None:
     """Draws three rows: nodes, their stages, their layers. Each box is as wide as its layers."""
     stages = len(template.gpus)
     per_node = int(template.gpus.sum()) // template.nodes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from interlace.schedule.actions import COMPUTE, Action
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.memory import peak
 from interlace.schedule.table import StepTable
-from interlace.simulate.trace import write_trace
+from interlace.simulate.trace import trace_events, write_events
 
 
 class Record(NamedTuple):
@@ -42,34 +43,6 @@ class Timeline:
     table: StepTable | None = None
     planning: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    @classmethod
-    def from_records(
-        cls,
-        records: Iterable[Record | tuple[int, Action, float, float]],
-        *,
-        num_ranks: int | None = None,
-        name: str = "",
-        table: StepTable | None = None,
-    ) -> Timeline:
-        """Timeline of measured (rank, action, start, finish), in any order. Clocks must agree between ranks.
-
-        num_ranks: number of ranks, including those without records; by default the highest rank found + 1.
-        """
-        ordered = sorted((Record(*record) for record in records), key=lambda r: (r.rank, r.start, r.finish))
-        for rank, action, start, finish in ordered:
-            if not start <= finish:
-                raise ValueError(f"rank {rank}: {action} finishes at {finish}, before it starts at {start}")
-        highest = max((record.rank for record in ordered), default=-1)
-        ranks = highest + 1 if num_ranks is None else num_ranks
-        if highest >= ranks or (ordered and ordered[0].rank < 0):
-            raise ValueError(f"a record has rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
-        timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name, table)
-        for rank, action, start, finish in ordered:
-            timeline.actions[rank].append(action)
-            timeline.start[rank].append(start)
-            timeline.finish[rank].append(finish)
-        return timeline
-
     @property
     def num_ranks(self) -> int:
         return len(self.actions)
@@ -94,11 +67,10 @@ class Timeline:
     def busy(self) -> dict[tuple[int, str], float]:
         """(rank, module) -> seconds of compute."""
         total: dict[tuple[int, str], float] = {}
-        for rank, actions in enumerate(self.actions):
-            for action, start, finish in zip(actions, self.start[rank], self.finish[rank]):
-                if action.op in COMPUTE:
-                    key = (rank, action.module)
-                    total[key] = total.get(key, 0.0) + finish - start
+        for rank, action, start, finish in self.records():
+            if action.op in COMPUTE:
+                key = (rank, action.module)
+                total[key] = total.get(key, 0.0) + finish - start
         return total
 
     @property
@@ -120,9 +92,7 @@ class Timeline:
     @property
     def utilization(self) -> dict[str, float]:
         """Per module, the share of time in which its ranks compute it, 0 to 1."""
-        ranks: dict[str, int] = {}
-        for _, module in self.busy:
-            ranks[module] = ranks.get(module, 0) + 1
+        ranks = Counter(module for _, module in self.busy)
         return {
             module: seconds / (ranks[module] * self.makespan) if self.makespan else 0.0
             for module, seconds in self.busy_per_module.items()
@@ -164,7 +134,7 @@ class Timeline:
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for https://ui.perfetto.dev or chrome://tracing (JSON)."""
-        write_trace(self, path)
+        write_events(trace_events(self), path)
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
         """Writes a picture (PNG): one row per rank, one colour per module."""

@@ -9,7 +9,7 @@ in microseconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,33 +19,35 @@ from interlace.schedule.memory import held_after
 if TYPE_CHECKING:
     from interlace.simulate.timeline import Timeline
 
+Event = dict[str, Any]
+"""An event of the trace, JSON-compatible."""
 PLANNING_THREAD = 1000
 COMPUTE_THREAD, COMMUNICATION_THREAD, REDUCE_THREAD = 0, 1, 2  # overlapping reductions use the threads after it
 BESIDE = (Op.REDUCE_GRAD, Op.DISPATCH)
 _SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow must be bound to a slice
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Writes the trace as JSON, one event per line."""
+def write_events(events: Iterable[Event], path: str | Path) -> None:
+    """Writes a trace as JSON, one event per line."""
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one per event
-        for event in trace_events(timeline):
-            file.write(separator + encode(event))
+        for each in events:
+            file.write(separator + encode(each))
             separator = ",\n"
         file.write("\n]}\n")
 
 
-def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def trace_events(timeline: Timeline) -> Iterator[Event]:
     """The events of the trace, as the format defines them."""
     arrows = _arrows(timeline)
     for rank, actions in enumerate(timeline.actions):
         stages = dict.fromkeys(f"{a.module}/{a.stage}" for a in actions if a.op in COMPUTE)
-        yield _named("process_name", rank, 0, f"rank {rank}: {', '.join(stages) or 'idle'}")
-        yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-        yield _named("thread_name", rank, COMPUTE_THREAD, "compute")
-        yield _named("thread_name", rank, COMMUNICATION_THREAD, "communication")
+        yield named("process_name", rank, 0, f"rank {rank}: {', '.join(stages) or 'idle'}")
+        yield sort_index(rank, rank)
+        yield named("thread_name", rank, COMPUTE_THREAD, "compute")
+        yield named("thread_name", rank, COMMUNICATION_THREAD, "communication")
         free = 0.0  # time at which the communication thread is free: slices of one thread must not overlap
         reducing: list[float] = []  # likewise for the threads for reductions
         for index, (action, start, finish) in enumerate(
@@ -59,7 +61,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 number = next((n for n, end in enumerate(reducing) if end <= begin), len(reducing))
                 if number == len(reducing):
                     reducing.append(0.0)
-                    yield _named("thread_name", rank, REDUCE_THREAD + number, "reductions")
+                    yield named("thread_name", rank, REDUCE_THREAD + number, "reductions")
                 reducing[number] = begin + length
                 yield _slice(timeline, rank, REDUCE_THREAD + number, action, begin, length)
                 continue
@@ -74,27 +76,14 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                     yield _arrow("f", rank, number, end - _SHORTEST / 2)
         planned = timeline.planning[rank] if timeline.planning else []
         if planned:
-            yield _named("thread_name", rank, PLANNING_THREAD, "planning later steps")
+            yield named("thread_name", rank, PLANNING_THREAD, "planning later steps")
         for start, finish in planned:
-            yield {
-                "name": "table of a later step",
-                "cat": "planning",
-                "ph": "X",
-                "pid": rank,
-                "tid": PLANNING_THREAD,
-                "ts": (start - timeline.begin) * 1e6,
-                "dur": (finish - start) * 1e6,
-            }
+            times = {"ts": (start - timeline.begin) * 1e6, "dur": (finish - start) * 1e6}
+            yield event("X", "table of a later step", rank, PLANNING_THREAD, cat="planning", **times)
         for index, count, _ in held_after(actions):
             moment = timeline.start[rank][index] if actions[index].op is Op.FORWARD else timeline.finish[rank][index]
-            yield {
-                "name": "forwards in flight",
-                "ph": "C",
-                "pid": rank,
-                "tid": 0,
-                "ts": (moment - timeline.begin) * 1e6,
-                "args": {"in flight": count},
-            }
+            moment = (moment - timeline.begin) * 1e6
+            yield event("C", "forwards in flight", rank, 0, ts=moment, args={"in flight": count})
 
 
 def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
@@ -122,12 +111,23 @@ def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
 _NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.UNSHARD_LAYERS: "shard", Op.RESHARD: "shard"}
 
 
-def _named(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+def event(phase: str, name: str, process: int, thread: int, **more: object) -> Event:
+    """An event with the keys that all have, and `more`."""
+    return {"name": name, "ph": phase, "pid": process, "tid": thread, **more}
 
 
-def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: float, length: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"module": action.module, "stage": action.stage}
+def named(kind: str, process: int, thread: int, name: str) -> Event:
+    """Event that names a process or a thread."""
+    return event("M", kind, process, thread, args={"name": name})
+
+
+def sort_index(process: int, index: int) -> Event:
+    """Event that places a process among the others."""
+    return event("M", "process_sort_index", process, 0, args={"sort_index": index})
+
+
+def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: float, length: float) -> Event:
+    args: Event = {"module": action.module, "stage": action.stage}
     if action.chunk >= 0:
         args["chunk"] = action.chunk
         if timeline.table is not None:
@@ -137,26 +137,10 @@ def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: fl
         args[_NUMBERED.get(action.op, "other")] = action.other
     if action.peer >= 0:
         args["lane"] = action.peer
-    return {
-        "name": str(action),
-        "cat": action.op.name.lower() + ("_grad" if action.grad else ""),
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "ts": begin,
-        "dur": length,
-        "args": args,
-    }
+    kind = action.op.name.lower() + ("_grad" if action.grad else "")
+    return event("X", str(action), rank, thread, cat=kind, ts=begin, dur=length, args=args)
 
 
-def _arrow(phase: str, rank: int, number: int, moment: float) -> dict[str, Any]:
-    event = {
-        "name": "message",
-        "cat": "message",
-        "ph": phase,
-        "id": number,
-        "pid": rank,
-        "tid": COMMUNICATION_THREAD,
-        "ts": moment,
-    }
-    return event | {"bp": "e"} if phase == "f" else event
+def _arrow(phase: str, rank: int, number: int, moment: float) -> Event:
+    more = {"bp": "e"} if phase == "f" else {}
+    return event(phase, "message", rank, COMMUNICATION_THREAD, cat="message", id=number, ts=moment, **more)

@@ -76,7 +76,7 @@ def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
         options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv"])
         options.ranks_per_node, options.faults, options.min_nodes = 4, 1, 1
         costs = SimpleNamespace(modules=flop_costs(config, model))
-        return failures.job_of(config, model, costs, options, 4).copied
+        return failures.job_of(config, model, costs, options, 4).state.copied
 
     def table(lane: dict[str, Any]) -> str:
         return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in lane.items()) + "}"

@@ -32,6 +32,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from interlace.attention.hf.carriers import DTYPE as CARRIER_DTYPE
 from interlace.attention.hf.carriers import Carrier
 from interlace.attention.hf.dropout import no_dropout
 from interlace.attention.hf.limits import Limits, limits_of
-from interlace.attention.hf.masks import Sides, Unknown
+from interlace.attention.hf.masks import MaskFunction, Sides, Unknown
 from interlace.attention.hf.plans import cut, narrowed, packed_plan
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan, interval_plan, whole_graph
@@ -88,11 +89,7 @@ def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
     own sliding window narrow the plan by it. Models that have the window in the mask that they make (PhiMoE, Llama 4)
     are rejected, since a carrier replaces that mask: use `use_plan` for them.
     """
-    return _carry(plan, backend, narrow=True)
-
-
-def _carry(plan: AttentionPlan, backend: Backend, *, narrow: bool) -> Tensor:
-    return Carrier.of(plan, backend, narrow)
+    return Carrier.of(plan, backend, True)
 
 
 # ---------------------------------------------------------------------- the attention function
@@ -134,6 +131,7 @@ def attention(
         plan, backend = current_plan()
         _check_recomputed(module, plan)
     else:
+        # narrow: the plan does not include the layer's own window yet.
         plan, backend, narrow = getattr(attention_mask, "interlace_plan", (None, None, True))
         if plan is None:
             _check_dense(attention_mask)
@@ -297,7 +295,7 @@ def make_mask(
     batch_size: int,
     kv_length: int,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     skip_for_one_token: bool = True,
     **kwargs: Any,
@@ -316,9 +314,9 @@ def make_mask(
     if plan is not None and full_graph:  # the function cannot be analysed here: layers narrow the plan or reject it
         if attention_mask is not None:
             raise ValueError("a compiled model cannot compare padding with the active plan: pass attention_mask=None")
-        return _carry(plan, backend, narrow=True)
+        return Carrier.of(plan, backend, True)
     if plan is not None:
-        return _carry(_narrowed_for(plan, mask_function, attention_mask), backend, narrow=False)
+        return Carrier.of(_narrowed_for(plan, mask_function, attention_mask), backend, False)
     arguments = {
         **kwargs,
         "batch_size": batch_size,
@@ -340,14 +338,14 @@ def make_mask(
         dense = _dense(arguments, skip=False)
         assert dense is not None
         if not readable(dense):
-            return _carry(interval_plan(dense), backend, narrow=False)
+            return Carrier.of(interval_plan(dense), backend, False)
     at = Sides(cache_position.unsqueeze(0).long(), torch.arange(kv_length, device=device).unsqueeze(0) + kv_offset)
     built = _plan_of(mask_function, at, batch_size, attention_mask)
-    return _dense(arguments, skip=False) if built is None else _carry(built, backend, narrow=False)
+    return _dense(arguments, skip=False) if built is None else Carrier.of(built, backend, False)
 
 
 @torch.compiler.disable(recursive=True)
-def _narrowed_for(plan: AttentionPlan, function: Callable[..., Any], padding: Tensor | None) -> AttentionPlan:
+def _narrowed_for(plan: AttentionPlan, function: MaskFunction, padding: Tensor | None) -> AttentionPlan:
     """The active plan within the limits of the requested mask; raises ValueError."""
     if not readable(padding):
         raise ValueError(
@@ -382,9 +380,7 @@ def _dense(arguments: dict[str, Any], *, skip: bool) -> Tensor | None:
     reason="the size of a plan depends on the mask's values: under fullgraph=True build the plan outside the compiled "
     "model and pass attention_mask=interlace.attention.hf.carrier(plan)",
 )
-def _plan_of(
-    function: Callable[..., Any], at: Sides, batch: int, attention_mask: Tensor | None
-) -> AttentionPlan | None:
+def _plan_of(function: MaskFunction, at: Sides, batch: int, attention_mask: Tensor | None) -> AttentionPlan | None:
     """The plan for a mask function; None, with one warning per function, if it is unknown."""
     try:
         padding = None
@@ -423,52 +419,48 @@ def register() -> None:
     AttentionInterface.register(FLASH_NAME, _flash_attention)
     # A decoding step without any mask would look like a row of images without boundaries.
     AttentionMaskInterface.register(FLASH_NAME, partial(make_mask, skip_for_one_token=False))
-    _skip_kernel_download()
-    _remember_plans()
-    _skip_packing_search()
+    _replace(modeling_utils, "lazy_import_flash_attention", _skip_kernel_download)
+    _replace(modeling_utils, "checkpoint", _remember_plans)
+    _replace(masking_utils, "find_packed_sequence_indices", _skip_packing_search)
 
 
-def _skip_kernel_download() -> None:
-    """Stop transformers 5 from importing or downloading a kernel for FLASH_NAME, as it does for names with "flash"."""
-    load = modeling_utils.lazy_import_flash_attention
-    if not hasattr(load, "skips_interlace"):
-
-        @wraps(load)
-        def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-            return None if implementation == FLASH_NAME else load(implementation, *args, **kwargs)
-
-        load_others.skips_interlace = True  # type: ignore[attr-defined]
-        modeling_utils.lazy_import_flash_attention = load_others
+def _replace(module: ModuleType, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of a module by change(function), once per process."""
+    function = getattr(module, name)
+    if not hasattr(function, "knows_interlace"):
+        changed = wraps(function)(change(function))
+        changed.knows_interlace = True  # type: ignore[attr-defined]
+        setattr(module, name, changed)
 
 
-def _remember_plans() -> None:
-    """Make layers that transformers checkpoints use the plan of their forward when they are recomputed."""
-    checkpoint = modeling_utils.checkpoint
-    if not hasattr(checkpoint, "remembers_plans"):
+def _skip_kernel_download(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Stops transformers 5 from importing or downloading a kernel for FLASH_NAME, as it does for names with "flash"."""
 
-        @wraps(checkpoint)
-        def checkpoint_under_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(under_current_plan(function), *args, **kwargs)
+    def load_others(implementation: str | None, *args: object, **kwargs: object) -> object:
+        return None if implementation == FLASH_NAME else load(implementation, *args, **kwargs)
 
-        checkpoint_under_plan.remembers_plans = True  # type: ignore[attr-defined]
-        modeling_utils.checkpoint = checkpoint_under_plan
+    return load_others
 
 
-def _skip_packing_search() -> None:
-    """Skip transformers' search for packed sequences in position ids where it is not needed. It runs in every forward
+def _remember_plans(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes layers that transformers checkpoints use the plan of their forward when they are recomputed."""
+
+    def checkpoint_under_plan(function: Callable[..., Any], *args: object, **kwargs: object) -> object:
+        return checkpoint(under_current_plan(function), *args, **kwargs)
+
+    return checkpoint_under_plan
+
+
+def _skip_packing_search(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Skips transformers' search for packed sequences in position ids where it is not needed. It runs in every forward
     and reads its result from the GPU. A plan already defines the packing; on meta there are no values to read."""
-    find = masking_utils.find_packed_sequence_indices
-    if not hasattr(find, "knows_plans"):
 
-        @wraps(find)
-        def find_without_plan(position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-            if position_ids.is_meta or (not torch.compiler.is_compiling() and current_plan()[0] is not None):
-                return None
-            indices: Tensor | None = find(position_ids, *args, **kwargs)
-            return indices
+    def find_without_plan(position_ids: Tensor, *args: object, **kwargs: object) -> object:
+        if position_ids.is_meta or (not torch.compiler.is_compiling() and current_plan()[0] is not None):
+            return None
+        return find(position_ids, *args, **kwargs)
 
-        find_without_plan.knows_plans = True  # type: ignore[attr-defined]
-        masking_utils.find_packed_sequence_indices = find_without_plan
+    return find_without_plan
 
 
 register()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from interlace.attention.hf.active import TRACED
+from interlace.attention.hf.active import TRACED, Backend
 from interlace.attention.hf.plans import changed
 from interlace.attention.plan import AttentionPlan, whole_graph
 
@@ -25,22 +25,25 @@ from interlace.attention.plan import AttentionPlan, whole_graph
 # that lost its class).
 DTYPE = torch.bits8
 
+Selection = slice | Tensor
+"""Some queries or keys of a mask."""
 _ITSELF = ("detach", "contiguous", "clone", "requires_grad_", "__deepcopy__")
 _VIEWS = ("T", "H", "mT", "mH", "real", "imag", "data")  # properties that return other tensors
 
 
 class Carrier(Tensor):
-    """See the module docstring. interlace_plan: the plan, and further values for the attention layers."""
+    """See the module docstring. interlace_plan: the plan, the backend to use it with, and whether layers narrow it by
+    their own window, which the plan does not include."""
 
-    interlace_plan: tuple[AttentionPlan, Any, Any]
+    interlace_plan: tuple[AttentionPlan, Backend, bool]
 
     @staticmethod
-    def of(plan: AttentionPlan, *more: Any) -> Carrier:
-        """A carrier of `plan`, on its device, together with the values `more`."""
+    def of(plan: AttentionPlan, backend: Backend, narrow: bool) -> Carrier:
+        """A carrier of `plan`, on its device."""
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             raise ValueError(TRACED)
         if torch.compiler.is_dynamo_compiling() and not whole_graph():
-            return _outside_graphs(plan, *more)
+            return _outside_graphs(plan, backend, narrow)
         shape = (plan.batch, 1, plan.q_len, plan.k_len)
         if isinstance(plan.q_bits, FakeTensor):
             carrier: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
@@ -48,22 +51,22 @@ class Carrier(Tensor):
             carrier = (
                 torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
             )
-        carrier.interlace_plan = (plan, *more)  # type: ignore[assignment]
+        carrier.interlace_plan = (plan, backend, narrow)
         return carrier
 
     def with_plan(self, plan: AttentionPlan) -> Carrier:
         """A carrier of another plan, with the same further values."""
         return self if plan is self.interlace_plan[0] else Carrier.of(plan, *self.interlace_plan[1:])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Carrier], tuple[object, ...]]:
         return Carrier.of, self.interlace_plan
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
         return f"Carrier({list(self.shape)}, device={str(self.device)!r})"
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if name == "__get__" and not torch.compiler.is_compiling():
@@ -100,13 +103,13 @@ class _OfFakes(Carrier):
     """A carrier for fake tensors, which torch cannot subclass: it has no storage at all."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+    def __torch_dispatch__(cls, func: object, *_: object) -> NoReturn:
         raise refusal(str(func))
 
 
 @torch.compiler.disable
-def _outside_graphs(plan: AttentionPlan, *more: Any) -> Carrier:
-    return Carrier.of(plan, *more)
+def _outside_graphs(plan: AttentionPlan, backend: Backend, narrow: bool) -> Carrier:
+    return Carrier.of(plan, backend, narrow)
 
 
 def refusal(operation: str) -> ValueError:
@@ -135,7 +138,7 @@ def _check_implementation() -> None:
         )
 
 
-def _is_switched(config: Any) -> bool:
+def _is_switched(config: object) -> bool:
     """True if a HuggingFace config, or one of its sub-configs, selects this attention."""
     if str(getattr(config, "_attn_implementation", "")).startswith("interlace"):
         return True
@@ -143,7 +146,7 @@ def _is_switched(config: Any) -> bool:
     return any(_is_switched(part) for part in parts if part is not None)
 
 
-def _modules_on_stack() -> Iterator[Any]:
+def _modules_on_stack() -> Iterator[nn.Module]:
     """Modules whose methods are running, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -173,9 +176,9 @@ def _destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     return torch.device(target) if isinstance(target, (str, int, torch.device)) and not changed else None
 
 
-def _sides(index: Any) -> tuple[Any, Any] | None:
+def _sides(index: object) -> tuple[Selection, Selection] | None:
     """Queries and keys selected by an index of the form mask[:, :, queries, keys]; None for other indices."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
         items[at : at + 1] = [slice(None)] * (5 - len(items))
@@ -187,11 +190,11 @@ def _sides(index: Any) -> tuple[Any, Any] | None:
     return sides[0], sides[1]
 
 
-def _is_selection(item: Any) -> bool:
+def _is_selection(item: object) -> bool:
     return isinstance(item, slice) or (isinstance(item, Tensor) and item.dim() == 1)
 
 
-def _selected(plan: AttentionPlan, queries: Any, keys: Any) -> AttentionPlan:
+def _selected(plan: AttentionPlan, queries: Selection, keys: Selection) -> AttentionPlan:
     """The plan for some queries and keys, which keep their positions."""
     if all(isinstance(s, slice) and s.indices(n) == (0, n, 1) for s, n in ((queries, plan.q_len), (keys, plan.k_len))):
         return plan

@@ -14,14 +14,17 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def dropout_rate(module: nn.Module) -> float:
     """The rate that `module` passes to HuggingFace's attention interface in training; 0 if it does not call it."""
-    kind: Any = type(module)
+    kind: Any = type(module)  # mypy takes a class of modules for unhashable
     path = _attribute(kind)
     try:
         return float(attrgetter(path)(module)) if path else 0.0
@@ -30,7 +33,7 @@ def dropout_rate(module: nn.Module) -> float:
 
 
 @cache
-def _attribute(kind: Any) -> str:
+def _attribute(kind: type[nn.Module]) -> str:
     """The attribute of `self` in the argument `dropout` of the call of the attention interface; "" if not found.
 
     forward(): attention_interface(..., dropout=0.0 if not self.training else self.attn_dropout.p) -> "attn_dropout.p"
@@ -58,7 +61,7 @@ def dropout_key(module: nn.Module, rate: float) -> str:
     return keys[0] if keys else ""
 
 
-def _rates(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _rates(config: object, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Numbers in a config, and in its sub-configs and tables, whose name contains dropout."""
     for key, value in (config if isinstance(config, dict) else getattr(config, "__dict__", {})).items():
         if isinstance(value, dict) or hasattr(value, "to_dict"):
@@ -68,7 +71,7 @@ def _rates(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 @cache
-def _read_by(kind: Any) -> frozenset[str]:
+def _read_by(kind: type[nn.Module]) -> frozenset[str]:
     """Names in the source of a class that look like attributes of a config."""
     try:
         return frozenset(re.findall(r"config\.(\w+)", inspect.getsource(kind)))
@@ -76,7 +79,7 @@ def _read_by(kind: Any) -> frozenset[str]:
         return frozenset()
 
 
-def path_of(config: Any, part: Any) -> str:
+def path_of(config: PretrainedConfig, part: PretrainedConfig) -> str:
     """Path of `part` in a config: "" for the config itself, "text_config." for a part of it."""
     candidates = [(path, candidate) for path, candidate in _parts(config) if type(candidate) is type(part)]
     equal = [
@@ -85,7 +88,7 @@ def path_of(config: Any, part: Any) -> str:
     return [*equal, *(path for path, _ in candidates), ""][0]
 
 
-def _parts(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _parts(config: PretrainedConfig, prefix: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
     """A config and all configs in it, each with its path."""
     yield prefix, config
     for key, value in vars(config).items():

@@ -14,22 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from interlace.attention.hf.masks import (
-    BANDS,
-    MaskFunction,
-    Unknown,
-    cells_of,
-    describe,
-    inner,
-    is_constant_true,
-    name_of,
-)
+from interlace.attention.hf.masks import BANDS, MaskFunction, Unknown, cells_of, describe, inner, name_of, read
 
 
 class Limits(NamedTuple):
@@ -69,20 +60,7 @@ _proved: set[tuple[str, Limits]] = set()  # cached, since a model requests the s
 
 def _read(function: MaskFunction) -> Limits | None:
     """Limits of a function; None if it shows only blocks, which the plan has as spans."""
-    name = name_of(function)
-    cells = cells_of(function)
-    if name in _WRAPPERS:
-        return _read(cells["mask_function"])
-    if name in _BLOCKS:
-        return None
-    if name in BANDS or name in _READERS:
-        try:
-            return Limits(*BANDS[name](cells)) if name in BANDS else _READERS[name](cells)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Unknown(f"mask function {name} has an unexpected form ({type(error).__name__}: {error})") from error
-    if is_constant_true(function):
-        return EVERYTHING
-    raise Unknown(f"mask function {name} is unknown")
+    return read(function, _READERS, _UNLIMITED)
 
 
 def _intersection(parts: list[Limits | None]) -> Limits | None:
@@ -114,6 +92,10 @@ def _one_chunk(a: int, b: int) -> int:
     return a
 
 
+def _band(ends: Callable[[dict[str, Any]], tuple[float, float]], cells: dict[str, Any]) -> Limits:
+    return Limits(*ends(cells))
+
+
 def _chunks(cells: dict[str, Any]) -> Limits:
     left = cells.get("left_padding")
     if left is not None and bool(left.any()):
@@ -127,10 +109,14 @@ def _all_keys(mask: Tensor | None) -> Limits:
     return EVERYTHING
 
 
+_UNLIMITED: Limits | None = EVERYTHING  # of the type that readers return
 _WRAPPERS = {inner("remap_positions_for_packed_sequence"), inner("add_offsets_to_mask_function")}
 _BLOCKS = {inner("blockwise_overlay"), inner("token_type_ids_mask_function")}
 _AND, _OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 _READERS: dict[str, Callable[[dict[str, Any]], Limits | None]] = {
+    **{name: partial(_band, ends) for name, ends in BANDS.items()},
+    **dict.fromkeys(_WRAPPERS, lambda c: _read(c["mask_function"])),
+    **dict.fromkeys(_BLOCKS, lambda c: None),
     _AND: lambda c: _intersection([_read(f) for f in c["mask_functions"]]),
     _OR: lambda c: _union([_read(f) for f in c["mask_functions"]]),
     "bidirectional_mask_function": lambda c: EVERYTHING,

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import dis
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from interlace.masks import NO_WINDOW, BitfieldMask, visible, word
 
 MaskFunction = Callable[..., Any]
+Result = TypeVar("Result")
 ALL_PAIRS = 1 << 16  # masks of at most this many pairs are compared in full
 
 
@@ -100,15 +101,24 @@ class Pattern:
 
 def translate(function: MaskFunction, at: Sides) -> Pattern:
     """The pattern of `function` for queries and keys of these indices; raises Unknown."""
-    name = name_of(function)
-    cells = cells_of(function)
-    if name in BANDS or name in _READERS:
+    return read(function, _READERS, Pattern(), at)
+
+
+def read(
+    function: MaskFunction, readers: Mapping[str, Callable[..., Result]], everything: Result, *more: object
+) -> Result:
+    """The result of reader(captured variables, *more) for the function's qualified name; raises Unknown.
+
+    everything: result for a function that is always True.
+    """
+    name, cells = name_of(function), cells_of(function)
+    if name in readers:
         try:
-            return _band(*BANDS[name](cells), at) if name in BANDS else _READERS[name](cells, at)
+            return readers[name](cells, *more)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise Unknown(f"mask function {name} has an unexpected form ({type(error).__name__}: {error})") from error
     if is_constant_true(function):
-        return Pattern()
+        return everything
     raise Unknown(f"mask function {name} is unknown")
 
 
@@ -146,7 +156,8 @@ def is_constant_true(function: MaskFunction) -> bool:
     return bool(function(*torch.zeros(4, dtype=torch.int64)))
 
 
-def _band(below: float, above: float, at: Sides) -> Pattern:
+def _band(ends: Callable[[dict[str, Any]], tuple[float, float]], cells: dict[str, Any], at: Sides) -> Pattern:
+    below, above = ends(cells)
     if below < 1 or above < 0:
         raise Unknown(f"a window of {below} back and {above} ahead does not include the query itself")
     return Pattern(Band(below, above, at))
@@ -222,6 +233,7 @@ BANDS: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
     inner("sliding_window_mask_function"): _two_sided,
 }
 _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
+    **{name: partial(_band, ends) for name, ends in BANDS.items()},
     "and_masks.<locals>.and_mask": lambda c, at: reduce(_intersection, [translate(f, at) for f in c["mask_functions"]]),
     "or_masks.<locals>.or_mask": lambda c, at: reduce(_union, [translate(f, at) for f in c["mask_functions"]]),
     "bidirectional_mask_function": lambda c, at: Pattern(),
@@ -366,15 +378,10 @@ def _window(
     count = 1 + max(int(side.max()) if side.numel() else 0 for side in ids)
     span_ids = torch.where(ids.k >= 0, ids.k, count)  # a separate column for keys without span
     sentinel = torch.iinfo(torch.int64).max
-    first = torch.full((batch, count + 1), sentinel, device=span_ids.device).scatter_reduce_(
-        1, span_ids, positions.k, "amin"
-    )
-    last = torch.full((batch, count + 1), -sentinel, device=span_ids.device).scatter_reduce_(
-        1, span_ids, positions.k, "amax"
-    )
-    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=span_ids.device).scatter_add_(
-        1, span_ids, torch.ones_like(span_ids)
-    )
+    unseen = torch.full((batch, count + 1), sentinel, device=span_ids.device)
+    first = unseen.scatter_reduce(1, span_ids, positions.k, "amin")
+    last = (-unseen).scatter_reduce(1, span_ids, positions.k, "amax")
+    size = torch.zeros_like(unseen).scatter_add(1, span_ids, torch.ones_like(span_ids))
     query_ids = torch.where(ids.q >= 0, ids.q, count)
     begin = first.gather(1, query_ids)
     reach = torch.where((ids.q >= 0) & (begin != sentinel), positions.q - begin + 1, 0)

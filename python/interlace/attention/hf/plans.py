@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ def narrowed(plan: AttentionPlan, limits: Limits) -> AttentionPlan:
         return plan
     if not keepable(plan.q_bits):
         return changed(plan, partial(_within, limits=limits))
-    cache: dict[Any, AttentionPlan] = plan.__dict__.setdefault("_narrowed", {})
+    cache: dict[Limits, AttentionPlan] = plan.__dict__.setdefault("_narrowed", {})
     if limits not in cache:
         cache[limits] = changed(plan, partial(_within, limits=limits))
     return cache[limits]
@@ -86,7 +85,7 @@ def cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
     if not keepable(q_ends, k_ends):
         return _build_cut(plan, q_ends, k_ends)
     key = (id(q_ends), q_ends._version, id(k_ends), k_ends._version)
-    cached: tuple[Any, AttentionPlan, Any] | None = plan.__dict__.get("_cut")
+    cached: tuple[object, AttentionPlan, object] | None = plan.__dict__.get("_cut")
     if cached is None or cached[0] != key:  # the cached tensors stay alive, so that their ids in the key are not reused
         cached = plan.__dict__["_cut"] = (key, _build_cut(plan, q_ends, k_ends), (q_ends, k_ends))
     return cached[1]
@@ -118,7 +117,7 @@ def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causa
     """
     if not keepable(q_ends, k_ends):
         return _build_packed(q_ends, k_ends, q_len, k_len, causal)
-    cache: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
+    cache: dict[object, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
     key = (q_ends._version, id(k_ends), k_ends._version, q_len, k_len, causal)
     if key not in cache:
         if len(cache) == MOST_PLANS:

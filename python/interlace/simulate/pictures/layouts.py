@@ -46,8 +46,7 @@ def plot_layout(layout: Layout, held: Sequence[Mapping[str, int]], path: str | P
     grid.xaxis.tick_top()
     grid.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     grid.tick_params(length=0, labelcolor=INK)
-    for spine in grid.spines.values():
-        spine.set_visible(False)
+    grid.spines[:].set_visible(False)
 
     bars = figure.add_axes(((0.8 + _CELL * len(names) + 0.3) / width, low, _BARS / width, tall))
     most = max(sum(labels.values()) for labels in held)

@@ -5,16 +5,19 @@ A step lasts as long as its heaviest rank or microbatch. The grey above a bar is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, plain, shade
+from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, boxes, canvas, module_colours, plain, shade
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from interlace.balance import MicrobatchPlan
 
 Floats = NDArray[np.float64]
@@ -78,7 +81,7 @@ def _checked(name: str, values: ArrayLike) -> Floats:
     return array.astype(np.float64)
 
 
-def _bars(axes: Any, values: Floats) -> None:
+def _bars(axes: Axes, values: Floats) -> None:
     """Draws bars, with the heaviest in orange, grey up to its height, and a line at the mean."""
     heaviest, positions = int(values.argmax()), np.arange(len(values))
     if len(values) <= MOST_BARS:
@@ -100,12 +103,12 @@ def _verdict(values: Floats) -> str:
     return f"{heaviest / mean:.3f} × mean, {1 - mean / heaviest:.1%} waiting"
 
 
-def _heading(figure: Any, title: str) -> None:
+def _heading(figure: Figure, title: str) -> None:
     width, height = figure.get_size_inches()
     figure.text(0.2 / width, 1 - 0.24 / height, title, fontsize=12.5, weight="bold", color=INK, va="center_baseline")
 
 
-def _legend(figure: Any, **meanings: str) -> None:
+def _legend(figure: Figure, **meanings: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -150,19 +153,20 @@ def plot_deferral(
         ValueError: the costs are not those of the plan.
     """
     costs = {"LLM": _checked("llm_cost", llm_cost), "encoder": _checked("encoder_cost", encoder_cost)}
-    for name, planned, of in (("LLM", plan.llm_loads, plan.llm_of), ("encoder", plan.encoder_loads, plan.encoder_of)):
-        if len(costs[name]) != len(of) or not np.allclose(np.bincount(of, costs[name], plan.microbatches), planned):
-            raise ValueError(f"the {name} costs differ from those of the plan: pass the same arrays")
+    planned = {"LLM": (plan.llm_loads, plan.llm_of), "encoder": (plan.encoder_loads, plan.encoder_of)}
+    for side, (loads, chosen) in planned.items():
+        cost = costs[side]
+        if len(cost) != len(chosen) or not np.allclose(np.bincount(chosen, cost, plan.microbatches), loads):
+            raise ValueError(f"the {side} costs differ from those of the plan: pass the same arrays")
     count, n = plan.microbatches, len(plan.llm_of)
     given = (np.arange(n) * count // n).astype(np.int32)
-    columns: Sequence[tuple[str, NDArray[np.int32], NDArray[np.int32], str]] = (
-        ("samples in the order given", given, given, "microbatch"),
-        ("encoder balanced", plan.encoder_of, plan.encoder_of, "microbatch, in order of execution"),
-        ("LLM samples deferred", plan.llm_of, plan.encoder_of, "microbatch, in order of execution"),
+    columns = (
+        ("samples in the order given", {"LLM": given, "encoder": given}, "microbatch"),
+        ("encoder balanced", {"LLM": plan.encoder_of, "encoder": plan.encoder_of}, "microbatch, in order of execution"),
+        ("LLM samples deferred", {"LLM": plan.llm_of, "encoder": plan.encoder_of}, "microbatch, in order of execution"),
     )
-    tops = {
-        name: max(float(np.bincount(column[row], cost, count).max()) for column in columns) or 1.0
-        for row, (name, cost) in enumerate(costs.items(), start=1)
+    heaviest = {
+        side: [float(np.bincount(of[side], cost, count).max()) for _, of, _ in columns] for side, cost in costs.items()
     }
 
     width = min(max(_WIDTH, 3 * count * 0.3), 16.0)
@@ -173,31 +177,27 @@ def plot_deferral(
     )  # fmt: skip
     deferred = np.zeros(n, bool)
     deferred[list(plan.deferred)] = True
-    for index, (name, llm_of, encoder_of, label) in enumerate(columns):
+    for index, (name, of, label) in enumerate(columns):
         upper, lower = figure.add_subplot(grid[0, index]), figure.add_subplot(grid[1, index])
         # Deferred samples are on top of their stack, where their arrows start.
-        last = deferred if index else np.zeros(n, bool)
-        feet = _stacks(upper, costs["LLM"], llm_of, count, last, _BLUE, tops["LLM"])
-        _stacks(lower, costs["encoder"], encoder_of, count, last, _ORANGE, tops["encoder"])
-        lower.invert_yaxis()
-        if index == 2:
-            _arrows(upper, plan, costs["LLM"], feet)
-        bottleneck = (
-            np.bincount(llm_of, costs["LLM"], count).max(),
-            np.bincount(encoder_of, costs["encoder"], count).max(),
-        )
-        upper.set_title(name, loc="left", fontsize=10.5, weight="bold", color=INK, pad=19)
-        upper.text(
-            0, 1.035, f"costliest: LLM {bottleneck[0]:.4g}, encoder {bottleneck[1]:.4g}",
-            transform=upper.transAxes, fontsize=9, color=QUIET,
-        )  # fmt: skip
-        upper.tick_params(labelbottom=False, length=0, axis="x")
-        lower.set_xlabel(label, fontsize=9, color=QUIET)
-        for axes, side in ((upper, "LLM"), (lower, "encoder")):
+        last, feet = deferred if index else np.zeros(n, bool), {}
+        for axes, side, colour in ((upper, "LLM", _BLUE), (lower, "encoder", _ORANGE)):
+            top = max(heaviest[side]) or 1.0
+            feet[side] = _stacks(axes, costs[side], of[side], count, last, colour, top)
             if index:
                 axes.tick_params(labelleft=False)
             else:
                 axes.set_ylabel(f"{side} ({unit})", fontsize=9, color=QUIET)
+        lower.invert_yaxis()
+        if index == 2:
+            _arrows(upper, plan, costs["LLM"], feet["LLM"])
+        upper.set_title(name, loc="left", fontsize=10.5, weight="bold", color=INK, pad=19)
+        upper.text(
+            0, 1.035, f"costliest: LLM {heaviest['LLM'][index]:.4g}, encoder {heaviest['encoder'][index]:.4g}",
+            transform=upper.transAxes, fontsize=9, color=QUIET,
+        )  # fmt: skip
+        upper.tick_params(labelbottom=False, length=0, axis="x")
+        lower.set_xlabel(label, fontsize=9, color=QUIET)
     _heading(figure, title)
     _legend(
         figure, sample="a sample, by number", deferred="deferred", gone="without deferral",
@@ -207,7 +207,7 @@ def plot_deferral(
 
 
 def _stacks(
-    axes: Any,
+    axes: Axes,
     cost: Floats,
     microbatch_of: NDArray[np.int32],
     count: int,
@@ -228,7 +228,7 @@ def _stacks(
     for chosen, light, hatch in ((~last, 0.6, None), (last, 0.3, "////")):
         seen = np.flatnonzero(chosen & (cost > 0))
         style = {"facecolor": shade(colour, light), "edgecolor": EDGE, "linewidth": line, "hatch": hatch}
-        axes.add_collection(_boxes(microbatch_of[seen], feet[seen], cost[seen], 0.82, **style))
+        axes.add_collection(boxes(microbatch_of[seen] - 0.41, 0.82, feet[seen], cost[seen], **style))
     axes.set_ylim(0.0, top * 1.06)
     axes.set_xlim(-0.6, count - 0.4)
     if count <= 16:
@@ -239,16 +239,7 @@ def _stacks(
     return feet
 
 
-def _boxes(positions: NDArray[Any], feet: Floats, heights: Floats, width: float, **style: Any) -> Any:
-    """Boxes as one collection, which draws thousands of samples quickly."""
-    from matplotlib.collections import PolyCollection
-
-    left, right, top = positions - width / 2, positions + width / 2, feet + heights
-    corners = np.stack([left, feet, left, top, right, top, right, feet], axis=-1)
-    return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
-
-
-def _numbers(axes: Any, cost: Floats, microbatch_of: NDArray[np.int32], feet: Floats, last: NDArray[np.bool_]) -> None:
+def _numbers(axes: Axes, cost: Floats, microbatch_of: NDArray[np.int32], feet: Floats, last: NDArray[np.bool_]) -> None:
     """Draws the number of each sample in its box if there is room."""
     box = axes.get_window_extent()
     low, high = axes.get_xlim()
@@ -264,7 +255,7 @@ def _numbers(axes: Any, cost: Floats, microbatch_of: NDArray[np.int32], feet: Fl
         )  # fmt: skip
 
 
-def _arrows(axes: Any, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> None:
+def _arrows(axes: Axes, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> None:
     """Draws an arrow from each deferred sample's outline on its old stack to its place on the next."""
     samples, targets = np.array(list(plan.deferred), int), np.array(list(plan.deferred.values()), int)
     sources, left = plan.encoder_of[samples], np.array(plan.llm_loads)
@@ -275,9 +266,9 @@ def _arrows(axes: Any, plan: MicrobatchPlan, cost: Floats, feet: Floats) -> None
     style = {"facecolor": "none", "edgecolor": GREY, "linewidth": 1.0, "linestyle": (0, (3, 2))}
     if plan.microbatches > MOST_ARROWED:
         once = np.unique(sources)
-        axes.add_collection(_boxes(once, plan.llm_loads[once], (left - plan.llm_loads)[once], 0.78, **style))
+        axes.add_collection(boxes(once - 0.39, 0.78, plan.llm_loads[once], (left - plan.llm_loads)[once], **style))
         return
-    axes.add_collection(_boxes(sources, outlines, cost[samples], 0.78, **style))
+    axes.add_collection(boxes(sources - 0.39, 0.78, outlines, cost[samples], **style))
     for sample, source, target, outline in zip(samples, sources, targets, outlines, strict=True):
         axes.annotate(
             "", (target - 0.36, feet[sample] + cost[sample] / 2), (source + 0.1, outline + cost[sample] / 2),

@@ -21,18 +21,17 @@ from interlace.schedule.actions import CHUNK, MODULE, OP, STAGE
 from interlace.simulate.arrays import Simulated
 from interlace.simulate.groups import RankGroups, Utilisation, compute_rows, spread_over
 from interlace.simulate.pictures.page import page
-from interlace.simulate.pictures.style import IDLE, INK, QUIET, canvas, module_colours
+from interlace.simulate.pictures.style import IDLE, INK, QUIET, canvas, module_colours, time_unit
 
 MOST_BOXES = 400_000
 """Most compute actions in a page: 15 bytes each, so 6 MB."""
 _DPI = 120
-_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
 
 
 def facts_of(schedule: Schedule, simulated: Simulated, groups: RankGroups) -> str:
     """One-line summary of the step for the page and the picture."""
     lanes, ranks = len(schedule.graph.layout.lanes()), schedule.graph.layout.world
-    scale, unit = next(((s, u) for s, u in _UNITS if simulated.makespan * s >= 1.0), _UNITS[-1])
+    scale, unit = time_unit(simulated.makespan)
     return (
         f"{ranks:,} ranks in {lanes:,} lanes, {len(groups.names):,} groups · {len(schedule.table.chunks):,} chunks, "
         f"{len(schedule.rows):,} actions · {simulated.makespan * scale:.4g} {unit} · bubble {simulated.bubble:.1%}"
@@ -63,13 +62,10 @@ def write_overview(
     full = set(spread_over(used.mean, count))
     rows: list[dict[str, Any]] = []
     for group, name in enumerate(groups.names):
-        row = {"name": name, "least": used.least[group], "mean": used.mean[group], "most": used.most[group]}
+        rows.append({"name": name, "least": used.least[group], "mean": used.mean[group], "most": used.most[group]})
         lanes = np.flatnonzero(lane_group == group).tolist() if group in full else []
-        rows.append(
-            row | {"full": {"lanes": [_lane(schedule, simulated, lane, boxes[lane]) for lane in lanes]}}
-            if lanes
-            else row
-        )
+        if lanes:
+            rows[-1]["full"] = {"lanes": [_lane(schedule, simulated, lane, boxes[lane]) for lane in lanes]}
     shares = np.clip(np.rint(used.over_time * 255), 0, 255).astype(np.uint8)
     data = {
         "makespan": used.makespan,
@@ -134,13 +130,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 
 def plot_overview(
-    schedule: Schedule,
-    simulated: Simulated,
-    groups: RankGroups,
-    used: Utilisation,
-    path: str | Path,
-    *,
-    title: str,
+    schedule: Schedule, simulated: Simulated, groups: RankGroups, used: Utilisation, path: str | Path, *, title: str
 ) -> None:
     """Writes the picture; the suffix of `path` selects the format (usually PNG).
 
@@ -160,7 +150,7 @@ def plot_overview(
     hues = np.array([to_rgb(colours[name]) for name in modules])
     idle = np.clip(1.0 - used.over_time.sum(axis=1), 0.0, 1.0)
     image = np.einsum("gmb,mc->gbc", used.over_time, hues) + idle[..., None] * np.array(to_rgb(IDLE))
-    scale, unit = next(((s, u) for s, u in _UNITS if used.makespan * s >= 1.0), _UNITS[-1])
+    scale, unit = time_unit(used.makespan)
     span = used.makespan * scale or 1.0
     axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest", extent=(0, span, count - 0.5, -0.5))
     places = np.unique(np.linspace(0, count - 1, min(count, max(int(tall / 0.16), 2))).round().astype(int))
@@ -175,8 +165,7 @@ def plot_overview(
     bars.set_xlabel("busy, %: mean, least to most", fontsize=8.5, color=QUIET)
     for each in (axes, bars):
         each.tick_params(labelsize=7.5, length=2, color=QUIET, labelcolor=INK)
-        for spine in each.spines.values():
-            spine.set_visible(False)
+        each.spines[:].set_visible(False)
     figure.text(0.12, 1 - 0.27 / height, title, fontsize=12.5, weight="bold", color=INK, va="center_baseline")
     figure.text(
         0.12, 1 - 0.52 / height, facts_of(schedule, simulated, groups), fontsize=9, color=QUIET, va="center_baseline"

@@ -23,28 +23,24 @@ NAMES = {
 }
 _DPI = 140
 _WIDTH = 10.0
+_WINDOWS = 96
 _BLUE, _ORANGE = COLOURS[:2]
 _KINDS = dict(
-    zip(KINDS, (_BLUE, shade(_BLUE, 0.55), _ORANGE, shade(_ORANGE, 0.6), GREY, IDLE), strict=True),
+    zip(KINDS, (_BLUE, shade(_BLUE, 0.55), _ORANGE, shade(_ORANGE, 0.6), GREY, IDLE), strict=True)
 )  # blue: effective and redundant compute; orange: lost work and saving; grey: no compute
 
 
 def plot_recovery(
-    runs: Mapping[str, Sequence[Stretch]],
-    nodes: tuple[Floats, Floats],
-    path: str | Path,
-    *,
-    windows: int = 96,
-    title: str = "",
+    runs: Mapping[str, Sequence[Stretch]], nodes: tuple[Floats, Floats], path: str | Path, *, title: str = ""
 ) -> None:
     """Draws the runs of some systems over the same trace.
+
+    Each point of a line is the average of one of 96 time windows, so a short stop is a dip, not a zero.
 
     Args:
         runs: name of the system -> result of `replay`; all with the same end.
         nodes: (seconds, nodes present from then on), both [n].
         path: output file; its suffix selects the format (usually PNG).
-        windows: number of time windows; each point of a line is the average of one, so a short stop is a dip, not a
-            zero.
 
     Raises:
         ValueError: there is no run, or a run is empty.
@@ -52,7 +48,7 @@ def plot_recovery(
     if not runs or not all(runs.values()):
         raise ValueError("no run to draw: give the result of `replay` for at least one system")
     until = next(iter(runs.values()))[-1].stop
-    edges = np.linspace(0.0, until, windows + 1)
+    edges = np.linspace(0.0, until, _WINDOWS + 1)
     height = 5.0 + 0.42 * len(runs)
     figure = canvas(_WIDTH, height, _DPI)
     grid = figure.add_gridspec(

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+
+Colour = str | tuple[float, float, float]
 _HUES = {"language_model": "#3b6fb6", "vision": "#d9772b", "audio": "#3a9a5b"}
 _PALETTE = ("#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
 COLOURS = (*_HUES.values(), *_PALETTE)
 INK, QUIET, GREY, IDLE, EDGE = "#1f2430", "#555c6b", "#8b919c", "#eceef1", "#ffffff"
 
 
-def canvas(width: float, height: float, dpi: int) -> Any:
+def canvas(width: float, height: float, dpi: int) -> Figure:
     """An empty white matplotlib figure, size in inches, that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -41,10 +50,22 @@ def shade(colour: str, amount: float) -> tuple[float, float, float]:
     return colorsys.hls_to_rgb(hue, light, saturation)
 
 
-def plain(axes: Any, size: float) -> None:
+def boxes(left: ArrayLike, wide: ArrayLike, low: ArrayLike, tall: ArrayLike, **style: Any) -> PolyCollection:
+    """Boxes as one collection, which draws thousands quickly. Numbers for all boxes, or [n]."""
+    from matplotlib.collections import PolyCollection
+
+    x, width, y, height = np.broadcast_arrays(left, wide, low, tall)
+    corners = np.stack([x, y, x, y + height, x + width, y + height, x + width, y], axis=-1)
+    return PolyCollection(list(corners.reshape(-1, 4, 2)), zorder=2, **style)
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Units per second, and their name, in which this time is at least 1 (or microseconds)."""
+    return (1.0, "s") if seconds >= 1.0 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def plain(axes: Axes, size: float) -> None:
     """Hides the top and right spines, and draws ticks in grey."""
-    for name in ("top", "right"):
-        axes.spines[name].set_visible(False)
-    for name in ("left", "bottom"):
-        axes.spines[name].set_color(GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(labelsize=size, color=GREY, labelcolor=INK)

@@ -10,10 +10,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.simulate.pictures.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
+from interlace.simulate.pictures.style import (
+    EDGE,
+    GREY,
+    IDLE,
+    INK,
+    QUIET,
+    boxes,
+    canvas,
+    module_colours,
+    shade,
+    time_unit,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from interlace.simulate.timeline import Timeline
 
 _SHADES = {Op.FORWARD: 0.45, Op.BACKWARD: 0.0, Op.BACKWARD_INPUT: 0.0, Op.BACKWARD_WEIGHT: -0.3}
@@ -31,20 +47,18 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
     title: replaces the schedule's name in the title; ranks, chunks of a replica, makespan and bubble follow it.
     """
-    from matplotlib.collections import PolyCollection
-
-    boxes = [record for record in timeline.records() if record.action.op in COMPUTE]
+    computed = [record for record in timeline.records() if record.action.op in COMPUTE]
     numbers: dict[str, set[int]] = {}
-    for record in boxes:
+    for record in computed:
         numbers.setdefault(record.action.module, set()).add(timeline.number(record.action.chunk))
     microbatches = max(map(len, numbers.values()), default=0)
-    colours = module_colours(record.action.module for record in boxes)
-    scale, unit = _unit(timeline.makespan)
+    colours = module_colours(record.action.module for record in computed)
+    scale, unit = time_unit(timeline.makespan)
     span = max(timeline.makespan, 1e-12) * scale
 
     # Wide enough for numbers in typical boxes, within the limits of a screen or page. Everything else scales with the
     # width, so that a large picture stays legible at a small size.
-    durations = sorted(record.finish - record.start for record in boxes) or [1.0]
+    durations = sorted(record.finish - record.start for record in computed) or [1.0]
     typical = max(durations[len(durations) // 4] * scale, span / 2000)
     names = [_hosted(actions) for actions in timeline.actions]
     letters = max(map(len, names), default=0)
@@ -63,19 +77,14 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     for rank in range(timeline.num_ranks):
         axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=0)
     groups: dict[tuple[str, Op], list[tuple[int, int, float, float]]] = {}
-    for rank, action, start, finish in boxes:
+    for rank, action, start, finish in computed:
         place = (rank, timeline.number(action.chunk), (start - timeline.begin) * scale, (finish - start) * scale)
         groups.setdefault((action.module, action.op), []).append(place)
+    edge = 0.8 if pixels * typical > 6 else 0.25
     for (module, op), rows in groups.items():
-        axes.add_collection(
-            PolyCollection(
-                [_corners(rank, start, length) for rank, _, start, length in rows],
-                facecolor=shade(colours[module], _SHADES[op]),
-                edgecolor=EDGE,
-                linewidth=0.8 if pixels * typical > 6 else 0.25,
-                zorder=2,
-            )
-        )
+        ranks, _, starts, lengths = np.array(rows).T
+        style = {"facecolor": shade(colours[module], _SHADES[op]), "edgecolor": EDGE, "linewidth": edge}
+        axes.add_collection(boxes(starts, lengths, ranks - 0.42, 0.84, **style))
     for ops in ({Op.FORWARD}, set(_SHADES) - {Op.FORWARD}):
         rows = [place for (_, op), members in groups.items() if op in ops for place in members]
         if rows:
@@ -96,7 +105,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
 
 def _number(
-    axes: Any, ops: Iterable[Op], rows: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
+    axes: Axes, ops: Iterable[Op], rows: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
 ) -> None:
     """Writes the chunks' numbers into boxes (rank, number, start, length) of the same kind, in one format.
 
@@ -123,7 +132,7 @@ def _number(
             )  # fmt: skip
 
 
-def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: float) -> None:
+def _label(axes: Axes, timeline: Timeline, names: list[str], unit: str, zoom: float) -> None:
     size = 8.5 * zoom
     axes.set_yticks(range(timeline.num_ranks), [f"{name}   {rank}" for rank, name in enumerate(names)], fontsize=size)
     for rank, seconds in enumerate(timeline.busy_per_rank):
@@ -140,14 +149,8 @@ def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: flo
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.tick_params(axis="x", labelsize=size, color=GREY, labelcolor=INK)
     axes.set_xlabel(f"time ({unit})", fontsize=size, color=QUIET)
-    for name in ("top", "left", "right"):
-        axes.spines[name].set_visible(False)
+    axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
-
-
-def _corners(rank: int, start: float, length: float) -> list[tuple[float, float]]:
-    top, bottom = rank - 0.42, rank + 0.42
-    return [(start, top), (start + length, top), (start + length, bottom), (start, bottom)]
 
 
 def _hosted(actions: Iterable[Action]) -> str:
@@ -167,7 +170,7 @@ def _hosted(actions: Iterable[Action]) -> str:
 
 
 def _legend(
-    figure: Any, used: set[tuple[str, Op]], colours: dict[str, str], corner: tuple[float, float], zoom: float
+    figure: Figure, used: set[tuple[str, Op]], colours: dict[str, str], corner: tuple[float, float], zoom: float
 ) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -188,10 +191,3 @@ def _legend(
         fontsize=8 * zoom, borderpad=0, borderaxespad=0, handlelength=2.0, handleheight=1.0, columnspacing=1.6,
         handletextpad=0.5, labelcolor=INK,
     )  # fmt: skip
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    for scale, unit, least in ((1.0, "s", 1.0), (1e3, "ms", 1e-3)):
-        if seconds >= least:
-            return scale, unit
-    return 1e6, "µs"

@@ -118,7 +118,7 @@ def here(
     `interlace.estimate.timed_layers.measure`. around: (ranks of this machine, threads of each) -> time of a step
     outside its lists.
     """
-    from interlace.estimate.profiling import Profile, profile_costs
+    from interlace.estimate.profiling import Profile, ProfileOptions, profile_costs
     from interlace.estimate.timed_layers import Setting, measure, settings_of
     from interlace.train.device import AUTOCAST
 
@@ -127,13 +127,13 @@ def here(
     def cut(name: str) -> list[int]:
         return [tp for tp in degrees if tp == 1 or can_be_cut(config, model, name, tp)]
 
-    stated: dict[str, Any] = {
-        "largest": max(1, len(samples)),
-        "tps": {name: cut(name) for name in model.modules_order()},
-        "device": kind,
-        "autocast": AUTOCAST[config.train.precision],
-        "sequence_parallel": config.parallel.sequence_parallel,
-    }
+    options = ProfileOptions(
+        largest=max(1, len(samples)),
+        tps={name: cut(name) for name in model.modules_order()},
+        device=kind,
+        autocast=AUTOCAST[config.train.precision],
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
     origin = f"layers timed on this machine ({kind}); {how}"
 
     def memory(world: int) -> float:
@@ -144,11 +144,11 @@ def here(
 
     if kind != "cpu":
         say("measuring (a few seconds)")
-        once = profile_costs(model, samples, **stated, budget=BUDGET_SECONDS, optimizer=update())
+        once = profile_costs(model, samples, options, budget=BUDGET_SECONDS, optimizer=update())
         once = replace(once, host_overhead=around(launcher.local_ranks(max(worlds)), 1))
         return Machine(lambda world, threads: once, lambda world: links, memory, origin, kind)
     measured = measure(
-        Profile(model, samples, **stated),
+        Profile(model, samples, options),
         settings_of(worlds, lambda world: threads(config, world)),
         optimizer=update,
         worth=worth,

@@ -46,21 +46,19 @@ _TURNS = 4
 
 def measure(config: Config, model: Any, data: Any, device: torch.device) -> FittedCosts:
     """Costs of a config's model on this rank's device. data: the training set."""
-    from interlace.estimate.profiling import profile_costs
+    from interlace.estimate.profiling import ProfileOptions, profile_costs
 
     largest = chunk_samples(config, data)
     samples = [data.sample(i, 0) for i in range(min(len(data), max(largest, 8)))]
-    found = profile_costs(
-        model,
-        samples,
+    options = ProfileOptions(
         largest=largest,
         tps={name: (config.parallel.module(name).tp,) for name in config.modules()},
-        budget=SECONDS,
         device=device,
         autocast=AUTOCAST[config.train.precision],
         sequence_parallel=config.parallel.sequence_parallel,
-        optimizer=time_optimizer(config, model, device),
     )
+    optimizer = time_optimizer(config, model, device)
+    found = profile_costs(model, samples, options, budget=SECONDS, optimizer=optimizer)
     around = measure_overhead(config, model, data, device.type)
     return replace(found, host_overhead=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
 

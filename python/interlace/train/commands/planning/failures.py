@@ -190,7 +190,7 @@ def rates_of(costs: Any, options: argparse.Namespace) -> Rates:
 def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, nodes: int) -> Job:
     """Chain of all layers of the model, and its bytes copied, saved and loaded. Raises ValueError."""
     from interlace.plan import layer_costs
-    from interlace.simulate.elastic_job import Job
+    from interlace.simulate.elastic_job import Cluster, Job, StateBytes
 
     lane = lane_size(config)
     order = list(model.modules_order())
@@ -202,13 +202,8 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
         (np.concatenate([both[name] for name in order]) - forward) / lane,
         batch=config.train.batch_size,
         microbatches=config.train.microbatches * config.parallel.replicas("language_model"),
-        nodes=nodes,
-        stages_per_node=options.ranks_per_node // lane,
-        faults=options.faults,
-        least_nodes=options.min_nodes,
-        copied=_copied(config, model, costs, order),
-        saved=saved,
-        loaded=whole,
+        cluster=Cluster(nodes, options.ranks_per_node // lane, options.faults, options.min_nodes),
+        state=StateBytes(_copied(config, model, costs, order), saved, whole),
     )
 
 
@@ -287,13 +282,13 @@ def _report(
         "costs": origin,
         "seconds": until,
         "nodes": int(there[1][0]),
-        "ranks_per_node": job.stages_per_node * lane_size(config),
-        "faults": job.faults,
-        "min_nodes": job.least_nodes,
+        "ranks_per_node": job.cluster.stages_per_node * lane_size(config),
+        "faults": job.cluster.faults,
+        "min_nodes": job.cluster.least_nodes,
         "min_nodes_assumed": assumed,
         "failures": int((np.diff(there[1]) < 0).sum()),
         "joins": int((np.diff(there[1]) > 0).sum()),
-        "bytes": {"model": job.loaded, "checkpoint": job.saved},
+        "bytes": {"model": job.state.loaded, "checkpoint": job.state.saved},
         "rates": {"network": rates.network, "disk": rates.save, "start": rates.start, "regroup": rates.regroup},
         "save_every": rates.every,
         "edges": edges.tolist(),

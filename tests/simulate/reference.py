@@ -1,4 +1,4 @@
-"""Reference event simulator in Python, written independently of the compiled one, as its oracle.
+"""Reference event simulator in Python, written independently of the compiled one, as its oracle. Bytes for both.
 
 Lists are fixed, so the simulation has no choices. Each rank runs until it has to wait, round after round. The times do
 not depend on the order in which ranks are visited. Cost: 1 to 2 microseconds per action.
@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from interlace.layout import Lane
-from interlace.schedule.actions import COMPUTE, Action, Op
+from interlace.schedule.actions import CHUNK, CODES, COMPUTE, MODULE, OP, STAGE, Action, Op
 from interlace.schedule.check import ScheduleError, check
-from interlace.schedule.costs import Durations, duration_of
+from interlace.schedule.costs import ActivationBytes, Durations, bytes_held, duration_of
 from interlace.schedule.schedule import Schedule
 from interlace.simulate.timeline import Timeline
 
@@ -27,7 +30,7 @@ def simulate_in_python(
     unshard: float | Callable[[Action], float] = 0.0,
     dispatch: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
-    """Same as `events.simulate`, without compiled code."""
+    """Same as `interlace.simulate.simulate`, without compiled code."""
     lists = schedule.actions
     lanes = schedule.graph.layout.lanes()
     cost = duration_of(durations)
@@ -212,3 +215,30 @@ def _non_negative(name: str, seconds: float) -> float:
     if not 0.0 <= seconds < inf:
         raise ValueError(f"{name} is {seconds} seconds; it must be a number >= 0")
     return seconds
+
+
+def memory_and_scratch(
+    schedule: Schedule, activation_bytes: ActivationBytes
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(memory, scratch), float64 [n] each in bytes, for `simulate_arrays`; same rules as `check`.
+
+    activation_bytes: (module, stage, chunk) or (module, stage) -> bytes held from a FORWARD to the end of its BACKWARD
+        or BACKWARD_WEIGHT; a FORWARD without a backward on its rank holds them only while it runs.
+    """
+    rows, modules = schedule.rows, schedule.graph.modules
+    op = rows[:, OP]
+    frees, forward = np.isin(op, [CODES[Op.BACKWARD], CODES[Op.BACKWARD_WEIGHT]]), op == CODES[Op.FORWARD]
+    selected = np.flatnonzero(frees | forward)
+    kinds, kind = np.unique(rows[selected][:, [MODULE, STAGE, CHUNK]], axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    names = [(modules[module], stage, chunk) for module, stage, chunk in kinds.tolist()]
+    bytes_of = np.array([bytes_held(activation_bytes, *name) for name in names], float)
+    size = np.zeros(len(rows))
+    size[selected] = bytes_of[kind]
+
+    rank = np.repeat(np.arange(len(schedule.first) - 1), np.diff(schedule.first))
+    key = np.full(len(rows), -1, np.int64)
+    key[selected] = rank[selected] * max(1, len(kinds)) + kind
+    held = forward & np.isin(key, key[frees])
+    memory = np.where(held, size, 0.0) - np.where(frees, size, 0.0)
+    return memory, np.where(forward & ~held, size, 0.0)
