@@ -47,7 +47,7 @@ struct ActionLists {
     }
 };
 
-// Plays fixed lists on simulated clocks, like simulate/reference.py, with the same arithmetic in the same order:
+// Plays fixed lists on simulated clocks, like tests/simulate/reference.py, with the same arithmetic in the same order:
 // - a compute action starts when all ranks of its lane have reached it, and takes the longest of their seconds;
 // - if weights are gathered layer by layer, it likewise starts when all ranks of its meeting have reached theirs;
 // - a SEND leaves its rank at once. It is transferred after earlier messages of this rank from that lane to the same
