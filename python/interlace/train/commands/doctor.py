@@ -19,12 +19,10 @@ Check = tuple[bool | None, str]  # on, off, or None = not relevant here; and the
 
 def machine(_: argparse.Namespace) -> int:
     """Prints the table; exit code 0 if training can run here, else 1."""
-    from rich.console import Console
-    from rich.table import Table
+    from interlace.train.commands.tables import console_of, table_of
 
-    table = Table(title="interlace doctor", title_justify="left")
-    for column in ("", "part", "what was found"):
-        table.add_column(column)
+    columns = ("", "part", "what was found")
+    table = table_of("interlace doctor", *columns, left=columns)
     broken = []
     several = False
     for section in (_basics, _attention, _transports, _devices, _data):
@@ -36,9 +34,7 @@ def machine(_: argparse.Namespace) -> int:
             if name == "gloo":
                 several = bool(on)
         table.add_section()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; avoids truncated paths
+    console = console_of(200)  # avoids truncated paths
     console.print(table)
     if broken:
         console.print(f"training cannot run here: {', '.join(broken)}")
@@ -216,8 +212,7 @@ def _devices() -> dict[str, Callable[[], Check]]:
         if not torch.cuda.is_available():
             return False, "no GPU or no driver"
         major, minor = torch.cuda.get_device_capability()
-        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
-        return True, found
+        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
 
     def run_device() -> Check:
         import torch

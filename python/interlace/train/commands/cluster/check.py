@@ -92,6 +92,13 @@ class Stopped(Exception):
         self.troubles = list(troubles)
 
 
+class Late(Exception):
+    """Ranks have not answered in time."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+
 def _read(text: str, form: Any) -> Any:
     """Parses JSON from a peer. Raises ValueError if it is not of the type `form`."""
     try:
@@ -127,8 +134,8 @@ class Meeting(Rounds):
         judge: Callable[[list[Any]], Any] = lambda values: None,
         allowance: float = 0.0,
         *,
-        form: Callable[[int], Any] = lambda rank: None,
-        told: Any = None,
+        form: Callable[[int], object] = lambda rank: None,
+        told: object = None,
     ) -> Any:
         """Runs `work` on every rank (its result is JSON-serializable) and returns rank 0's verdict on all results.
 
@@ -142,7 +149,7 @@ class Meeting(Rounds):
             try:
                 value = work()
             except (RuntimeError, OSError, ValueError) as error:
-                failure = first_line(error) or type(error).__name__
+                failure = first_line(error)
             self.begin(what, [json.dumps(value), failure])
             if self.rank > 0:
                 self._await([_VERDICT], [0], what, _OTHERS * patience)
@@ -181,29 +188,22 @@ class Meeting(Rounds):
     def _await(self, places: Iterable[int | str], ranks: Iterable[int], what: str, seconds: float) -> list[int]:
         """Ranks whose places are not filled within `seconds`. Ends this process if rank 0 is one of them, since no
         verdict can follow."""
-        of, deadline, late = dict(zip(places, ranks, strict=True)), time.monotonic() + seconds, [0]
-
-        class Late(Exception):
-            pass
+        of, deadline = dict(zip(places, ranks, strict=True)), time.monotonic() + seconds
 
         def watch(missing: Sequence[int | str]) -> None:
             if time.monotonic() > deadline:
-                late[:] = [of[place] for place in missing]
-                raise Late
+                raise Late([of[place] for place in missing])
 
         try:
             self.wait_for(of, what, watch, slowest=0.2)
             return []
-        except Late:
+        except Late as late:
             if self.rank > 0:
                 self._end(f"no answer from rank 0 within {seconds:g} s, {what}")
-            return late
-
-    def _store_call(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self._the_store_answers(what)
+            return late.ranks
 
     @contextlib.contextmanager
-    def _the_store_answers(self, what: str) -> Iterator[None]:
+    def _store_call(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -377,7 +377,7 @@ class Examination:
             what = f"measuring pairs of ranks, round {number} of {len(rounds)}"
             measured = {rank for pair in pairs for rank in pair}
 
-            def form(rank: int, measured: set[int] = measured) -> Any:
+            def form(rank: int, measured: set[int] = measured) -> object:
                 return tuple[float, float] if rank in measured else None
 
             if not meeting.step(what, measure, judge, form=form, told=bool) and number < len(rounds):
@@ -395,7 +395,7 @@ class Examination:
             self.report.troubles.append(Trouble(text, do))
 
     def _sums(self, meeting: Meeting, hosts: list[str]) -> None:
-        groups: dict[str, Any] = {}
+        groups: dict[str, dist.ProcessGroup] = {}
         members = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)}
         several = len(members) > 1
         wait = timedelta(seconds=self.timeout)

@@ -55,18 +55,15 @@ def write(report: Report, path: Path) -> None:
 
 def show(report: Report) -> None:
     """Prints a short table, then the problems with their remedies."""
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=f"interlace doctor cluster: {report.world} ranks", title_justify="left")
-    for column in ("what", "found"):
-        table.add_column(column)
+    from interlace.train.commands.tables import console_of, table_of
+
+    columns = ("what", "found")
+    table = table_of(f"interlace doctor cluster: {report.world} ranks", *columns, left=columns)
     for what, found in _rows(report):
         table.add_row(escape(what), escape(found))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width
+    console = console_of(200)
     console.print(table)
     for note in report.notes:
         console.print(f"note: {escape(note)}", soft_wrap=True)
