@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.auto import planlock
+from interlace.train.blame import blaming
 from interlace.train.config.load import ConfigError
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
@@ -37,7 +38,13 @@ from interlace.train.scheduling import schedule_options, step_options
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run on this rank: see `run`."""
+    """Start of a run on this rank.
+
+    folder: the run folder of all ranks; without it (under torchrun) rank 0 makes or finds it and locks it (`take_over`
+    as in `lock.take`). at: checkpoint to resume from, by default the newest. resume: None for a new run, else the
+    argument of ``--resume``. held: lock of `folder`, on rank 0. plan: a plan.lock to repeat if the config leaves its
+    layout open; the default is the run folder's, else rank 0 chooses.
+    """
 
     folder: Path | None = None
     at: Path | None = None
@@ -47,24 +54,13 @@ class Start:
     plan: Path | None = None
 
 
-def run(
-    config: Config,
-    *,
-    source: str,
-    folder: Path | None = None,
-    at: Path | None = None,
-    resume: str | None = None,
-    held: lock.RunLock | None = None,
-    take_over: bool = False,
-    plan: Path | None = None,
-) -> int:
+NEW = Start()
+
+
+def run(config: Config, *, source: str, start: Start = NEW) -> int:
     """Trains as rank RANK of WORLD_SIZE (one process if they are not set); returns the exit code.
 
-    `resume` is None for a new run, else the argument of ``--resume``. `folder` is the run folder of all ranks. `held`
-    is its lock, on rank 0. Without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
-    `lock.take`). `at` is the checkpoint to resume from, by default the newest. `source` names the config in messages.
-    `plan` is a plan.lock to repeat if the config leaves its layout open; the default is the run folder's, else rank 0
-    chooses.
+    `source` names the config in messages.
 
     The code is 0 when all steps are trained, and 128 + the signal when a signal ended the run, which is then saved.
     Raises ConfigError for errors that the user can correct; anything else is a failure of the run.
@@ -74,7 +70,7 @@ def run(
     with contextlib.ExitStack() as cleanup:
         job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
         try:
-            rank = Rank(job, Start(folder, at, resume, held, take_over, plan))
+            rank = Rank(job, start)
             code = rank.train()
         finally:
             stop.restore()  # a later signal may end the process at once: nothing is left to save
@@ -167,9 +163,9 @@ class Rank:
         nodes = startup.gather("building the model", job.local_world)
         own = "try out how the model can be cut and make memory for its part of it"
         # Errors of the layout are raised on every rank, before any collective.
-        with job.blaming("[parallel]"), startup.bounded("making the process groups of the pipeline", own):
-            options = step_options(
-                config,
+        with blaming(f"{job.source}: [parallel]"), startup.bounded("making the process groups of the pipeline", own):
+            options = replace(
+                step_options(config),
                 schedule_options=schedule_options(config, job.model, job.layout, config.train.microbatches),
                 ranks_per_node=ranks_per_node(config, nodes),
                 crash_folder=job.folder / "crash",

@@ -213,18 +213,12 @@ def run(
     """
     say = say or say_error
     ranks = RankProcesses(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
-    previous = {
-        number: signal.signal(number, lambda number, _frame: ranks.forward(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        failure = ranks.wait()
-    except BaseException:
-        ranks._send(signal.SIGKILL)
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(ranks.forward):
+        try:
+            failure = ranks.wait()
+        except BaseException:
+            ranks._send(signal.SIGKILL)
+            raise
     if failure is None:
         stopped = ranks.signal()
         return 128 + stopped if stopped else 0
@@ -241,23 +235,34 @@ def run(
         if others:
             say(f"interlace: stopped the other ranks ({', '.join(others)}); logs in {ranks.logs}")
     again = resume()
-    say(
-        f"interlace: continue from the last checkpoint with: {again}"
-        if again
-        else "interlace: no checkpoint was saved yet"
-    )
+    how = f"continue from the last checkpoint with: {again}" if again else "no checkpoint was saved yet"
+    say(f"interlace: {how}")
     return 1
 
 
+def rank_command(config: Path, *, debug: bool, resume: str | None) -> list[str]:
+    """Command line of a rank. Its config is passed in the environment."""
+    command = [sys.executable, "-m", "interlace", "train", str(config)]
+    command += ["--debug"] if debug else []
+    return command if resume is None else [*command, "--resume", resume]
+
+
 @contextlib.contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
-    """While there is nothing to save yet, SIGTERM ends the process like an exception, so that open resources are
-    closed."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+def handling(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
+    """Calls `handle` with each of these signals that arrives in the block. Default: SIGTERM and SIGINT."""
+    wanted = numbers or (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda number, _frame: handle(number)) for number in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
+    """While there is nothing to save yet, SIGTERM ends the process like an exception, so that open resources are
+    closed."""
+    return handling(lambda number: sys.exit(128 + number), signal.SIGTERM)
 
 
 def under_launcher() -> bool:

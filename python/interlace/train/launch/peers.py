@@ -54,7 +54,7 @@ class Peers:
         found: list[list[float]] = self._exchange(what, [float(value) for value in values], False)
         return found
 
-    def _exchange(self, what: str, value: Any, patient: bool) -> list[Any]:
+    def _exchange(self, what: str, value: object, patient: bool) -> list[Any]:
         if self._star is None:
             return [value]
         try:

@@ -59,7 +59,7 @@ class Startup(Rounds):
         self.thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
         self.thread.start()
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Any]:
         """Every rank's `value` (any JSON value), by rank. Collective; `what` names the work that a rank may still be
         doing.
 
@@ -87,7 +87,7 @@ class Startup(Rounds):
                 raise TrainingError(f"{lost}; reported by rank 0 to rank {self.rank}")
         return [json.loads(text) for text in texts]
 
-    def _heard(self, place: int | str, rank: int, what: str, like: Any) -> Any:
+    def _heard(self, place: int | str, rank: int, what: str, like: object) -> Any:
         try:
             return self.get(place, what, like)
         except ValueError as error:
