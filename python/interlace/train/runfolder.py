@@ -29,7 +29,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from interlace.train.config.load import ConfigError, dumps
 from interlace.train.config.sections import Config
@@ -147,10 +147,20 @@ def point_latest(folder: Path) -> None:
         draft.replace(link)
 
 
+class Gathering(Protocol):
+    """Ranks that agree on a run folder: `Startup`, or the `Meeting` of a generation."""
+
+    rank: int
+    world: int
+
+    def gather(self, what: str, value: object) -> list[Any]:
+        """Every rank's `value` (any JSON value), by rank. Collective."""
+
+
 PROBE_SECONDS = 15.0  # time until a new file must be visible on all nodes
 
 
-def check_shared(folder: Path, startup: Any) -> None:
+def check_shared(folder: Path, startup: Gathering) -> None:
     """Raises ConfigError on all ranks unless they share one run folder. Collective (`startup.Startup`).
 
     With separate folders, each node would keep its own part of a checkpoint. Every rank must see the file of rank 0,

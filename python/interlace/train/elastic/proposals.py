@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 from interlace.costs.modules import ModuleCosts
+from interlace.model import MultimodalModel
 from interlace.resilience.coordinator import roster
 from interlace.resilience.coordinator.layouts import Templates
 from interlace.train.auto.machine import memory_of
@@ -27,12 +27,12 @@ def microbatches(config: Config) -> int:
     return config.train.microbatches * (config.resilience.faults + 1)
 
 
-def templates_of(config: Config, model: Any, costs: Mapping[str, ModuleCosts]) -> Templates:
+def templates_of(config: Config, model: MultimodalModel, costs: Mapping[str, ModuleCosts]) -> Templates:
     """Pipeline templates of a config's model. costs: of one microbatch, in any unit."""
     return Templates(model, costs, recompute=config.train.recompute, specs=specs_of(config))
 
 
-def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
+def propose(config: Config, model: MultimodalModel, templates: Templates, *, source: str) -> str:
     """Proposal for `Member.propose`. Raises ConfigError if a template cannot be made."""
     own = config.resilience
     least = own.min_nodes
@@ -53,7 +53,9 @@ def propose(config: Config, model: Any, templates: Templates, *, source: str) ->
     return roster.Templates(least, times, microbatches(config)).to_json()
 
 
-def min_nodes(config: Config, model: Any, templates: Templates, memory: float, total: int, *, source: str) -> int:
+def min_nodes(
+    config: Config, model: MultimodalModel, templates: Templates, memory: float, total: int, *, source: str
+) -> int:
     """Fewest nodes of a pipeline that fit the model, its optimizer state and the activations of a step.
 
     memory: bytes of each rank. total: microbatches of a step, over all pipelines. Raises ConfigError if no number of
@@ -85,7 +87,7 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
     )
 
 
-def _check_shared(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
+def _check_shared(config: Config, model: MultimodalModel, templates: Templates, sizes: list[int], source: str) -> None:
     """Rejects models that pipelines of different numbers of nodes cannot train together. Raises ConfigError.
 
     Such a model has a weight in two modules, or a tied weight that the ranks of a lane split or shard.
