@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ class Profiler(Observer):
         self.profile = profile
         self.path = folder / "profile" / f"rank-{rank}.json.gz"
         self.records = profile is not None and (not profile.ranks or rank in profile.ranks)
-        self._running: Any = None
+        self._running: torch.profiler.profile | None = None
 
     def slows(self, step: int) -> bool:
         """True if `step` is recorded on any rank, or warms the profiler up. Equal on all ranks."""
@@ -63,12 +62,13 @@ class Profiler(Observer):
         self._running.start()
 
     def _next(self) -> None:
+        assert self._running is not None
         self._running.step()
         self._left -= 1
         if not self._left:
             self.close()
 
-    def _write(self, recording: Any) -> None:
+    def _write(self, recording: torch.profiler.profile) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         recording.export_chrome_trace(str(self.path))
         launcher.say(f"interlace: recorded {self.path}: open it in https://ui.perfetto.dev")
