@@ -160,9 +160,15 @@ class _Commands:
 class _Given(argparse.Action):
     """Collects (name of the option, value), in the order of the command line."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
         """Appends one."""
-        given = [*getattr(namespace, self.dest), ((option or "").removeprefix("--"), str(value))]
+        given = [*getattr(namespace, self.dest), ((option_string or "").removeprefix("--"), str(values))]
         setattr(namespace, self.dest, given)
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -39,7 +40,7 @@ class StopRequest:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _frame: Any) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signals.insists(number):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)

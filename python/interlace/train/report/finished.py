@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.model import MultimodalModel
 from interlace.train.config.sections import Config
@@ -23,6 +23,9 @@ from interlace.train.report.page import Page
 from interlace.train.report.trackers import Trackers
 from interlace.train.selection import choose, fill
 
+if TYPE_CHECKING:
+    from interlace.data import Tokenizer
+
 MOST_OF_FREE = 0.8
 """Share of the host's free memory that the whole model may use for the closing report."""
 
@@ -35,7 +38,7 @@ class Ended:
     source: str
     outcome: dict[str, Any]
     model: MultimodalModel
-    tokenizer: Any
+    tokenizer: Tokenizer
     feed: Feed
     page: Page
     trackers: Trackers
@@ -104,7 +107,7 @@ def close(run: Ended) -> None:
                 rows |= each.rows()
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
-                shown["answers"] = report.held_out_answers(whole, held_out, picks, tokenizer, config)
+                shown["answers"] = report.answers_to([held_out.sample(i, 0) for i in picks], whole, tokenizer, config)
                 shown["scalings"] = {
                     name: (kind, pixels(config, whole, name) if whole.encoders[name].images is not None else None)
                     for name, kind in kinds(whole).items()
@@ -132,7 +135,7 @@ def check_room(model: MultimodalModel) -> None:
         )
 
 
-def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+def load_whole(config: Config, folder: Path, tokenizer: Tokenizer, source: str) -> MultimodalModel:
     """The whole model in this process, with the weights that `choose` selects: the run's best checkpoint or its newest.
 
     Uses averaged weights if the held-out loss was measured with them.

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from interlace import _device
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import Sample
+    from interlace.schedule import StepTable
 
 # Dense products with fp32 sums (GeForce cards too), without sparsity, in 1e12 per second. Sources: data sheets of
 # "NVIDIA H100 Tensor Core GPU" (SXM, NVL, PCIe), "NVIDIA H200", "NVIDIA DGX B200", "NVIDIA A100", "NVIDIA L40S", and
@@ -59,7 +64,7 @@ class Meter:
     model's FLOPs cannot be counted, "" if they can. An error in a step disables counting; the run goes on.
     """
 
-    def __init__(self, model: Any, peaks: Sequence[float], *, recompute: bool) -> None:
+    def __init__(self, model: nn.Module, peaks: Sequence[float], *, recompute: bool) -> None:
         from interlace.estimate.step_flops import StepFlops, Uncountable
         from interlace.model import MultimodalModel
 
@@ -82,7 +87,7 @@ class Meter:
         self._seconds, self._executed = 0.0, 0
         self._needed: dict[str, int] = {}
 
-    def add(self, samples: Sequence[Any], table: Any, seconds: float) -> None:
+    def add(self, samples: Sequence[Sample], table: StepTable, seconds: float) -> None:
         """Adds a step over `samples`, divided into the chunks of `table`."""
         if self._count is None:
             return
