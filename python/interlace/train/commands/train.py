@@ -72,15 +72,12 @@ def _in_folder(
 
         return run(config, source=str(path), start=Start(folder, at, options.resume, held))
     resume = None if options.resume is None else str(at or folder)
-    return launcher.run(
+    ranks = launcher.RankProcesses(
         launcher.rank_command(path, debug=options.debug, resume=resume),
         world,
         folder=folder,
         timeout=config.parallel.timeout,
         threads=config.parallel.threads,
-        resume=lambda: (
-            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
-        ),
         environment={
             launcher.RUN_FOLDER: str(folder),
             launcher.LOCK: held.nonce,
@@ -88,6 +85,8 @@ def _in_folder(
             launcher.SOURCE: str(path),
         },
     )
+    again = f"interlace train --resume {shlex.quote(str(folder))}"
+    return ranks.run(resume=lambda: again if runfolder.has_checkpoint(folder) else "")
 
 
 def _config_path(options: argparse.Namespace) -> Path:

@@ -62,9 +62,9 @@ class Peers:
         except CommError as error:
             raise TrainingError(str(error)) from error
 
-    def barrier(self, what: str, *, patient: bool = False) -> None:
+    def barrier(self, what: str) -> None:
         """Waits for all ranks."""
-        self.exchange(what, 0.0, patient=patient)
+        self.exchange(what, 0.0)
 
     def together(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> list[T]:
         """Result of `work` on every rank, by rank (any JSON value). It may use the allowance.
@@ -72,16 +72,14 @@ class Peers:
         If it fails on any rank, all of them raise, with that rank and the reason. An error of type `expected` keeps its
         message; any other becomes a TrainingError.
         """
-        text = "null"
-        failure: BaseException | None = None
+        mine, failure = ["null", "", ""], None  # result, message of an expected error, any error
         try:
-            text = json.dumps(work())  # as text: results may differ in form between ranks
+            mine[0] = json.dumps(work())  # as text: results may differ in form between ranks
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # such as DCP's CheckpointException, which is not a subclass of Exception
             failure = error
-        trouble = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        mine = [text, str(failure) if isinstance(failure, expected) else "", trouble]
+            mine[1:] = [str(error) if isinstance(error, expected) else "", f"{type(error).__name__}: {error}"]
         everyone = self._exchange(what, mine, patient=True)
         if any(trouble for _, _, trouble in everyone):
             known = next((words for _, words, _ in everyone if words), "")

@@ -183,10 +183,10 @@ def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -
 
     wait: True to wait for all ranks, False for rank 0 alone. Raises TrainingError.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not wait:
-        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not wait:
+            agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout))))
         return store
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
