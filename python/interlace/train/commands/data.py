@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,23 +56,23 @@ def check(options: argparse.Namespace) -> int:
     strict = splits[0].rules.on_too_long == "error"
     findings = chats_page.Findings(strict, chats)
     shown: list[Any] = []
-    trained: dict[str, set[int]] = {}
+    trained: dict[str, set[int]] = defaultdict(set)
     tokens: dict[str, np.ndarray] = {}
-    hashes: dict[str, list[int]] = {}  # of the records counted in `tokens`
+    hashes: dict[str, list[int]] = defaultdict(list)  # of the records counted in `tokens`
     overlaps = False
     for place, split in enumerate(splits):
         own = chats_page.Findings(strict, chats)
         seen = 0
         room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # some samples of each split
-        before = trained.setdefault(split.source, set())
         for one in _examined(split.files, chats, split.rules, None if config is None else config.data.cache):
             own.add(one)
             findings.add(one)
+            line = zlib.crc32(one.raw.line)
             if split.kind == "train":
-                before.add(zlib.crc32(one.raw.line))
-                hashes.setdefault(split.source, []).extend([zlib.crc32(one.raw.line)] * (one.broken is None))
+                trained[split.source].add(line)
+                hashes[split.source] += [line] * (one.broken is None)
             elif one.broken is None:
-                seen += zlib.crc32(one.raw.line) in before
+                seen += line in trained[split.source]
             if one.broken is None and one.chat is not None and len(shown) < room:
                 shown.append((one.raw.where, one.chat, one.encoded))
         if split.kind == "train":
@@ -88,8 +89,8 @@ def check(options: argparse.Namespace) -> int:
         _write({options.out: chats_page.write(title, findings, shown, chats)})
         print(f"{options.out}: {len(shown)} samples as the model will see them")
     if config is not None and config.data.reading == "random":
-        for line in _batches(config, tokens, hashes):
-            print(line)
+        for note in _batches(config, tokens, hashes):
+            print(note)
     return BROKEN if findings.broken or overlaps or not findings.usable else CLEAN
 
 

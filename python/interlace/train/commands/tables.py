@@ -1,7 +1,8 @@
-"""Tables of the commands on the terminal."""
+"""Tables of the commands on the terminal, and versions for them."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection
 
 from rich.console import Console
@@ -22,3 +23,11 @@ def table_of(title: str, *columns: str, left: Collection[str] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
+
+
+def version_of(package: str) -> str:
+    """Installed version of a package; "missing" if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -273,11 +274,10 @@ class Examination:
             "comparing clocks", lambda: self._clock(meeting), self._judge_clocks,
             form=lambda rank: tuple[float, float] if rank else None,
         )  # fmt: skip
-        backend = devices.backend(self.device.type)
-        wait = timedelta(seconds=self.timeout)
 
         def join() -> None:
-            store = dist.PrefixStore("doctor group", meeting.base)
+            store, wait = dist.PrefixStore("doctor group", meeting.base), timedelta(seconds=self.timeout)
+            backend = devices.backend(self.device.type)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=wait)
 
         meeting.step("making the process group", join, allowance=self.timeout)
@@ -289,15 +289,9 @@ class Examination:
     def _facts(self) -> Facts:
         folder, wanted = Path("runs"), "auto"
         if self.config is not None:
-            try:
-                config = load(self.config, [], open_replicas=True)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
+            config = load(self.config, [], open_replicas=True)
             folder, wanted = Path(config.run.folder), config.run.device
-        try:
-            kind = devices.choose(wanted, self.local_world, source=str(self.config or "doctor"))
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        kind = devices.choose(wanted, self.local_world, source=str(self.config or "doctor"))
         self.device = devices.take(kind, self.local_rank, deterministic=False)
         return cluster_facts.gather(self.config, folder, kind, self.local_rank)
 
@@ -396,37 +390,31 @@ class Examination:
 
     def _sums(self, meeting: Meeting, hosts: list[str]) -> None:
         groups: dict[str, dist.ProcessGroup] = {}
-        members = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)}
-        several = len(members) > 1
-        wait = timedelta(seconds=self.timeout)
+        members = cluster_facts.groups_of(hosts)
 
         def make() -> None:
             for host, ranks in members.items():  # every rank creates all groups, in the same order
-                if several and len(ranks) > 1:
-                    groups[host] = dist.new_group(ranks, timeout=wait)
+                if len(ranks) > 1:
+                    groups[host] = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+
+        def measure(group: dist.ProcessGroup | None, size: int) -> float:
+            return cluster_links.measure_sum(group, size, self.device, self.timeout)
 
         def within() -> float | None:
             mine = hosts[self.rank]
-            if mine not in groups:
-                return None
-            return cluster_links.measure_sum(groups[mine], len(members[mine]), self.device, self.timeout)
-
-        def over_all() -> float:
-            return cluster_links.measure_sum(None, self.world, self.device, self.timeout)
+            return measure(groups[mine], len(members[mine])) if mine in groups else None
 
         def note(values: list[Any]) -> None:
             for host, ranks in members.items():
                 if values[ranks[0]] is not None:
                     self.report.sums[host] = min(values[rank] for rank in ranks)
 
-        if several:
+        if len(members) > 1:
             meeting.step("making the groups of hosts", make, allowance=self.timeout)
             alone = {rank for ranks in members.values() if len(ranks) == 1 for rank in ranks}
             meeting.step("summing within each host", within, note, form=lambda rank: None if rank in alone else float)
-        meeting.step(
-            "summing over all ranks", over_all, lambda found: self.report.sums.update({"": min(found)}),
-            form=lambda _: float,
-        )  # fmt: skip
+        of_all = partial(measure, None, self.world)
+        self.report.sums[""] = meeting.step("summing over all ranks", of_all, min, form=lambda _: float, told=float)
 
 
 def _address() -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from interlace.model import MultimodalModel
     from interlace.simulate.elastic_job import Job
     from interlace.simulate.failure_trace import Change
-    from interlace.simulate.recovery import Floats, Rates, Spent, Stretch
+    from interlace.simulate.recovery import Floats, Rates, Stretch
 
 VERSION = 1  # of the keys of the JSON
 PICTURE = "failures.png"
@@ -167,12 +167,12 @@ def rates_of(costs: Costs, options: argparse.Namespace) -> Rates:
     """Rates of network and storage: flags, else known links, else default values."""
     from interlace.simulate.recovery import Rates
 
-    network = options.network
-    if network is None and costs.links is not None and (line := costs.links.network.message).per_byte > 0:
+    network = NETWORK if options.network is None else options.network
+    if options.network is None and costs.links is not None and (line := costs.links.network.message).per_byte > 0:
         network = options.ranks_per_node * 1e-9 / line.per_byte
     disk = 1e9 * (DISK if options.disk is None else options.disk)
     return Rates(
-        network=1e9 * (NETWORK if network is None else network),
+        network=1e9 * network,
         save=disk,
         load=disk,
         start=options.start,
@@ -260,15 +260,14 @@ def _report(
 
     until = next(iter(runs.values()))[-1].stop
     edges = np.linspace(0.0, until, WINDOWS + 1)
-    totals = {name: Spent.sum(stretch.spent for stretch in run) for name, run in runs.items()}
 
-    def facts(name: str) -> dict[str, Any]:
-        spent: Spent = totals[name]
+    def facts(run: list[Stretch]) -> dict[str, Any]:
+        spent = Spent.sum(stretch.spent for stretch in run)
         return {
             "samples": spent.samples,
             "samples_per_second": spent.throughput,
             "seconds": {kind: getattr(spent, kind) for kind in KINDS},
-            "over_time": throughput_over_time(runs[name], edges).tolist(),
+            "over_time": throughput_over_time(run, edges).tolist(),
         }
 
     return {
@@ -287,7 +286,7 @@ def _report(
         "save_every": rates.every,
         "edges": edges.tolist(),
         "nodes_over_time": _mean_nodes(there, edges).tolist(),
-        "systems": {name: facts(name) for name in runs},
+        "systems": {name: facts(run) for name, run in runs.items()},
     }
 
 

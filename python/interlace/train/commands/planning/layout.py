@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interlace.train.blame import blaming, check_picture, writing
-from interlace.train.scheduling import chunk_costs, chunk_loads, chunk_sizes, step_schedule
+from interlace.train.scheduling import chunk_costs, held_by_layout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,21 +110,14 @@ class LayoutFacts:
 
 def of_config(priced: Priced) -> LayoutFacts:
     """Figures of the config's own layout with all replicas. Raises ConfigError if a rank cannot hold its stages."""
-    from interlace.estimate.traced import weights_of
     from interlace.run import stage_durations
     from interlace.schedule import Op
     from interlace.train.models.build import build_layout
-    from interlace.train.rank_memory import activations_of_config, held_by_ranks
 
     config, model, microbatches = priced.config, priced.model, priced.microbatches
     layout = build_layout(config, model, source=priced.source)
     with blaming(f"{priced.source}: [parallel]"):
-        rows = config.parallel.sequence_parallel
-        weights = weights_of(model, layout, sequence_parallel=rows)
-        activations = activations_of_config(config, model, layout)
-        loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
-        schedule = step_schedule(config, model, layout, microbatches)
-        held = held_by_ranks(config, model, schedule, weights, activations, loads)
+        held, weights = held_by_layout(config, model, layout, microbatches)
     scaled = chunk_costs(config, layout, priced.costs.modules, microbatches)
     durations = stage_durations(model, layout, scaled, recompute=config.train.recompute)
 
