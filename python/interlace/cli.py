@@ -23,6 +23,12 @@ DESCRIPTION = "Train multimodal language models with bitfield attention and a sc
 SUBCOMMANDS = {"doctor": ("machine", "cluster", "crash"), "plan": ("show", "choose"), "simulate": ("step", "failures")}
 """Subcommands that may be left out: the first is the default."""
 
+USER_ERRORS = ["train.config.load.ConfigError", "train.checkpoint.storage.CheckpointError"]
+USER_ERRORS += ["modalities.errors.DecodeError"]
+FAILURES = ["train.errors.TrainingError", "run.errors.PipelineError", "comm.process.errors.CommError"]
+FAILURES += ["resilience.errors.ResilienceError"]
+"""Classes of errors, below `interlace`. Each is printed in one line, without a traceback."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
@@ -178,15 +184,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=_version())
     top.set_defaults(debug=False, prog=top.prog)
     commands = _Commands(top, dest="command")
-    _add_train(commands)
-    _add_coordinator(commands)
-    _add_generate(commands)
-    _add_export(commands)
-    _add_doctor(commands)
-    _add_data(commands)
-    _add_mask(commands)
-    _add_plan(commands)
-    _add_simulate(commands)
+    parts = (_add_train, _add_coordinator, _add_generate, _add_export, _add_doctor)
+    for add in (*parts, _add_data, _add_mask, _add_plan, _add_simulate):
+        add(commands)
     return top
 
 
@@ -613,17 +613,14 @@ def _check_cache() -> None:
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can correct it, the program knows this error). Modules that were never loaded cannot have raised it."""
-    users = {"interlace.train.config.load": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
-    users |= {"interlace.modalities.errors": "DecodeError"}
-    failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
-    failures |= {"interlace.comm.process.errors": "CommError"}
-    failures |= {"interlace.resilience.errors": "ResilienceError"}
 
-    def is_one_of(table: dict[str, str]) -> bool:
-        classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())
+    def is_one_of(names: Sequence[str]) -> bool:
+        places = (name.rpartition(".") for name in names)
+        classes = (getattr(sys.modules.get(f"interlace.{module}"), name, None) for module, _, name in places)
         return isinstance(error, tuple(cls for cls in classes if cls is not None))
 
-    return is_one_of(users), is_one_of(users | failures)
+    user_error = is_one_of(USER_ERRORS)
+    return user_error, user_error or is_one_of(FAILURES)
 
 
 def _version() -> str:

@@ -201,14 +201,20 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
     steps = sum(batches(epoch) for epoch in range(whole))
     if train.epochs > whole:
         steps += round((train.epochs - whole) * batches(whole))
-    table = train.model_dump() | {"steps": steps, "epochs": None}
-    try:  # validates the whole config, because other sections refer to steps, too
-        return Config.model_validate(config.model_dump() | {"train": table})
+    where = f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}"
+    return settled(config, "train", {"steps": steps, "epochs": None}, where)
+
+
+def settled(config: Config, section: str, values: dict[str, int | None], where: str) -> Config:
+    """The config with values of a section that were left open. Validates all of it, since sections refer to each other.
+
+    Raises ConfigError, which begins with `where`.
+    """
+    try:
+        return Config.model_validate(config.model_dump() | {section: getattr(config, section).model_dump() | values})
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise ConfigError(
-            f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}: {why}"
-        ) from None
+        raise ConfigError(f"{where}: {why}") from None
 
 
 def say_trained(config: Config, model: MultimodalModel) -> None:

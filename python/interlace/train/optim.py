@@ -211,7 +211,7 @@ def check(train: Train, *, source: str = "config") -> None:
         size = torch.Size(shape).numel()
         weight = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
         try:
-            optimizer = _own(train.optimizer, [_group(weight, train)], train)
+            optimizer = _of_one(weight, train)
             _update(optimizer, weight, weight.detach().cos())
             if wrong := [name for name, value in optimizer.state[weight].items() if not isinstance(value, Tensor)]:
                 kind = type(optimizer.state[weight][wrong[0]]).__name__
@@ -220,7 +220,7 @@ def check(train: Train, *, source: str = "config") -> None:
                     "that checkpoints include it"
                 )
             resumed = nn.Parameter(weight.detach().clone())
-            other = _own(train.optimizer, [_group(resumed, train)], train)
+            other = _of_one(resumed, train)
             state = first_state(train.optimizer, resumed, train)
             for name, value in optimizer.state[weight].items():
                 state[name].copy_(value)
@@ -228,7 +228,7 @@ def check(train: Train, *, source: str = "config") -> None:
             for each, parameter in ((optimizer, weight), (other, resumed)):
                 _update(each, parameter, parameter.detach().sin())
             fresh = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
-            begun = _own(train.optimizer, [_group(fresh, train)], train)
+            begun = _of_one(fresh, train)
             begun.state[fresh].update(first_state(train.optimizer, fresh, train))
             _update(begun, fresh, fresh.detach().cos())
             _update(begun, fresh, fresh.detach().sin())
@@ -249,8 +249,9 @@ def check(train: Train, *, source: str = "config") -> None:
             )
 
 
-def _group(weight: nn.Parameter, train: Train) -> dict[str, Any]:
-    return {"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}
+def _of_one(weight: nn.Parameter, train: Train) -> torch.optim.Optimizer:
+    """A user's optimizer of one weight."""
+    return _own(train.optimizer, [{"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}], train)
 
 
 def _update(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradient: Tensor) -> None:

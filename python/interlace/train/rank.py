@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from interlace.model import MultimodalModel
 from interlace.train import device as devices
@@ -22,7 +21,7 @@ from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, batch_notes, indexed, report_left_out
 from interlace.train.data.feed_stream import StreamFeed
-from interlace.train.job import Job, say_trained
+from interlace.train.job import Job, say_trained, settled
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.models.build import build_layout, initialize
@@ -278,13 +277,8 @@ def with_replicas(config: Config, world: int, source: str) -> Config:
     if not config.open_replicas() or world % config.world_size():
         return config  # `check_world` reports a number that does not fit
     replicas = world // config.world_size()
-    try:
-        table = config.model_dump() | {"parallel": config.parallel.model_dump() | {"dp": replicas}}
-        return Config.model_validate(table)
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        made = "1 rank makes 1 replica" if world == 1 else f"{world} ranks make {replicas} replicas"
-        raise ConfigError(f"{source}: {made} (parallel.dp): {why}") from None
+    made = "1 rank makes 1 replica" if world == 1 else f"{world} ranks make {replicas} replicas"
+    return settled(config, "parallel", {"dp": replicas}, f"{source}: {made} (parallel.dp)")
 
 
 def record(folder: Path, config: Config, asked: Parallel) -> None:
@@ -314,8 +308,7 @@ def check_data(mine: str, startup: Startup) -> None:
         )
 
 
-def draw_mask(model: MultimodalModel, feed: Feed, path: Path, samples: int = 4) -> None:
+def draw_mask(model: MultimodalModel, feed: Feed, path: Path) -> None:
     """mask.png: the attention mask of a few packed held-out samples."""
-    model.collate(feed.held_out[:samples], only=["language_model"])["mask"].plot(
-        path, names=dict(enumerate(model.encoders, start=1))
-    )
+    mask = model.collate(feed.held_out[:4], only=["language_model"])["mask"]
+    mask.plot(path, names=dict(enumerate(model.encoders, start=1)))

@@ -14,13 +14,13 @@ import numpy as np
 
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import budget_loads, flop_costs
-from interlace.train.rank_memory import activations_of_config
+from interlace.train.rank_memory import Held, activations_of_config, held_by_ranks
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
     from interlace.plan import ModuleCosts
-    from interlace.plan.memory import Activations, Load
+    from interlace.plan.memory import Activations, Load, WeightSize
     from interlace.run.options import StepOptions
     from interlace.schedule import Options, Schedule, StepTable
 
@@ -145,6 +145,24 @@ def kept_bytes(
     kept = activation_bytes(layout, activations, chunks, loads)
     later = activation_bytes(layout, activations, chunks, loads, deferred=True)
     return {(module, stage): max(size, later[module, stage, i]) for (module, stage, i), size in kept.items()}
+
+
+def held_by_layout(
+    config: Config, model: MultimodalModel, layout: Layout, microbatches: int, of_step: int | None = None
+) -> tuple[Held, list[WeightSize]]:
+    """Memory of every rank of `layout` in a step of `microbatches` whose samples fill their budgets, and its weights.
+
+    of_step: microbatches of the whole step, if chunks have the size that they have with these. Raises ValueError for a
+    layout that a rank cannot hold.
+    """
+    from interlace.estimate.traced import weights_of
+
+    weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
+    activations = activations_of_config(config, model, layout)
+    sizes = chunk_sizes(config, layout, microbatches if of_step is None else of_step)
+    loads = chunk_loads(config, model, activations, sizes)
+    schedule = step_schedule(config, model, layout, microbatches)
+    return held_by_ranks(config, model, schedule, weights, activations, loads), weights
 
 
 def chunk_loads(

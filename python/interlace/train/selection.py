@@ -46,9 +46,7 @@ def choose(
     if raw and config.train.ema is None:
         raise ConfigError(f"--raw: {folder} has no averaged weights (train.ema): omit --raw")
     words = []
-    path = at
-    if path is None and step is not None:
-        path = _of_step(folder, step)
+    path = _of_step(folder, step) if at is None and step is not None else at
     if path is None:
         path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
         if path is None:

@@ -137,10 +137,7 @@ def _decoding(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, fl
     seconds = {}
     for name in model.encoders:
         begin, count = time.thread_time(), 0
-        for sample in samples:
-            items = sample.media.get(name, ())
-            if not items:
-                continue
+        for items in filter(None, (sample.media.get(name) for sample in samples)):
             for item in items:
                 item.data  # noqa: B018 (loads it)
             count += 1

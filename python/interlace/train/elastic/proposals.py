@@ -13,8 +13,7 @@ from interlace.train.auto.machine import memory_of
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.elastic.config import specs_of
-from interlace.train.rank_memory import activations_of_config, held_by_ranks
-from interlace.train.scheduling import chunk_loads, chunk_sizes, step_schedule
+from interlace.train.scheduling import held_by_layout
 
 
 def microbatches(config: Config) -> int:
@@ -61,8 +60,6 @@ def min_nodes(
     memory: bytes of each rank. total: microbatches of a step, over all pipelines. Raises ConfigError if no number of
     nodes fits.
     """
-    from interlace.estimate.traced import weights_of
-
     per_node = config.resilience.ranks_per_node
     for nodes in count(1):
         ranks = nodes * per_node
@@ -70,11 +67,7 @@ def min_nodes(
             break
         layout = templates.layout([ranks])
         try:
-            weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
-            activations = activations_of_config(config, model, layout)
-            loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, total))
-            schedule = step_schedule(config, model, layout, config.train.microbatches)
-            if held_by_ranks(config, model, schedule, weights, activations, loads).peak <= memory:
+            if held_by_layout(config, model, layout, config.train.microbatches, total)[0].peak <= memory:
                 return nodes
         except ValueError as error:
             raise ConfigError(

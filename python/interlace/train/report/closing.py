@@ -42,12 +42,7 @@ class Answer:
 def answers_to(samples: Sequence[Sample], model: MultimodalModel, tokenizer: Tokenizer, config: Config) -> list[Answer]:
     """The model's greedy answers to samples."""
     prompts = [greedy.prompt_of(sample, model.placeholders) for sample in samples]
-    said = greedy.answer(
-        model,
-        prompts,
-        end=tokenizer.EOS,
-        max_new_tokens=config.log.max_new_tokens,
-    )
+    said = greedy.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=config.log.max_new_tokens)
     media = {token for given in model.placeholders.values() for token in token_ids(given)}
     return [
         Answer(
@@ -92,9 +87,8 @@ def accuracies(model: MultimodalModel, dataset: SampleDataset, tokenizer: Tokeni
         count = min(len(questions), config.log.accuracy_samples)
         asked = [questions[i * len(questions) // count] for i in range(count)]
         right = _share_right([dataset.asked(each) for each in asked], model, tokenizer, config)
-        turned, swapped = _swapped(dataset, asked), None
-        if turned is not None:
-            swapped = _share_right(turned, model, tokenizer, config)
+        turned = _swapped(dataset, asked)
+        swapped = None if turned is None else _share_right(turned, model, tokenizer, config)
         most = max(Counter(each.answer for each in asked).values())
         found.append(Accuracy(kind, count, right, most / count, swapped))
     return found
@@ -102,13 +96,9 @@ def accuracies(model: MultimodalModel, dataset: SampleDataset, tokenizer: Tokeni
 
 def _swapped(dataset: SampleDataset, questions: Sequence[Question]) -> list[Sample] | None:
     """Questions with the media of another question; None if one of them has no suitable other."""
-    made = []
-    for index in range(len(questions)):
-        sample = _with_media_of_another(dataset, questions, index)
-        if sample is None:
-            return None
-        made.append(sample)
-    return made
+    samples = [_with_media_of_another(dataset, questions, index) for index in range(len(questions))]
+    found = [sample for sample in samples if sample is not None]
+    return found if len(found) == len(samples) else None
 
 
 def _with_media_of_another(dataset: SampleDataset, questions: Sequence[Question], index: int) -> Sample | None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ class Meter:
 
     def _empty(self) -> None:
         self._seconds, self._executed = 0.0, 0
-        self._needed: dict[str, int] = {}
+        self._needed: Counter[str] = Counter()
 
     def add(self, samples: Sequence[Sample], table: StepTable, seconds: float) -> None:
         """Adds a step over `samples`, divided into the chunks of `table`."""
@@ -99,7 +100,7 @@ class Meter:
             print(f"interlace: no tflops and mfu from here on: {self.why}", file=sys.stderr, flush=True)
             return
         for name, flops in found.items():
-            self._needed[name] = self._needed.get(name, 0) + flops.model
+            self._needed[name] += flops.model
             self._executed += flops.executed
         self._seconds += seconds
 

@@ -194,12 +194,6 @@ class Forecast:
         """Rows of the summary: medians over the logged steps."""
         if not self._rows:
             return {}
-        names = (
-            "predicted_lists_seconds",
-            "measured_lists_seconds",
-            "predicted_step_seconds",
-            "measured_step_seconds",
-            "predicted_bubble_percent",
-            "measured_bubble_percent",
-        )
+        parts = ("lists_seconds", "step_seconds", "bubble_percent")
+        names = (f"{how}_{part}" for part in parts for how in ("predicted", "measured"))
         return dict(zip(names, map(statistics.median, zip(*self._rows, strict=True)), strict=True))

@@ -141,17 +141,17 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queues the metrics of a step without blocking."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.log(step, values))  # type: ignore[misc]
+            thread.put(partial(thread.log, step, values))
 
     def show(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Queues the closing numbers and files."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.tracker.show(summary, files))  # type: ignore[misc]
+            thread.put(partial(thread.tracker.show, summary, files))
 
     def close(self, status: str) -> None:
         """Closes the trackers, unless closed already, and waits for them up to `CLOSING_SECONDS`."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.tracker.close(status))  # type: ignore[misc]
+            thread.put(partial(thread.tracker.close, status))
             thread.put(None)
         deadline = time.monotonic() + CLOSING_SECONDS[status]
         for thread in self.threads:
