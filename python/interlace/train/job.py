@@ -36,7 +36,6 @@ from interlace.train.models.build import build, stored_weights
 from interlace.train.observers.base import Observer, Outputs
 from interlace.train.progress import Membership
 from interlace.train.report.facts import facts_of
-from interlace.train.report.finished import Ended
 from interlace.train.report.page import Page
 from interlace.train.report.trackers import Trackers
 from interlace.train.trainer import Trainer
@@ -181,12 +180,6 @@ class Job:
     def page(self) -> Page:
         """The page of the run."""
         return Page(self.folder, self.config, facts_of(self.parallel.mllm, self.layout))
-
-    def ended(self, outcome: dict[str, Any], page: Page) -> Ended:
-        """The run after its last step, for the reports of rank 0. outcome: of `Trainer.run`."""
-        return Ended(
-            self.config, self.source, outcome, self.parallel.mllm, self.tokenizer, self.feed, page, self.trackers
-        )
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:

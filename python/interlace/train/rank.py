@@ -27,7 +27,7 @@ from interlace.train.launch.startup import Startup
 from interlace.train.models.build import build_layout, initialize
 from interlace.train.models.costs import ranks_per_node, stated_links
 from interlace.train.observers.base import Outputs
-from interlace.train.progress import Membership, StopRequest
+from interlace.train.progress import Membership, stop_request
 from interlace.train.report import finished
 from interlace.train.report import forecast as forecasts
 from interlace.train.report.finished import Ended
@@ -64,15 +64,12 @@ def run(config: Config, *, source: str, start: Start = NEW) -> int:
     The code is 0 when all steps are trained, and 128 + the signal when a signal ended the run, which is then saved.
     Raises ConfigError for errors that the user can correct; anything else is a failure of the run.
     """
-    stop = StopRequest()
     # Ends these in order on every exit path: a C++ thread that is still running when Python exits would be SIGABRT.
     with contextlib.ExitStack() as cleanup:
-        job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
-        try:
+        with stop_request() as stop:  # a later signal may end the process at once: nothing is left to save
+            job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
             rank = Rank(job, start)
             code = rank.train()
-        finally:
-            stop.restore()  # a later signal may end the process at once: nothing is left to save
         if rank.finished is not None:
             finished.close(rank.finished)
     return code
@@ -232,7 +229,7 @@ class Rank:
         if self.world > 1:
             dist.destroy_process_group()
         if self.rank == 0:
-            ended = job.ended(outcome, page)
+            ended = Ended(job, outcome, page)
             if outcome["finished"]:
                 self.finished = ended
             else:

@@ -133,6 +133,15 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def json_lines(path: Path) -> list[Any]:
+    """Lines of a JSONL file, if it exists. A half-written line of a killed process is skipped."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
 def write_config(folder: Path, config: Config) -> None:
     """Writes the resolved config.toml of a run folder."""
     write_whole(folder / "config.toml", dumps(config))

@@ -41,7 +41,7 @@ from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, batch_notes, report_left_out
 from interlace.train.elastic import state as states
 from interlace.train.elastic.config import check
-from interlace.train.elastic.log import Clocks, Recoveries, Recovery
+from interlace.train.elastic.log import Clocks, Recovery, write_recovery
 from interlace.train.elastic.meeting import Meeting, Over
 from interlace.train.elastic.proposals import microbatches, propose, templates_of
 from interlace.train.elastic.state import Held, Note
@@ -377,7 +377,7 @@ class Turn:
             return False, None
         owner.finished = True
         job.feed.close()
-        return True, job.ended(outcome, job.page()) if self.meeting.rank == 0 else None
+        return True, Ended(job, outcome, job.page()) if self.meeting.rank == 0 else None
 
     def _save(self) -> None:
         """Saves the model if the remaining nodes hold all of it. They are too few to train on."""
@@ -423,7 +423,7 @@ class Voting(Membership):
         if recovery is not None:
             self.recoveries.values |= recovery.metrics()
             if self.meeting.rank == 0:
-                Recoveries(owner.job.folder).add(recovery, owner.recovery, owner.job.config)
+                write_recovery(owner.job.folder, recovery, owner.recovery, owner.job.config)
             owner.recovery = recovery
 
     def leaves(self) -> bool:

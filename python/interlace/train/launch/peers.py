@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,16 +45,11 @@ class Peers:
                 group = dist.new_group(timeout=timedelta(seconds=timeout + allowance), backend="gloo")
                 self._star = Star(group, torch.device("cpu"), AbortReports(group, "run", coordinated=coordinated))
 
-    def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
-        """Every rank's `value`, by rank. `what` names the operation; `patient` adds the allowance."""
-        return self._exchange(what, float(value), patient)
+    def exchange(self, what: str, value: T, *, patient: bool = False) -> list[T]:
+        """Every rank's `value`, by rank: JSON, with the same types and lengths on every rank.
 
-    def exchange_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """As `exchange` for several values, the same number on every rank: by rank."""
-        found: list[list[float]] = self._exchange(what, [float(value) for value in values], False)
-        return found
-
-    def _exchange(self, what: str, value: object, patient: bool) -> list[Any]:
+        `what` names the operation; `patient` adds the allowance.
+        """
         if self._star is None:
             return [value]
         try:
@@ -80,7 +75,7 @@ class Peers:
         except BaseException as error:  # such as DCP's CheckpointException, which is not a subclass of Exception
             failure = error
             mine[1:] = [str(error) if isinstance(error, expected) else "", f"{type(error).__name__}: {error}"]
-        everyone = self._exchange(what, mine, patient=True)
+        everyone = self.exchange(what, mine, patient=True)
         if any(trouble for _, _, trouble in everyone):
             known = next((words for _, words, _ in everyone if words), "")
             if known:

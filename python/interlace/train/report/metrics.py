@@ -26,7 +26,7 @@ from interlace.schedule import StepTable
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline
 from interlace.train.report.trackers import Trackers
-from interlace.train.runfolder import write_whole
+from interlace.train.runfolder import json_lines, write_whole
 
 if TYPE_CHECKING:
     from interlace.run.parallel_model import ParallelModel
@@ -288,10 +288,6 @@ class Clock:
 
 def read_metrics(folder: Path, *, until: int | None = None) -> list[dict[str, float]]:
     """Lines of a run's metrics.jsonl up to the step `until`. A half-written line of a killed run is skipped."""
-    path = folder / "metrics.jsonl"
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
+    lines = json_lines(folder / "metrics.jsonl")
     found = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
     return [line for line in found if until is None or line["step"] <= until]
