@@ -47,22 +47,7 @@ def export(options: argparse.Namespace) -> int:
     source = str(run / "config.toml")
     config = load(source, options.set, open_replicas=True)
     base = config.model.path or config.model.modules()[LANGUAGE_MODEL].path or ""
-    if options.check is not None and (options.check < 1 or options.adapter):
-        raise ConfigError(
-            f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
-        )
-    if options.check is not None and config.model.path is not None and not config.data.kind.files:
-        raise ConfigError(
-            f"--check {options.check} asks a whole checkpoint by its processor, which reads chats, and the data are "
-            f"{config.data.dataset}: leave --check out"
-        )
-    if options.adapter and config.train.lora is None:
-        raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
-    if options.adapter and not base:
-        raise ConfigError(
-            "--adapter: the language model began with random weights, so what the adapter is for lies nowhere: leave "
-            "out --adapter, which merges it"
-        )
+    _check_options(options, config, run, base)
     chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
     model = _model(config, source)
     step = fill(config, model, chosen, source=source)
@@ -91,6 +76,26 @@ def export(options: argparse.Namespace) -> int:
     checked = check(asked, target)
     print(checked.words(target))
     return 0 if checked.good else 1
+
+
+def _check_options(options: argparse.Namespace, config: Config, run: Path, base: str) -> None:
+    """Raises ConfigError for options that do not fit the run. base: folder of its language model, or ""."""
+    if options.check is not None and (options.check < 1 or options.adapter):
+        raise ConfigError(
+            f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
+        )
+    if options.check is not None and config.model.path is not None and not config.data.kind.files:
+        raise ConfigError(
+            f"--check {options.check} asks a whole checkpoint by its processor, which reads chats, and the data are "
+            f"{config.data.dataset}: leave --check out"
+        )
+    if options.adapter and config.train.lora is None:
+        raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
+    if options.adapter and not base:
+        raise ConfigError(
+            "--adapter: the language model began with random weights, so what the adapter is for lies nowhere: leave "
+            "out --adapter, which merges it"
+        )
 
 
 def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
