@@ -184,8 +184,7 @@ class ReloadedWhole(Outside):
         return dict(made)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        found: list[int] = self._inputs(prompt)["input_ids"][0].tolist()
-        return found
+        return list(self._inputs(prompt)["input_ids"][0].tolist())
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
@@ -225,8 +224,7 @@ class Reloaded(Outside):
             raise ValueError("the language model has sliding windows, which one mask for all layers cannot say")
 
     def ids(self, prompt: Prompt) -> list[int]:
-        found: list[int] = prompt.sample.input_ids.tolist()
-        return found
+        return list(prompt.sample.input_ids.tolist())
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
@@ -288,11 +286,8 @@ class Reloaded(Outside):
         projector = PROJECTORS[said["projector"]](made.shape[1], width, **said["projector_config"])
         start = f"{name}."
         projector.load_state_dict({k.removeprefix(start): v for k, v in self.weights.items() if k.startswith(start)})
-        projected: Tensor
-        if isinstance(projector, ItemProjector):
-            projected = projector.eval()(made, [len(made)], [grid])
-        else:
-            projected = projector(made)
+        more = ([len(made)], [grid]) if isinstance(projector, ItemProjector) else ()
+        projected: Tensor = projector.eval()(made, *more)
         return projected
 
 

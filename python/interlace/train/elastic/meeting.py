@@ -134,8 +134,7 @@ class Meeting:
 
     def hear(self, what: str, rank: int) -> bytes:
         """Text published by `rank`; waits for it."""
-        raw: bytes = self.store.get(f"{what}/{rank}")
-        return raw
+        return bytes(self.store.get(f"{what}/{rank}"))
 
     def gather(self, what: str, value: object) -> list[Any]:
         """Every training rank's `value` (JSON-serializable), by rank."""

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ class Meeting(Rounds):
                 failure = first_line(error)
             self.begin(what, [json.dumps(value), failure])
             if self.rank > 0:
-                self._await([_VERDICT], [0], what, _OTHERS * patience)
+                self._await([_VERDICT], what, _OTHERS * patience)
                 stop, answer = self.get(_VERDICT, what, ["", ""])
                 if stop:
                     raise Stopped([Trouble(stop, "")])
@@ -161,14 +161,12 @@ class Meeting(Rounds):
                     return _read(answer, told)
                 except ValueError as error:
                     self._end(f"rank 0, {what}: {error}")
-            troubles, values = [], [value]
-            if failure:
-                troubles.append(Trouble(f"rank 0, {what}: {failure}", "see the message of this rank"))
-            silent = self._await(range(1, self.world), range(1, self.world), what, patience)
+            troubles, values = [], []
+            silent = self._await(range(self.world), what, patience)
             if silent:
                 text = f"no answer from {ranks_in_words(silent)} within {patience:g} s, {what}"
                 troubles.append(Trouble(text, "look for these processes and their logs; slow ones need --timeout"))
-            for rank in (rank for rank in range(1, self.world) if rank not in silent):
+            for rank in (rank for rank in range(self.world) if rank not in silent):
                 try:
                     text, failure = self.get(rank, what, ["", ""])
                     values.append(None if failure else _read(text, form(rank)))
@@ -186,17 +184,17 @@ class Meeting(Rounds):
             self.put(_VERDICT, what, ["", json.dumps(answer)])
             return answer
 
-    def _await(self, places: Iterable[int | str], ranks: Iterable[int], what: str, seconds: float) -> list[int]:
-        """Ranks whose places are not filled within `seconds`. Ends this process if rank 0 is one of them, since no
-        verdict can follow."""
-        of, deadline = dict(zip(places, ranks, strict=True)), time.monotonic() + seconds
+    def _await(self, keys: Sequence[int | str], what: str, seconds: float) -> list[int]:
+        """Ranks among `keys` that have no value within `seconds`. Ends this process if it waits for the verdict of rank
+        0, which cannot follow then."""
+        deadline = time.monotonic() + seconds
 
         def watch(missing: Sequence[int | str]) -> None:
             if time.monotonic() > deadline:
-                raise Late([of[place] for place in missing])
+                raise Late([rank for rank in missing if isinstance(rank, int)])
 
         try:
-            self.wait_for(of, what, watch, slowest=0.2)
+            self.wait_for(keys, what, watch, slowest=0.2)
             return []
         except Late as late:
             if self.rank > 0:
