@@ -22,6 +22,11 @@ def blaming(where: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> I
         raise ConfigError(f"{where}: {error}" if where else str(error)) from None
 
 
+def one_line(error: BaseException) -> str:
+    """Message of an error in one line; the name of its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Names an option and its path in the OSErrors of the block, which become ConfigErrors."""

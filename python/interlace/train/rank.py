@@ -15,7 +15,7 @@ from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.auto import planlock
-from interlace.train.blame import blaming
+from interlace.train.blame import blaming, one_line
 from interlace.train.config.load import ConfigError
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
@@ -249,7 +249,7 @@ def foresee(job: Job) -> forecasts.Forecast | None:
     try:
         costs = forecasts.measure(config, job.model, indexed(job.train_data, job.held_out), job.device)
     except Exception as error:  # a model run in parts may raise anything; forecasting is optional
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error)
     links = stated_links(config) or measure_links(parallel.channel, job.model.modules_order())
     if parallel.channel is not None and parallel.channel.rank:
         return None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.model import MultimodalModel
+from interlace.train.blame import one_line
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 from interlace.train.models.build import build, materialize
@@ -147,5 +148,5 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {reason}")
+        why = one_line(error)
+        launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {why}")

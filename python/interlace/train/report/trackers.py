@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from interlace._hints import nearest
+from interlace.train.blame import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.log import TRACKERS
 from interlace.train.config.sections import Config
@@ -105,7 +106,7 @@ def _tracker_of(name: str, where: str) -> tuple[Tracker, Collection[str] | None]
         try:
             library = importlib.import_module(TRACKERS[name])
         except Exception as error:  # for example a TypeError from an incompatible version of another library
-            hint = f"it cannot be imported: {' '.join(str(error).split()) or type(error).__name__}"
+            hint = f"it cannot be imported: {one_line(error)}"
             if isinstance(error, ModuleNotFoundError) and error.name == name:  # packages have the names of the trackers
                 hint = f"{name} is not installed: pip install {name}"
             raise ConfigError(f"{where}: {name!r}: {hint}, or take {name!r} out of log.trackers") from None
@@ -218,8 +219,7 @@ class _Thread:
             try:
                 work()
             except (Exception, SystemExit) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self._switch_off(f"{type(error).__name__}: {reason[:300]}")
+                self._switch_off(f"{type(error).__name__}: {one_line(error)[:300]}")
 
     def _switch_off(self, reason: str) -> None:
         if not self.off:
