@@ -31,19 +31,7 @@ _HOMES = {
     "PipelineError": "run",
     "parallelize": "run",
 }
-_MODULES = (
-    "attention",
-    "balance",
-    "comm",
-    "layout",
-    "masks",
-    "model",
-    "parallel",
-    "plan",
-    "run",
-    "schedule",
-    "simulate",
-)
+"""Name -> its module. All other names of ``__all__`` are modules."""
 
 __all__ = [
     "AttentionPlan",
@@ -76,7 +64,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"interlace.{_HOMES[name]}"), name)
-    if name in _MODULES:
+    if name in __all__:
         return import_module(f"interlace.{name}")
     raise AttributeError(f"module 'interlace' has no attribute {name!r}")
 

@@ -11,10 +11,13 @@ from typing import Any
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``did you mean 'steps'?`` or, if no name is close, the list of valid names."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return "valid: " + ", ".join(names)
+    return close(name, names) or "valid: " + ", ".join(names)
+
+
+def close(name: str, valid: Iterable[str]) -> str:
+    """``did you mean 'steps'?``, or "" if no name is close."""
+    found = difflib.get_close_matches(name, list(valid), n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
 
 
 def imported(path: str, where: str) -> Any:

@@ -13,15 +13,23 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import interlace
 from interlace.train.config.local_paths import local_path
 
 CHECKPOINT = "run folder (its best checkpoint if it has one, else its newest) or one checkpoint folder"
 DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
 SUBCOMMANDS = {"doctor": ("machine", "cluster", "crash"), "plan": ("show", "choose"), "simulate": ("step", "failures")}
 """Subcommands that may be left out: the first is the default."""
+
+USER_ERRORS = ["train.config.load.ConfigError", "train.checkpoint.storage.CheckpointError"]
+USER_ERRORS += ["modalities.errors.DecodeError"]
+FAILURES = ["train.errors.TrainingError", "run.errors.PipelineError", "comm.process.errors.CommError"]
+FAILURES += ["resilience.errors.ResilienceError"]
+"""Classes of errors, below `interlace`. Each is printed in one line, without a traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,11 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as leaving:  # rich raises it for a broken pipe
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
-        return _unread()
+        launcher.mute()  # the reader of stdout closed it early (``| head``): success
+        return 0
     except BrokenPipeError:
         if options.command == "train":  # training never ends because stdout was closed
             raise
-        return _unread()
+        launcher.mute()
+        return 0
     except Exception as error:
         user_error, known = _kind_of(error)
         if launcher.under_launcher():
@@ -81,14 +91,6 @@ def _run(options: argparse.Namespace) -> int:
         return int(run(options))
     finally:
         gc.enable()
-
-
-def _unread() -> int:
-    """Exit code if the reader of stdout closed it early (``| head``): success."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes stdout once more at exit
-    os.close(nowhere)
-    return 0
 
 
 # ---------------------------------------------------------------------- arguments
@@ -157,30 +159,15 @@ class _Commands:
         return command
 
 
-class _Given(argparse.Action):
-    """Collects (name of the option, value), in the order of the command line."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
-        """Appends one."""
-        given = [*getattr(namespace, self.dest), ((option or "").removeprefix("--"), str(value))]
-        setattr(namespace, self.dest, given)
-
-
 def parser() -> argparse.ArgumentParser:
     """The argument parser with all commands."""
     top = _Parser(prog="interlace", description=DESCRIPTION)
-    top.add_argument("--version", action="version", version=_version())
+    top.add_argument("--version", action="version", version=f"interlace {interlace.__version__}")
     top.set_defaults(debug=False, prog=top.prog)
     commands = _Commands(top, dest="command")
-    _add_train(commands)
-    _add_coordinator(commands)
-    _add_generate(commands)
-    _add_export(commands)
-    _add_doctor(commands)
-    _add_data(commands)
-    _add_mask(commands)
-    _add_plan(commands)
-    _add_simulate(commands)
+    parts = (_add_train, _add_coordinator, _add_generate, _add_export, _add_doctor)
+    for add in (*parts, _add_data, _add_mask, _add_plan, _add_simulate):
+        add(commands)
     return top
 
 
@@ -558,15 +545,16 @@ def _add_media(command: argparse.ArgumentParser) -> None:
     """An option for each modality, and ``--text``."""
     from interlace.modalities import all_modalities
 
-    command.set_defaults(given=[])
+    add = partial(command.add_argument, dest="given", action="append", default=[])
     for modality in all_modalities():
         endings = ", ".join(modality.suffixes)
-        command.add_argument(
-            f"--{modality.name}", dest="given", action=_Given, type=_path, metavar="FILE", help=endings
-        )
-    command.add_argument(
-        "--text", dest="given", action=_Given, metavar="TEXT", help="a question, after its files; may be repeated"
-    )
+        add(f"--{modality.name}", type=partial(_media_of, modality.name), metavar="FILE", help=endings)
+    text = "a question, after its files; may be repeated"
+    add("--text", type=lambda given: ("text", given), metavar="TEXT", help=text)
+
+
+def _media_of(kind: str, text: str) -> tuple[str, str]:
+    return kind, _local(text)
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
@@ -607,23 +595,14 @@ def _check_cache() -> None:
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can correct it, the program knows this error). Modules that were never loaded cannot have raised it."""
-    users = {"interlace.train.config.load": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
-    users |= {"interlace.modalities.errors": "DecodeError"}
-    failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
-    failures |= {"interlace.comm.process.errors": "CommError"}
-    failures |= {"interlace.resilience.errors": "ResilienceError"}
 
-    def is_one_of(table: dict[str, str]) -> bool:
-        classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())
+    def is_one_of(names: Sequence[str]) -> bool:
+        places = (name.rpartition(".") for name in names)
+        classes = (getattr(sys.modules.get(f"interlace.{module}"), name, None) for module, _, name in places)
         return isinstance(error, tuple(cls for cls in classes if cls is not None))
 
-    return is_one_of(users), is_one_of(users | failures)
-
-
-def _version() -> str:
-    from interlace import __version__
-
-    return f"interlace {__version__}"
+    user_error = is_one_of(USER_ERRORS)
+    return user_error, user_error or is_one_of(FAILURES)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def run(folder: Path, device: str, *overrides: str, **how: Any) -> tuple[list[di
 
     table = copy.deepcopy(TABLE)
     table["run"] |= {"folder": str(folder), "device": device}
-    assert rank.run(config.from_table(table, list(overrides)), source="tiny.toml", **how) == 0
+    assert rank.run(config.from_table(table, list(overrides)), source="tiny.toml", start=rank.Start(**how)) == 0
     newest = (folder / "tiny" / "latest").resolve()
     return read_metrics(newest), newest
 

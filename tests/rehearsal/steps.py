@@ -90,7 +90,7 @@ def trained(table: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
         assert rank.run(config, source="config") == 0
         [newest] = Path(table["run"]["folder"]).glob("*/latest")
         more = configs.from_table(table, ["train.steps=6"])
-        assert rank.run(more, source="config", resume=str(newest)) == 0
+        assert rank.run(more, source="config", start=rank.Start(resume=str(newest))) == 0
     finally:
         for part, (owner, name) in PARTS.items():
             setattr(owner, name, methods[part])

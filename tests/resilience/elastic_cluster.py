@@ -340,13 +340,13 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         member.progress.computing()
         time.sleep(float(pace.read_text()))
 
-    take_over = elastic.Rank._take_over
+    take_over = elastic.Turn._take_over
 
-    def take(self: Any, meeting: Any, *arguments: Any) -> None:
-        take_over(self, meeting, *arguments)
-        copied.write(f"{meeting.generation.number} {arguments[-1].received}\n")
+    def take(self: Any, before: Any, recovery: Any) -> None:
+        take_over(self, before, recovery)
+        copied.write(f"{self.meeting.generation.number} {recovery.received}\n")
 
-    elastic.Rank._take_over = take  # type: ignore[method-assign]
+    elastic.Turn._take_over = take  # type: ignore[method-assign]
     elastic.Voting.commit = commit  # type: ignore[method-assign]
     return elastic.run(config, source="test", resume=resume)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from interlace.train.elastic.log import Recoveries
 from interlace.train.report.metrics import LOSS
 from interlace.train.report.recovery import PARTS
+from interlace.train.runfolder import json_lines
 from tests.resilience.elastic import write_chats
 from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.sweep import KINDS, TABLE, check, play
@@ -50,7 +50,7 @@ def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
     found = check(cluster, made, ["b", "c", "d"])
     assert found["generations"] == 3 and found["false_alarms"] == 0
     folder = cluster.run_folder()
-    page, lines = (folder / "recovery.html").read_text(), Recoveries(folder).read()
+    page, lines = (folder / "recovery.html").read_text(), json_lines(folder / "recovery.jsonl")
     bars = Bars(page)
     assert bars.open == [] and bars.parts == list(PARTS) * (found["generations"] - 1)
     assert "death" in page and "join" in page

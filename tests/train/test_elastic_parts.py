@@ -28,7 +28,7 @@ from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config.load import ConfigError, from_table
 from interlace.train.data.texts import tokenizer_of
 from interlace.train.elastic.config import check
-from interlace.train.elastic.log import Recoveries, Recovery
+from interlace.train.elastic.log import Recovery, write_recovery
 from interlace.train.elastic.meeting import Meeting
 from interlace.train.elastic.proposals import propose, templates_of
 from interlace.train.elastic.rank import leader_of
@@ -36,6 +36,7 @@ from interlace.train.elastic.state import Held, Note, bits_of, give, sizes_of
 from interlace.train.models.build import build
 from interlace.train.models.costs import flop_costs
 from interlace.train.report.recovery import PARTS, write_page
+from interlace.train.runfolder import json_lines
 from tests.distributed.workers import run_ranks
 from tests.resilience.elastic_cluster import TABLE
 from tests.tiny import tiny_mllm
@@ -169,14 +170,14 @@ def test_recovery_line_lost_with_its_rank_is_written_later(tmp_path: Path) -> No
     changes = [Recovery(number, "train", [("death", node, 1.5 * number, "it is gone")], [["a"]], 6)
                for number, node in ((2, "x"), (1, ""), (2, "d"), (3, "e"), (4, "f"))]  # fmt: skip
     earlier, first, second, third, fourth = changes
-    made, recoveries = config_of(), Recoveries(tmp_path)
-    recoveries.add(earlier, None, made)
-    recoveries.add(first, None, made)
-    with recoveries.path.open("a") as file:
+    made, path = config_of(), tmp_path / "recovery.jsonl"
+    write_recovery(tmp_path, earlier, None, made)
+    write_recovery(tmp_path, first, None, made)
+    with path.open("a") as file:
         file.write('{"generation": 2, "cau')  # the last output of rank 0
-    recoveries.add(third, second, made)
-    recoveries.add(fourth, third, made)
-    assert [line["cause"][0][1] for line in recoveries.read()] == ["x", "", "d", "e", "f"]
+    write_recovery(tmp_path, third, second, made)
+    write_recovery(tmp_path, fourth, third, made)
+    assert [line["cause"][0][1] for line in json_lines(path)] == ["x", "", "d", "e", "f"]
 
 
 def test_recovery_page_draws_each_part_and_escapes_text(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,8 +42,9 @@ def _close(folder: Path, *overrides: str) -> dict[str, Any]:
     feed = toy_feed(config)
     feed.held_out_data.name = "toy"
     page, trackers = Page(folder, config, FACTS), Trackers(config, folder, {})
-    model: Any = ToyModel()
-    finished.close(finished.Ended(config, "toy.toml", OUTCOME, model, Tokens(), feed, page, trackers))
+    job: Any = SimpleNamespace(config=config, source="toy.toml", tokenizer=Tokens(), feed=feed, trackers=trackers)
+    job.parallel = SimpleNamespace(mllm=ToyModel())
+    finished.close(finished.Ended(job, OUTCOME, page))
     return dict(json.loads((folder / "summary.json").read_text()))
 
 

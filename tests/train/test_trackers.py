@@ -297,7 +297,7 @@ def test_one_that_falls_too_far_behind_is_switched_off(
 )
 def test_what_cannot_track_is_refused(calls: list[Any], names: list[str], options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^config: ") as refused:
-        trackers.check(config_of(*names, **options))
+        trackers.made(config_of(*names, **options))
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -306,7 +306,7 @@ def test_a_missing_package_is_named_with_what_to_install(name: str, monkeypatch:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(trackers.importlib, "import_module", lambda module: _missing(module))
     with pytest.raises(ConfigError, match=f"{name} is not installed: pip install {name}, or take '{name}' out"):
-        trackers.check(config_of(name))
+        trackers.made(config_of(name))
 
 
 def _missing(module: str) -> Any:
@@ -324,7 +324,7 @@ def test_what_fails_while_it_is_imported_is_one_line(tmp_path: Path, monkeypatch
         ("mlflow", "'mlflow': it cannot be imported: Descriptors cannot be created directly. Downgrade it, or take"),
     ):
         with pytest.raises(ConfigError, match=r"^config: log\.trackers") as refused:
-            trackers.check(config_of(name))
+            trackers.made(config_of(name))
         assert said in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -19,7 +19,7 @@ from interlace.train.models.tuning import rates
 from interlace.train.observers.base import Outputs
 from interlace.train.observers.saving import Saving
 from interlace.train.optim import Optimizer, lr_factor
-from interlace.train.progress import StopRequest
+from interlace.train.progress import stop_request
 from interlace.train.report.metrics import BLANK, HELD_OUT, LOSS, read_metrics
 from interlace.train.trainer import Trainer
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
@@ -297,8 +297,7 @@ def test_non_finite_loss_ends_the_run_before_the_update(tmp_path: Path) -> None:
 
 def test_stop_request_stores_the_signal_second_ctrl_c_raises() -> None:
     previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        request = StopRequest()
+    with stop_request() as request:
         assert not request.number
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # process managers repeat the signal: the save continues
@@ -306,8 +305,6 @@ def test_stop_request_stores_the_signal_second_ctrl_c_raises() -> None:
         assert request.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    finally:
-        request.restore()
     assert previous == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
 

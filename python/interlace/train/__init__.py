@@ -7,6 +7,7 @@
 - `watching`: averages, early stop, loss scale. `runfolder`: files of a run. `selection`: selection of a checkpoint.
 - `launch/`: starts ranks and coordinates them. `checkpoint/`: saving and resuming. `elastic/`: nodes that join and
   leave.
+- `blame`: errors that the user can correct, from errors of libraries.
 - `auto/`: `parallel = "auto"`. `report/`: metrics, trackers, pages. `commands/`: the CLI's commands.
 
 Only `cli` imports this package. Import the modules directly (``from interlace.train.config.load import load``). The

@@ -6,14 +6,18 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 
 from interlace import _device
 from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
+
+if TYPE_CHECKING:
+    from interlace.run.parallel_model import ParallelModel
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``train.precision`` -> autocast dtype of matrix products in a forward; None: the dtype of the weights."""
@@ -63,7 +67,7 @@ def finish() -> None:
         torch.accelerator.synchronize()
 
 
-def compile_layers(parallel: Any, device: torch.device, *, source: str = "config") -> None:
+def compile_layers(parallel: ParallelModel, device: torch.device, *, source: str = "config") -> None:
     """Compiles the repeated layers of the stages of `parallel`, each on its first run (``train.compile``).
 
     Raises ConfigError if torch.compile does not work here, which is tested with one small function.
@@ -78,11 +82,13 @@ def compile_layers(parallel: Any, device: torch.device, *, source: str = "config
         ) from None
     for stages in parallel.stages.values():
         for stage in stages.values():
-            for layer in stage.layers:
+            for layer in cast(nn.ModuleList, stage.layers):
                 layer.compile()
 
 
-def warm_up_attention(parallel: Any, device: torch.device, precision: str, say: Callable[[str], object]) -> None:
+def warm_up_attention(
+    parallel: ParallelModel, device: torch.device, precision: str, say: Callable[[str], object]
+) -> None:
     """Compiles the attention kernels of the modules of `parallel` ahead of time, if `device` is a GPU.
 
     say: receives progress messages.

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -36,31 +36,25 @@ from interlace.train.models.build import build, stored_weights
 from interlace.train.observers.base import Observer, Outputs
 from interlace.train.progress import Membership
 from interlace.train.report.facts import facts_of
-from interlace.train.report.finished import Ended
 from interlace.train.report.page import Page
 from interlace.train.report.trackers import Trackers
 from interlace.train.trainer import Trainer
 
-
-class Gathering(Protocol):
-    """Ranks that agree on a run folder: `Startup`, or the `Meeting` of a generation."""
-
-    rank: int
-
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value` (any JSON value), by rank. Collective."""
+if TYPE_CHECKING:
+    from interlace.data import Tokenizer
 
 
 class Job:
     """Training of one rank. Each step makes the attributes that the later ones use; errors are ConfigErrors.
 
     config: with the values of open settings, once they are known. source: names the config in messages. membership:
-    of the present generation. lock: of the run folder, on rank 0. `cleanup` ends what the steps have started.
+    of the present generation. lock: of the run folder, on rank 0. close_channel: closes the channel of the newest
+    parallel model, if it has one. `cleanup` ends what the steps have started.
     """
 
     kind: str
     device: torch.device
-    tokenizer: Any
+    tokenizer: Tokenizer
     model: MultimodalModel
     stored: Stored
     train_data: Any
@@ -76,6 +70,7 @@ class Job:
         self.config, self.source, self.cleanup, self.membership = config, source, cleanup, membership
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
         self.lock: lock.RunLock | None = None
+        self.close_channel: Callable[[], None] = lambda: None
 
     def choose_device(self) -> None:
         """Kind of device of all ranks of this node."""
@@ -106,7 +101,7 @@ class Job:
         """Fingerprints of the data, which are the same on all ranks."""
         return f"{self.train_data.fingerprint()} {self.held_out.fingerprint()}"
 
-    def find_folder(self, ranks: Gathering, resume: str | None, *, take_over: bool = False) -> Path | None:
+    def find_folder(self, ranks: runfolder.Gathering, resume: str | None, *, take_over: bool = False) -> Path | None:
         """Rank 0 makes the run folder (or finds the one to resume), locks it and sends its path. Collective.
 
         Returns the checkpoint that `resume` names, if it names one.
@@ -145,14 +140,8 @@ class Job:
             model, layout, transport=transport, device=self.device, coordinated=coordinated, options=options
         )
         self.layout = layout
-
-    @contextlib.contextmanager
-    def blaming(self, setting: str) -> Iterator[None]:
-        """Names `setting` in the ValueErrors of the block, which become ConfigErrors."""
-        try:
-            yield
-        except ValueError as error:
-            raise ConfigError(f"{self.source}: {setting}: {error}") from None
+        if self.parallel.channel is not None:
+            self.close_channel = self.parallel.channel.close
 
     def make_feed(self) -> None:
         """Samples for the newest parallel model, and the steps of ``train.epochs``. Collective for streams."""
@@ -192,12 +181,6 @@ class Job:
         """The page of the run."""
         return Page(self.folder, self.config, facts_of(self.parallel.mllm, self.layout))
 
-    def ended(self, outcome: dict[str, Any], page: Page) -> Ended:
-        """The run after its last step, for the reports of rank 0. outcome: of `Trainer.run`."""
-        return Ended(
-            self.config, self.source, outcome, self.parallel.mllm, self.tokenizer, self.feed, page, self.trackers
-        )
-
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
     """The config with the number of steps of its epochs. batches: number of batches of an epoch.
@@ -211,14 +194,20 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
     steps = sum(batches(epoch) for epoch in range(whole))
     if train.epochs > whole:
         steps += round((train.epochs - whole) * batches(whole))
-    table = train.model_dump() | {"steps": steps, "epochs": None}
-    try:  # validates the whole config, because other sections refer to steps, too
-        return Config.model_validate(config.model_dump() | {"train": table})
+    where = f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}"
+    return settled(config, "train", {"steps": steps, "epochs": None}, where)
+
+
+def settled(config: Config, section: str, values: dict[str, int | None], where: str) -> Config:
+    """The config with values of a section that were left open. Validates all of it, since sections refer to each other.
+
+    Raises ConfigError, which begins with `where`.
+    """
+    try:
+        return Config.model_validate(config.model_dump() | {section: getattr(config, section).model_dump() | values})
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise ConfigError(
-            f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}: {why}"
-        ) from None
+        raise ConfigError(f"{where}: {why}") from None
 
 
 def say_trained(config: Config, model: MultimodalModel) -> None:

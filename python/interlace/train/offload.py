@@ -48,10 +48,6 @@ class _Staged(NamedTuple):
     gradients: list[Tensor]
     arrived: torch.Event | None
 
-    def wait(self) -> None:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-
 
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW over parameters on one device of any kind, with its state on the CPU.
@@ -84,7 +80,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             here, staged = staged, None
             if place + 1 < len(buckets):
                 staged = self._fetch(*buckets[place + 1], place + 1)
-            here.wait()
+            if here.arrived is not None:
+                here.arrived.synchronize()
             self._update(here)
             for parameter, weight in zip(here.parameters, here.weights, strict=True):
                 parameter.copy_(weight, non_blocking=True)
@@ -129,7 +126,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 there = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 there.copy_(tensor, non_blocking=True)
                 to.append(there)
-                at += _aligned(tensor.nbytes)
+                at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return _Staged(group, parameters, weights, gradients, _moment(parameters[0].device))
 
     def _buffer(self, number: int, parameters: list[nn.Parameter]) -> Tensor:
@@ -165,7 +162,3 @@ class OffloadedAdamW(torch.optim.AdamW):
 def _moment(device: torch.device) -> torch.Event | None:
     """Event after all work queued on a GPU so far."""
     return torch.accelerator.current_stream(device).record_event() if _device.on_gpu(device) else None
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.plan.memory import StateSize
+from interlace.train.blame import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.sections import Config
 from interlace.train.config.train import Train
@@ -211,7 +212,7 @@ def check(train: Train, *, source: str = "config") -> None:
         size = torch.Size(shape).numel()
         weight = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
         try:
-            optimizer = _own(train.optimizer, [_group(weight, train)], train)
+            optimizer = _of_one(weight, train)
             _update(optimizer, weight, weight.detach().cos())
             if wrong := [name for name, value in optimizer.state[weight].items() if not isinstance(value, Tensor)]:
                 kind = type(optimizer.state[weight][wrong[0]]).__name__
@@ -220,7 +221,7 @@ def check(train: Train, *, source: str = "config") -> None:
                     "that checkpoints include it"
                 )
             resumed = nn.Parameter(weight.detach().clone())
-            other = _own(train.optimizer, [_group(resumed, train)], train)
+            other = _of_one(resumed, train)
             state = first_state(train.optimizer, resumed, train)
             for name, value in optimizer.state[weight].items():
                 state[name].copy_(value)
@@ -228,15 +229,14 @@ def check(train: Train, *, source: str = "config") -> None:
             for each, parameter in ((optimizer, weight), (other, resumed)):
                 _update(each, parameter, parameter.detach().sin())
             fresh = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
-            begun = _own(train.optimizer, [_group(fresh, train)], train)
+            begun = _of_one(fresh, train)
             begun.state[fresh].update(first_state(train.optimizer, fresh, train))
             _update(begun, fresh, fresh.detach().cos())
             _update(begun, fresh, fresh.detach().sin())
         except ConfigError as error:
             raise ConfigError(f"{source}: [train] {error}") from None
         except Exception as error:  # a user's class may raise anything
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {text}") from None
+            raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {one_line(error)}") from None
         if not torch.equal(weight, resumed):
             raise ConfigError(
                 f"{key} does not continue from its saved state: keep all of its state as tensors in "
@@ -249,8 +249,9 @@ def check(train: Train, *, source: str = "config") -> None:
             )
 
 
-def _group(weight: nn.Parameter, train: Train) -> dict[str, Any]:
-    return {"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}
+def _of_one(weight: nn.Parameter, train: Train) -> torch.optim.Optimizer:
+    """A user's optimizer of one weight."""
+    return _own(train.optimizer, [{"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}], train)
 
 
 def _update(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradient: Tensor) -> None:

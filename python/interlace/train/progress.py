@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,37 +13,28 @@ from pydantic import BaseModel, ConfigDict
 
 from interlace.train.config.load import ConfigError
 from interlace.train.config.train import Train
-from interlace.train.launch.launcher import StopSignals
+from interlace.train.launch.launcher import StopSignals, handling
 from interlace.train.launch.peers import Peers
 from interlace.train.optim import lr_factor, schedule_length
 from interlace.train.report.metrics import LogWindow
 from interlace.train.watching import LossScale, Verdict
 
 
-class StopRequest:
+@contextmanager
+def stop_request() -> Iterator[StopSignals]:
     """Records SIGTERM and SIGINT, so that the loop can finish its step, save and exit.
 
     `StopSignals` decides which signals exit at once, as in the launcher.
     """
+    signals = StopSignals()
 
-    def __init__(self) -> None:
-        self.signals = StopSignals()
-        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    @property
-    def number(self) -> int:
-        """First signal received; 0: none yet."""
-        return self.signals.number
-
-    def restore(self) -> None:
-        """Restores the previous handlers."""
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        if self.signals.insists(number):
+    def note(number: int) -> None:
+        if signals.insists(number):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)
+
+    with handling(note):
+        yield signals
 
 
 @dataclass

@@ -5,29 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.auto import planlock
+from interlace.train.blame import blaming, one_line
 from interlace.train.config.load import ConfigError
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, batch_notes, indexed, report_left_out
 from interlace.train.data.feed_stream import StreamFeed
-from interlace.train.job import Job, say_trained
+from interlace.train.job import Job, say_trained, settled
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.models.build import build_layout, initialize
 from interlace.train.models.costs import ranks_per_node, stated_links
 from interlace.train.observers.base import Outputs
-from interlace.train.progress import Membership, StopRequest
+from interlace.train.progress import Membership, stop_request
 from interlace.train.report import finished
 from interlace.train.report import forecast as forecasts
 from interlace.train.report.finished import Ended
@@ -37,7 +37,13 @@ from interlace.train.scheduling import schedule_options, step_options
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run on this rank: see `run`."""
+    """Start of a run on this rank.
+
+    folder: the run folder of all ranks; without it (under torchrun) rank 0 makes or finds it and locks it (`take_over`
+    as in `lock.take`). at: checkpoint to resume from, by default the newest. resume: None for a new run, else the
+    argument of ``--resume``. held: lock of `folder`, on rank 0. plan: a plan.lock to repeat if the config leaves its
+    layout open; the default is the run folder's, else rank 0 chooses.
+    """
 
     folder: Path | None = None
     at: Path | None = None
@@ -47,37 +53,23 @@ class Start:
     plan: Path | None = None
 
 
-def run(
-    config: Config,
-    *,
-    source: str,
-    folder: Path | None = None,
-    at: Path | None = None,
-    resume: str | None = None,
-    held: lock.RunLock | None = None,
-    take_over: bool = False,
-    plan: Path | None = None,
-) -> int:
+NEW = Start()
+
+
+def run(config: Config, *, source: str, start: Start = NEW) -> int:
     """Trains as rank RANK of WORLD_SIZE (one process if they are not set); returns the exit code.
 
-    `resume` is None for a new run, else the argument of ``--resume``. `folder` is the run folder of all ranks. `held`
-    is its lock, on rank 0. Without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
-    `lock.take`). `at` is the checkpoint to resume from, by default the newest. `source` names the config in messages.
-    `plan` is a plan.lock to repeat if the config leaves its layout open; the default is the run folder's, else rank 0
-    chooses.
+    `source` names the config in messages.
 
     The code is 0 when all steps are trained, and 128 + the signal when a signal ended the run, which is then saved.
     Raises ConfigError for errors that the user can correct; anything else is a failure of the run.
     """
-    stop = StopRequest()
     # Ends these in order on every exit path: a C++ thread that is still running when Python exits would be SIGABRT.
     with contextlib.ExitStack() as cleanup:
-        job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
-        try:
-            rank = Rank(job, Start(folder, at, resume, held, take_over, plan))
+        with stop_request() as stop:  # a later signal may end the process at once: nothing is left to save
+            job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
+            rank = Rank(job, start)
             code = rank.train()
-        finally:
-            stop.restore()  # a later signal may end the process at once: nothing is left to save
         if rank.finished is not None:
             finished.close(rank.finished)
     return code
@@ -167,9 +159,9 @@ class Rank:
         nodes = startup.gather("building the model", job.local_world)
         own = "try out how the model can be cut and make memory for its part of it"
         # Errors of the layout are raised on every rank, before any collective.
-        with job.blaming("[parallel]"), startup.bounded("making the process groups of the pipeline", own):
-            options = step_options(
-                config,
+        with blaming(f"{job.source}: [parallel]"), startup.bounded("making the process groups of the pipeline", own):
+            options = replace(
+                step_options(config),
                 schedule_options=schedule_options(config, job.model, job.layout, config.train.microbatches),
                 ranks_per_node=ranks_per_node(config, nodes),
                 crash_folder=job.folder / "crash",
@@ -237,7 +229,7 @@ class Rank:
         if self.world > 1:
             dist.destroy_process_group()
         if self.rank == 0:
-            ended = job.ended(outcome, page)
+            ended = Ended(job, outcome, page)
             if outcome["finished"]:
                 self.finished = ended
             else:
@@ -257,7 +249,7 @@ def foresee(job: Job) -> forecasts.Forecast | None:
     try:
         costs = forecasts.measure(config, job.model, indexed(job.train_data, job.held_out), job.device)
     except Exception as error:  # a model run in parts may raise anything; forecasting is optional
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error)
     links = stated_links(config) or measure_links(parallel.channel, job.model.modules_order())
     if parallel.channel is not None and parallel.channel.rank:
         return None
@@ -282,13 +274,8 @@ def with_replicas(config: Config, world: int, source: str) -> Config:
     if not config.open_replicas() or world % config.world_size():
         return config  # `check_world` reports a number that does not fit
     replicas = world // config.world_size()
-    try:
-        table = config.model_dump() | {"parallel": config.parallel.model_dump() | {"dp": replicas}}
-        return Config.model_validate(table)
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        made = "1 rank makes 1 replica" if world == 1 else f"{world} ranks make {replicas} replicas"
-        raise ConfigError(f"{source}: {made} (parallel.dp): {why}") from None
+    made = "1 rank makes 1 replica" if world == 1 else f"{world} ranks make {replicas} replicas"
+    return settled(config, "parallel", {"dp": replicas}, f"{source}: {made} (parallel.dp)")
 
 
 def record(folder: Path, config: Config, asked: Parallel) -> None:
@@ -318,8 +305,7 @@ def check_data(mine: str, startup: Startup) -> None:
         )
 
 
-def draw_mask(model: MultimodalModel, feed: Feed, path: Path, samples: int = 4) -> None:
+def draw_mask(model: MultimodalModel, feed: Feed, path: Path) -> None:
     """mask.png: the attention mask of a few packed held-out samples."""
-    model.collate(feed.held_out[:samples], only=["language_model"])["mask"].plot(
-        path, names=dict(enumerate(model.encoders, start=1))
-    )
+    mask = model.collate(feed.held_out[:4], only=["language_model"])["mask"]
+    mask.plot(path, names=dict(enumerate(model.encoders, start=1)))

@@ -15,6 +15,7 @@ from interlace.train.config.sections import Config
 if TYPE_CHECKING:
     from interlace.costs.step import Size
     from interlace.layout import Layout
+    from interlace.model import MultimodalModel
     from interlace.plan.memory import Activations, Load, RankMemory, StateSize, WeightSize
     from interlace.schedule import Schedule, StepTable
     from interlace.schedule.costs import ActivationBytes
@@ -34,7 +35,7 @@ class Held:
         return max(memory.peak_run for memory in self.memory)
 
 
-def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[str, Activations]:
+def activations_of_config(config: Config, model: MultimodalModel, layout: Layout) -> dict[str, Activations]:
     """Activation memory of forwards under the config's precision and checkpointing.
 
     Raises ValueError as `activations_of` does.
@@ -56,7 +57,7 @@ def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[st
 
 def held_by_ranks(
     config: Config,
-    model: Any,
+    model: MultimodalModel,
     schedule: Schedule,
     weights: Sequence[WeightSize],
     activations: Mapping[str, Activations],
@@ -145,10 +146,11 @@ def _by_layer(schedule: Schedule) -> frozenset[tuple[int, str]]:
     return frozenset((rank, schedule.graph.modules[module]) for rank, module in layered)
 
 
-def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
+def _items(config: Config, model: MultimodalModel) -> dict[str, tuple[int, ...]]:
     """Audio encoder -> shape of a clip that fills its budget. Shorter clips are padded to the encoder's length."""
     from interlace.model.inputs.spectrograms import AudioInputs
 
     longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
-    clips = {name: each.default_shape for name, each in model.encoders.items() if isinstance(each.feed, AudioInputs)}
+    audio = [name for name in model.encoders if isinstance(model.encoders[name].feed, AudioInputs)]
+    clips = {name: model.encoders[name].default_shape for name in audio}
     return {name: (shape[0], min(shape[1], longest)) for name, shape in clips.items()}

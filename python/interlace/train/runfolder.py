@@ -29,7 +29,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from interlace.train.config.load import ConfigError, dumps
 from interlace.train.config.sections import Config
@@ -133,6 +133,15 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def json_lines(path: Path) -> list[Any]:
+    """Lines of a JSONL file, if it exists. A half-written line of a killed process is skipped."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
 def write_config(folder: Path, config: Config) -> None:
     """Writes the resolved config.toml of a run folder."""
     write_whole(folder / "config.toml", dumps(config))
@@ -147,10 +156,20 @@ def point_latest(folder: Path) -> None:
         draft.replace(link)
 
 
+class Gathering(Protocol):
+    """Ranks that agree on a run folder: `Startup`, or the `Meeting` of a generation."""
+
+    rank: int
+    world: int
+
+    def gather(self, what: str, value: object) -> list[Any]:
+        """Every rank's `value` (any JSON value), by rank. Collective."""
+
+
 PROBE_SECONDS = 15.0  # time until a new file must be visible on all nodes
 
 
-def check_shared(folder: Path, startup: Any) -> None:
+def check_shared(folder: Path, startup: Gathering) -> None:
     """Raises ConfigError on all ranks unless they share one run folder. Collective (`startup.Startup`).
 
     With separate folders, each node would keep its own part of a checkpoint. Every rank must see the file of rank 0,

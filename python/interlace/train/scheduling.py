@@ -8,20 +8,24 @@ lengths uses a table of samples of equal length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import budget_loads, flop_costs
-from interlace.train.rank_memory import activations_of_config
+from interlace.train.rank_memory import Held, activations_of_config, held_by_ranks
 
 if TYPE_CHECKING:
+    from interlace.layout import Layout
+    from interlace.model import MultimodalModel
+    from interlace.plan import ModuleCosts
+    from interlace.plan.memory import Activations, Load, WeightSize
     from interlace.run.options import StepOptions
-    from interlace.schedule import Options
+    from interlace.schedule import Options, Schedule, StepTable
 
 
-def schedule_options(config: Config, model: Any, layout: Any, microbatches: int) -> Options:
+def schedule_options(config: Config, model: MultimodalModel, layout: Layout, microbatches: int) -> Options:
     """Options for steps of `microbatches` of each replica of the language model, whose samples fill their budgets."""
     from interlace.run import stage_durations
 
@@ -36,8 +40,8 @@ def schedule_options(config: Config, model: Any, layout: Any, microbatches: int)
     return options
 
 
-def step_options(config: Config, **more: Any) -> StepOptions:
-    """Options of a config's steps. more: further ones, by name."""
+def step_options(config: Config) -> StepOptions:
+    """Options of a config's steps, except those that follow from the model and the ranks."""
     from interlace.run.options import StepOptions
     from interlace.train.device import AUTOCAST
 
@@ -50,13 +54,17 @@ def step_options(config: Config, **more: Any) -> StepOptions:
         balance=config.train.balance,
         autocast=AUTOCAST[config.train.precision],
         timeout=config.parallel.timeout,
-        **more,
     )
 
 
 def step_schedule(
-    config: Config, model: Any, layout: Any, microbatches: int, table: Any = None, timed: Any = None
-) -> Any:
+    config: Config,
+    model: MultimodalModel,
+    layout: Layout,
+    microbatches: int,
+    table: StepTable | None = None,
+    timed: Options | None = None,
+) -> Schedule:
     """Schedule of the step of `table`; by default of samples of equal length, which `train.assign` does not change.
 
     timed: generator options that depend on this table; they override the general ones.
@@ -80,20 +88,22 @@ def step_schedule(
     return generator_of(config.parallel.schedule)(graph, table, **options)
 
 
-def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:
+def chunk_sizes(config: Config, layout: Layout, microbatches: int) -> dict[str, float]:
     """Samples per chunk of each module, in microbatches of the language model."""
     chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
     samples = chunks["language_model"] * replicas["language_model"]
     return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
 
 
-def chunk_costs(config: Config, layout: Any, costs: Mapping[str, Any], microbatches: int) -> dict[str, Any]:
+def chunk_costs(
+    config: Config, layout: Layout, costs: Mapping[str, ModuleCosts], microbatches: int
+) -> dict[str, ModuleCosts]:
     """Costs of a chunk of each module, which the ranks of a lane share."""
     sizes = chunk_sizes(config, layout, microbatches)
     return {name: scaled(cost, sizes[name] / layout.spec(name).lane_size) for name, cost in costs.items()}
 
 
-def chunk_counts(config: Config, layout: Any, microbatches: int) -> dict[str, int]:
+def chunk_counts(config: Config, layout: Layout, microbatches: int) -> dict[str, int]:
     """Chunks per replica and step of each module of `layout`.
 
     A layout with a different number of replicas than the config's (a chain for modules of unequal dp) cuts a step into
@@ -109,7 +119,7 @@ def chunk_counts(config: Config, layout: Any, microbatches: int) -> dict[str, in
     return {name: spread(name, own[name]) if name in own else default for name in encoders} | {"language_model": rounds}
 
 
-def scaled(cost: Any, factor: float) -> Any:
+def scaled(cost: ModuleCosts, factor: float) -> ModuleCosts:
     """Costs of a chunk with `factor` times as many samples."""
     from interlace.plan import LayerTimes, ModuleCosts
 
@@ -118,7 +128,9 @@ def scaled(cost: Any, factor: float) -> Any:
     return ModuleCosts(layer=cost.layer, times=times, trainable=cost.trainable)
 
 
-def kept_bytes(config: Config, model: Any, layout: Any, microbatches: int) -> dict[tuple[str, int], float]:
+def kept_bytes(
+    config: Config, model: MultimodalModel, layout: Layout, microbatches: int
+) -> dict[tuple[str, int], float]:
     """(module, stage) -> activation bytes of a chunk that fills its budgets, on each rank of the stage's lane.
 
     If a backward may be split, this is the larger of the bytes before and after its first half: generators take one
@@ -135,9 +147,27 @@ def kept_bytes(config: Config, model: Any, layout: Any, microbatches: int) -> di
     return {(module, stage): max(size, later[module, stage, i]) for (module, stage, i), size in kept.items()}
 
 
+def held_by_layout(
+    config: Config, model: MultimodalModel, layout: Layout, microbatches: int, of_step: int | None = None
+) -> tuple[Held, list[WeightSize]]:
+    """Memory of every rank of `layout` in a step of `microbatches` whose samples fill their budgets, and its weights.
+
+    of_step: microbatches of the whole step, if chunks have the size that they have with these. Raises ValueError for a
+    layout that a rank cannot hold.
+    """
+    from interlace.estimate.traced import weights_of
+
+    weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
+    activations = activations_of_config(config, model, layout)
+    sizes = chunk_sizes(config, layout, microbatches if of_step is None else of_step)
+    loads = chunk_loads(config, model, activations, sizes)
+    schedule = step_schedule(config, model, layout, microbatches)
+    return held_by_ranks(config, model, schedule, weights, activations, loads), weights
+
+
 def chunk_loads(
-    config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]
-) -> dict[str, Any]:
+    config: Config, model: MultimodalModel, activations: Mapping[str, Activations], sizes: Mapping[str, float]
+) -> dict[str, Load]:
     """Load of a chunk of each module; all text counts as targets."""
     from interlace.plan.memory import Load
 

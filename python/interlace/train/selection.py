@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
@@ -17,6 +17,9 @@ from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.build import architecture, stored_weights
 from interlace.train.watching import Verdict
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 
 class Chosen(NamedTuple):
@@ -43,9 +46,7 @@ def choose(
     if raw and config.train.ema is None:
         raise ConfigError(f"--raw: {folder} has no averaged weights (train.ema): omit --raw")
     words = []
-    path = at
-    if path is None and step is not None:
-        path = _of_step(folder, step)
+    path = _of_step(folder, step) if at is None and step is not None else at
     if path is None:
         path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
         if path is None:
@@ -60,7 +61,7 @@ def choose(
     return Chosen(path, averaged, ", ".join(words))
 
 
-def fill(config: Config, model: Any, chosen: Chosen, *, source: str = "config") -> int:
+def fill(config: Config, model: MultimodalModel, chosen: Chosen, *, source: str = "config") -> int:
     """Fills the whole model of a run's config in this process with the chosen weights; returns their step.
 
     Weights that a checkpoint leaves to the folders named in the config are read from there. All weights are fp32

@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,12 +22,18 @@ from interlace.train.data.producers import workers_of
 from interlace.train.launch import launcher
 from interlace.train.report.metrics import computed_tokens
 
+if TYPE_CHECKING:
+    from interlace.data import SampleDataset
+    from interlace.model import MultimodalModel, Sample
+
 SAMPLES = 48  # maximum number of samples to read
 SECONDS = 1.0  # no more samples are decoded after this time
 _TURNS = 5
 
 
-def measure_overhead(config: Config, model: Any, data: Any, kind: str) -> Callable[[int, int], HostOverhead]:
+def measure_overhead(
+    config: Config, model: MultimodalModel, data: SampleDataset, kind: str
+) -> Callable[[int, int], HostOverhead]:
     """Measures the outside-schedule time of a config's model on devices of a `kind`. data: the training set.
 
     Returns a function of (ranks per node, threads per rank). Both determine the number of workers and whether workers
@@ -85,7 +91,7 @@ class _WorkerTimes:
     took: Mapping[str, float]
 
 
-def _worker_times(config: Config, model: Any, data: Any, count: int) -> _WorkerTimes | None:
+def _worker_times(config: Config, model: MultimodalModel, data: SampleDataset, count: int) -> _WorkerTimes | None:
     """Times the work of a worker and of the thread that waits for it, for a batch of `count` samples, one after the
     other.
 
@@ -126,15 +132,12 @@ def _worker_times(config: Config, model: Any, data: Any, count: int) -> _WorkerT
     return _WorkerTimes((answered - begin) / count, took / count, decode, receive)
 
 
-def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
+def _decoding(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
     """Encoder -> CPU seconds to decode one sample's items, on average."""
     seconds = {}
     for name in model.encoders:
         begin, count = time.thread_time(), 0
-        for sample in samples:
-            items = sample.media.get(name, ())
-            if not items:
-                continue
+        for items in filter(None, (sample.media.get(name) for sample in samples)):
             for item in items:
                 item.data  # noqa: B018 (loads it)
             count += 1
@@ -145,7 +148,7 @@ def _decoding(model: Any, samples: Sequence[Any]) -> dict[str, float]:
     return seconds
 
 
-def _batch_seconds(config: Config, model: Any, samples: Sequence[Any]) -> tuple[float, float, float]:
+def _batch_seconds(config: Config, model: MultimodalModel, samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Seconds per sample for a step's table and for the rest of the work on a batch; and relative spread of the turns.
 
     The spread is the slowdown of the median turn relative to the fastest.
@@ -167,7 +170,7 @@ def _batch_seconds(config: Config, model: Any, samples: Sequence[Any]) -> tuple[
         Deals(model, layout, table, batch.samples, config.parallel.context_order).routes(torch.device("cpu"))
         comparison.number(table.digest, comparison.of_samples(batch.lists()).text)
         meter.add(batch.samples, table, 1.0)
-        computed_tokens(batch.samples, model.encoders)
+        computed_tokens(batch.samples, dict(model.encoders.items()))
         tables.append(made - begin)
         rests.append(time.perf_counter() - made)
     both = sorted(sum(turn) for turn in zip(tables, rests, strict=True))

@@ -96,16 +96,13 @@ class Trainer:
             config.train.last_step, {"validation": config.train.validate_every, "checkpoint": config.checkpoint.every}
         )
         profiler = Profiler(config.log.profile, outputs.folder, self.rank)
-        self.validation = Validation(config, parallel, feed, self.averages, left)
-        self.saving = Saving(
-            config, self.checkpoints, peers, outputs, left, self.state, lambda: self.snapshot(peers.together)
-        )
+        self.validation, self.saving = Validation(self, left), Saving(self, left)
         self.observers: list[Observer] = [
-            Measurements(config, model, parallel, feed, peers, outputs, profiler),
-            Trace(config, parallel, peers, outputs.folder),  # before the validation, which replaces the last timeline
+            Measurements(self, profiler),
+            Trace(self),  # before the validation, which replaces the last timeline
             self.validation,
             *further,
-            Log(config, feed, outputs, left, self.rank),
+            Log(self, left),
             self.saving,
             profiler,
         ]

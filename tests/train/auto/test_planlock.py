@@ -89,7 +89,7 @@ def test_a_rank_of_torchrun_takes_the_lock_that_is_named(tmp_path: Path, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("INTERLACE_RUN_FOLDER", raising=False)
     assert main(["train", str(path), "--set", "parallel=auto", "--lock", str(tmp_path / "plan.lock")]) == 0
-    assert given["plan"] == tmp_path / "plan.lock"
+    assert given["start"].plan == tmp_path / "plan.lock"
 
 
 class _Alone:

@@ -15,6 +15,7 @@ from interlace.cli import main, parser
 from interlace.costs.links import Link, Links
 from interlace.plan import LinkModel
 from interlace.train.commands.planning import failures
+from interlace.train.commands.planning.costs import Costs, Priced
 from interlace.train.config.load import load
 from interlace.train.config.resilience import Resilience
 from interlace.train.data.texts import vocabulary_of
@@ -75,8 +76,8 @@ def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
         model = build(config, vocabulary_of(config))
         options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv"])
         options.ranks_per_node, options.faults, options.min_nodes = 4, 1, 1
-        costs = SimpleNamespace(modules=flop_costs(config, model))
-        return failures.job_of(config, model, costs, options, 4).state.copied
+        costs = Costs(flop_costs(config, model), "counted")
+        return failures.job_of(Priced(config, model, costs, "tiny.toml", 4), options, 4).state.copied
 
     def table(lane: dict[str, Any]) -> str:
         return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in lane.items()) + "}"
@@ -221,7 +222,7 @@ def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
         options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv", *flags])
         config = load(tiny, []).model_copy(update={"resilience": Resilience(**own)})
-        found = failures.with_config(options, config, None, None)
+        found = failures.with_config(options, Priced(config, None, None, "tiny.toml", 4))  # type: ignore[arg-type]
         return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
 
     assert taken({}) == (None, 1, 1, 1)

@@ -90,7 +90,8 @@ def play(*overrides: str) -> Any:
     overrides = ("train.batch_size=16", "train.microbatches=4", *overrides)
     config, model = _config(*overrides), _build(*overrides)
     costs = layer_costs.counted(config, model, 1.0)
-    return played(config, model, own_layout(config, model, "tiny.toml"), costs, 4)
+    priced = layer_costs.Priced(config, model, costs, "tiny.toml", 4)
+    return played(priced, own_layout(config, model, "tiny.toml"))
 
 
 def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
@@ -156,10 +157,11 @@ def test_few_ranks_and_many_are_simulated_alike(degrees: str) -> None:
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{{degrees}}}}}"]
     config, model = _config(*overrides), _build(*overrides)
-    costs, layout = layer_costs.counted(config, model, 1.0), own_layout(config, model, "tiny.toml", whole=True)
-    one = played(config, model, layout, costs, 4).makespan
+    priced = layer_costs.Priced(config, model, layer_costs.counted(config, model, 1.0), "tiny.toml", 4)
+    layout = own_layout(config, model, "tiny.toml", whole=True)
+    one = played(priced, layout).makespan
     assert one > 4.0
-    assert one == pytest.approx(large.alike(config, model, layout, costs, 4, "tiny.toml").makespan, rel=1e-3)
+    assert one == pytest.approx(large.drawn_step(priced, layout, 0.0)[1].makespan, rel=1e-3)
 
 
 def test_chains_are_shown_beside_lanes() -> None:
@@ -167,9 +169,9 @@ def test_chains_are_shown_beside_lanes() -> None:
     overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
     overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{tp=2}}}}"]
     config, model = _config(*overrides), _build(*overrides)
-    costs = layer_costs.counted(config, model, 1.0)
-    for layout in show._chains(config, model, costs, 2, "tiny.toml", needed=True).values():
-        assert played(config, model, layout, costs, 4).makespan > 0.0
+    priced = layer_costs.Priced(config, model, layer_costs.counted(config, model, 1.0), "tiny.toml", 4)
+    for layout in show._chains(priced, 2, needed=True).values():
+        assert played(priced, layout).makespan > 0.0
 
 
 # ---------------------------------------------------------------------- plan choose

@@ -27,7 +27,9 @@ def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 60.0, **mor
     said: list[str] = []
     command = [sys.executable, "-c", "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + body]
     start = time.monotonic()
-    code = launcher.run(command, count, folder=tmp_path, timeout=timeout, say=said.append, **more)  # type: ignore[arg-type]
+    resume = more.pop("resume", lambda: "")
+    ranks = launcher.RankProcesses(command, count, folder=tmp_path, timeout=timeout, **more)  # type: ignore[arg-type]
+    code = ranks.run(resume, said.append)  # type: ignore[arg-type]
     return code, "\n".join(said), time.monotonic() - start
 
 
@@ -192,7 +194,8 @@ def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
     sys.path.insert(0, {str(Path(launcher.__file__).parents[3])!r})
     from pathlib import Path
     from interlace.train.launch import launcher
-    launcher.run([sys.executable, "-c", {textwrap.dedent(rank)!r}], 1, folder=Path({str(tmp_path)!r}), timeout=5)
+    command = [sys.executable, "-c", {textwrap.dedent(rank)!r}]
+    launcher.RankProcesses(command, 1, folder=Path({str(tmp_path)!r}), timeout=5).run()
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -127,9 +127,9 @@ os._exit(0)
     root = str(Path(__file__).parents[3])
     environment = {"PYTHONPATH": os.pathsep.join([root, *sys.path])}
     said: list[str] = []
-    code = launcher.run(
-        [sys.executable, "-c", body], 2, folder=tmp_path, timeout=60.0, environment=environment, say=said.append
-    )
+    command = [sys.executable, "-c", body]
+    ranks = launcher.RankProcesses(command, 2, folder=tmp_path, timeout=60.0, environment=environment)
+    code = ranks.run(say=said.append)
     assert code == 0, (said, (tmp_path / "logs" / "rank-0.log").read_text())
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -58,7 +59,7 @@ class Dump(_Table):
     events: list[Event] = Field(max_length=1_000_000)
 
 
-class Wait(_Table):
+class Wait(NamedTuple):
     """`rank` waited for `peers`, in `event`."""
 
     rank: int
@@ -66,7 +67,7 @@ class Wait(_Table):
     event: Event
 
 
-class Crash(_Table):
+class Crash(NamedTuple):
     """Analysis of a folder.
 
     world: ranks of the run, as far as the files show. damaged: file name -> reason why it cannot be used. missing:
@@ -107,9 +108,7 @@ def read(folder: Path) -> Crash:
     missing = [rank for rank in range(world) if rank not in dumps]
     waits = [wait for dump in dumps.values() if (wait := _wait_of(dump, dumps)) is not None]
     culprits, cycle = _blame(missing, waits, dumps)
-    return Crash(
-        world=world, dumps=dumps, damaged=damaged, missing=missing, waits=waits, culprits=culprits, cycle=cycle
-    )
+    return Crash(world, dumps, damaged, missing, waits, culprits, cycle)
 
 
 def _read(path: Path) -> Dump:
@@ -132,7 +131,7 @@ def _wait_of(dump: Dump, dumps: Mapping[int, Dump]) -> Wait | None:
     if event is None:
         return None
     absent = [rank for rank in event.ranks if rank != dump.rank and not _came(event, dumps.get(rank), dump.rank)]
-    return Wait(rank=dump.rank, peers=absent, event=event) if absent else None
+    return Wait(dump.rank, absent, event) if absent else None
 
 
 def _came(event: Event, other: Dump | None, rank: int) -> bool:
@@ -145,15 +144,10 @@ def _came(event: Event, other: Dump | None, rank: int) -> bool:
 
 def _blame(missing: Sequence[int], waits: Sequence[Wait], dumps: Mapping[int, Dump]) -> tuple[list[int], list[int]]:
     """(ranks where chains of waits end, most waited for first; else a cycle of ranks)."""
-    after: dict[int, set[int]] = {}
-    for wait in waits:
-        after.setdefault(wait.rank, set()).update(wait.peers)
-    waiting_for: dict[int, int] = {}  # end of a chain -> number of ranks that wait for it, directly or not
-    for rank in after:
-        for end in reached(rank, after):
-            if end not in after:
-                waiting_for[end] = waiting_for.get(end, 0) + 1
-    ends = sorted({*waiting_for, *missing}, key=lambda rank: (-waiting_for.get(rank, 0), rank not in missing, rank))
+    after = {wait.rank: set(wait.peers) for wait in waits}
+    # End of a chain -> number of ranks that wait for it, directly or not.
+    waiting_for = Counter(end for rank in after for end in reached(rank, after) if end not in after)
+    ends = sorted({*waiting_for, *missing}, key=lambda rank: (-waiting_for[rank], rank not in missing, rank))
     if not ends:
         ends = [rank for rank in dumps if rank not in after]
     if ends or not after:

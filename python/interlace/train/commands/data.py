@@ -12,15 +12,23 @@ import contextlib
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from interlace.train.blame import UNREADABLE, blaming, check_at_least
 from interlace.train.config.load import ConfigError, load
+
+if TYPE_CHECKING:
+    from interlace.data.chats.encoding.tokens import ChatFormat
+    from interlace.data.chats.files.sources import Rules
+    from interlace.train.config.data import Data
+    from interlace.train.config.sections import Config
 
 CLEAN, BROKEN = 0, 1
 MOST_NAMED = 20
@@ -35,16 +43,12 @@ def check(options: argparse.Namespace) -> int:
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples}: 0 or more")
-    configs = [path for path in options.files if path.suffix == ".toml"]
-    if configs and len(options.files) > 1:
-        raise ConfigError(f"{configs[0]}: give one config, or files of chats")
-    if options.set and not configs:
-        raise ConfigError("--set changes a config, and none is given")
-    chats: Any = None
-    config: Any = None
+    path = _config_among(options)
+    chats: ChatFormat | None = None
+    config: Config | None = None
     splits: list[_Split]
-    if configs:
-        splits, chats, config = _of_config(configs[0], options.set, not options.headers)
+    if path is not None:
+        splits, chats, config = _of_config(path, options.set, not options.headers)
     else:
         splits = [_Split("", "", options.files, Rules(decode=not options.headers))]
     if options.samples:
@@ -52,23 +56,23 @@ def check(options: argparse.Namespace) -> int:
     strict = splits[0].rules.on_too_long == "error"
     findings = chats_page.Findings(strict, chats)
     shown: list[Any] = []
-    trained: dict[str, set[int]] = {}
+    trained: dict[str, set[int]] = defaultdict(set)
     tokens: dict[str, np.ndarray] = {}
-    hashes: dict[str, list[int]] = {}  # of the records counted in `tokens`
+    hashes: dict[str, list[int]] = defaultdict(list)  # of the records counted in `tokens`
     overlaps = False
     for place, split in enumerate(splits):
         own = chats_page.Findings(strict, chats)
         seen = 0
         room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # some samples of each split
-        before = trained.setdefault(split.source, set())
         for one in _examined(split.files, chats, split.rules, None if config is None else config.data.cache):
             own.add(one)
             findings.add(one)
+            line = zlib.crc32(one.raw.line)
             if split.kind == "train":
-                before.add(zlib.crc32(one.raw.line))
-                hashes.setdefault(split.source, []).extend([zlib.crc32(one.raw.line)] * (one.broken is None))
+                trained[split.source].add(line)
+                hashes[split.source] += [line] * (one.broken is None)
             elif one.broken is None:
-                seen += zlib.crc32(one.raw.line) in before
+                seen += line in trained[split.source]
             if one.broken is None and one.chat is not None and len(shown) < room:
                 shown.append((one.raw.where, one.chat, one.encoded))
         if split.kind == "train":
@@ -85,8 +89,8 @@ def check(options: argparse.Namespace) -> int:
         _write({options.out: chats_page.write(title, findings, shown, chats)})
         print(f"{options.out}: {len(shown)} samples as the model will see them")
     if config is not None and config.data.reading == "random":
-        for line in _batches(config, tokens, hashes):
-            print(line)
+        for note in _batches(config, tokens, hashes):
+            print(note)
     return BROKEN if findings.broken or overlaps or not findings.usable else CLEAN
 
 
@@ -97,7 +101,7 @@ class _Split:
     source: str
     kind: str
     files: list[Path]
-    rules: Any
+    rules: Rules
 
     @property
     def name(self) -> str:
@@ -105,7 +109,7 @@ class _Split:
         return f"{said}: " if said else ""
 
 
-def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
+def _mixture(data: Data, tokens: Mapping[str, np.ndarray]) -> list[str]:
     """Lines of text: draws of an epoch from each source, before the validation split."""
     from interlace.data.mixture import share_of
 
@@ -127,7 +131,7 @@ def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
     return lines
 
 
-def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
+def _batches(config: Config, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
     """Lines of text: notes of a run on its batches from records with these lengths and hashes."""
     from interlace.data import MixedDataset, Part
     from interlace.data.chats.dataset import train_picks
@@ -164,18 +168,13 @@ def index(options: argparse.Namespace) -> int:
     from interlace.data.chats.files.sources import Rules
     from interlace.modalities import names
 
-    configs = [path for path in options.files if path.suffix == ".toml"]
-    if configs and len(options.files) > 1:
-        raise ConfigError(f"{configs[0]}: give one config, or files of chats")
-    if options.set and not configs:
-        raise ConfigError("--set changes a config, and none is given")
-    if options.processes is not None and options.processes < 1:
-        raise ConfigError(f"--processes {options.processes}: at least 1")
+    path = _config_among(options)
+    check_at_least(1, options, "processes")
     groups: list[tuple[str, list[Any], Rules]] = []
-    if configs:
-        data = load(configs[0], options.set).data
+    if path is not None:
+        data = load(path, options.set).data
         if not data.kind.files:
-            raise ConfigError(f"{configs[0]}: data.dataset is {data.dataset!r}; only files of chats are indexed")
+            raise ConfigError(f"{path}: data.dataset is {data.dataset!r}; only files of chats are indexed")
         cache = data.cache
         for each in data.each_source():
             rules = Rules(each.media, decode=data.decode_first, sizes=data.sizes, prompt=each.prompt)
@@ -186,11 +185,8 @@ def index(options: argparse.Namespace) -> int:
     media = cache_folder(cache) / "chats" / "media"
     broken = 0
     for name, files, rules in groups:
-        try:
-            found = chats_files.find(files)
-            made = chats_index.load(found, rules, media, processes=options.processes, say=print)
-        except (ValueError, ImportError, OSError) as error:
-            raise ConfigError(str(error)) from None
+        with blaming("", UNREADABLE):
+            made = chats_index.load(chats_files.find(files), rules, media, processes=options.processes, say=print)
         kinds = ", ".join(f"{made.totals[kind]:,} of kind {kind}" for kind in names() if made.totals.get(kind))
         print(
             f"{name}{': ' * bool(name)}{len(made):,} records, {made.totals['broken']:,} of them broken, "
@@ -221,10 +217,8 @@ def folder(options: argparse.Namespace) -> int:
             raise ConfigError(f"--out: {out} is there already: remove it, or give another name")
         if not out.parent.is_dir():  # checked before every picture is read
             raise ConfigError(f"--out {out}: cannot write there: no folder {out.parent}")
-    try:
+    with blaming("", UNREADABLE):
         found = chats_folder.look_through(options.folder)
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(str(error)) from None
     for path, why in found.left_out[:MOST_NAMED]:
         print(f"{path}: {why}")
     if len(found.left_out) > MOST_NAMED:
@@ -268,7 +262,7 @@ def _write(texts: Mapping[Path, str]) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], Any, Any]:
+def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], ChatFormat, Config]:
     """Training and validation files of a config, the chat format of its model, and the config. Raises ConfigError."""
     from dataclasses import replace
 
@@ -301,14 +295,21 @@ def _check_out(out: Path, inputs: list[Path]) -> None:
             raise ConfigError(f"--out {out}: is (in) {path}, which is read; give another name for the page")
 
 
-def _examined(files: list[Path], chats: Any, rules: Any, cache: str | None) -> Iterator[Any]:
+def _examined(files: list[Path], chats: ChatFormat | None, rules: Rules, cache: str | None) -> Iterator[Any]:
     from interlace.data import cache_folder
     from interlace.data.chats import examine as chats_examine
     from interlace.data.chats.files import records as chats_files
 
     media = cache_folder(cache) / "chats" / "media"
-    try:
-        found = chats_files.find(files)
-        yield from chats_examine.examine(found, chats, rules, media)
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(str(error)) from None
+    with blaming("", UNREADABLE):
+        yield from chats_examine.examine(chats_files.find(files), chats, rules, media)
+
+
+def _config_among(options: argparse.Namespace) -> Path | None:
+    """The one config among the files of a command; None for files of chats. Raises ConfigError."""
+    configs = [path for path in options.files if path.suffix == ".toml"]
+    if configs and len(options.files) > 1:
+        raise ConfigError(f"{configs[0]}: give one config, or files of chats")
+    if options.set and not configs:
+        raise ConfigError("--set changes a config, and none is given")
+    return configs[0] if configs else None

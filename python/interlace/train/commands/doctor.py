@@ -14,36 +14,28 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from interlace.train.commands.tables import console_of, table_of, version_of
+
 Check = tuple[bool | None, str]  # on, off, or None = not relevant here; and the reason or version
 
 
 def machine(_: argparse.Namespace) -> int:
     """Prints the table; exit code 0 if training can run here, else 1."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="interlace doctor", title_justify="left")
-    for column in ("", "part", "what was found"):
-        table.add_column(column)
-    broken = []
-    several = False
+    columns = ("", "part", "what was found")
+    table = table_of("interlace doctor", *columns, left=columns)
+    verdicts: dict[str, bool | None] = {}
     for section in (_basics, _attention, _transports, _devices, _data):
         for name, check in section().items():
-            on, text = _tried(check)
-            table.add_row({True: "[green]on", False: "[red]off", None: "[dim]-"}[on], name, text)
-            if on is False and name in REQUIRED:
-                broken.append(name)
-            if name == "gloo":
-                several = bool(on)
+            verdicts[name], text = _tried(check)
+            table.add_row({True: "[green]on", False: "[red]off", None: "[dim]-"}[verdicts[name]], name, text)
         table.add_section()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; avoids truncated paths
+    broken = [name for name, on in verdicts.items() if on is False and name in REQUIRED]
+    console = console_of(200)  # avoids truncated paths
     console.print(table)
     if broken:
         console.print(f"training cannot run here: {', '.join(broken)}")
         return 1
-    console.print("training can run here" + ("" if several else ", on one rank: several need gloo"))
+    console.print("training can run here" + ("" if verdicts["gloo"] else ", on one rank: several need gloo"))
     return 0
 
 
@@ -103,10 +95,7 @@ def _versions() -> Check:
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "missing"
+        version = version_of(needed.name)
         if version == "missing" or not needed.specifier.contains(version, prereleases=True):
             others.append(f"{needed.name} is {version}, declared is {needed.specifier}")
     return (None, "; ".join(others)) if others else (True, "all libraries lie in the ranges that Interlace declares")
@@ -216,8 +205,7 @@ def _devices() -> dict[str, Callable[[], Check]]:
         if not torch.cuda.is_available():
             return False, "no GPU or no driver"
         major, minor = torch.cuda.get_device_capability()
-        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
-        return True, found
+        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
 
     def run_device() -> Check:
         import torch

@@ -6,13 +6,10 @@ import argparse
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from interlace.train.config.load import ConfigError, dumps
 from interlace.train.config.sections import Config
@@ -58,7 +55,7 @@ def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
         environment["OMP_NUM_THREADS"] = str(config.parallel.threads or launcher.default_threads(own.ranks_per_node))
     node = Supervisor(
         str(own.coordinator),
-        _command(options, path),
+        launcher.rank_command(path, debug=options.debug, resume=options.resume),
         settings_of(config),
         host=platform.node() or "node",
         logs=Path(config.run.folder) / config.run.name / "nodes",
@@ -80,7 +77,7 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
         "OMP_NUM_THREADS": str(config.parallel.threads or launcher.default_threads(own.nodes * own.ranks_per_node))
     }
     with Coordinator("127.0.0.1", 0, say=launcher.note) as serving:
-        command = [*_command(options, path), "--elastic"]
+        command = [*launcher.rank_command(path, debug=options.debug, resume=options.resume), "--elastic"]
         for change in (*options.set, f'resilience.coordinator="127.0.0.1:{serving.port}"'):
             command += ["--set", change]
         launcher.note(f"{own.nodes} nodes start on this machine; one more: {shlex.join(['interlace', *command[3:]])}")
@@ -88,8 +85,17 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
             subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
             for _ in range(own.nodes)
         ]
+        signals: list[int] = []
+
+        def pass_on(number: int) -> None:
+            """Lets all nodes save and stop the run; a second Ctrl-C ends it at once."""
+            signals.append(number)
+            for node in nodes:
+                if node.poll() is None:
+                    node.send_signal(number)
+
         try:
-            with _passing_on(nodes) as signals:
+            with launcher.handling(pass_on):
                 code = serving.run(abandoned=lambda: all(node.poll() is not None for node in nodes))
         finally:
             _end(nodes, KILL_AFTER if sys.exc_info()[0] is None else 0.0)
@@ -99,26 +105,6 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
     return 128 + signals[0] if code == PREEMPTED and signals else code
 
 
-@contextmanager
-def _passing_on(nodes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Forwards SIGTERM and Ctrl-C to all nodes, which save and stop the run; a second Ctrl-C ends it at once. Yields
-    the list of received signals."""
-    came: list[int] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        for node in nodes:
-            if node.poll() is None:
-                node.send_signal(number)
-
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _end(nodes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
     for node in nodes:
         try:
@@ -126,10 +112,3 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         except subprocess.TimeoutExpired:
             node.kill()  # its ranks die with it
             node.wait()
-
-
-def _command(options: argparse.Namespace, path: Path) -> list[str]:
-    """Command line of a rank. Its config is passed in the environment."""
-    command = [sys.executable, "-m", "interlace", "train", str(path)]
-    command += ["--debug"] if options.debug else []
-    return [*command, "--resume", options.resume] if options.resume is not None else command

@@ -6,11 +6,15 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from interlace.train.blame import blaming
 from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config.load import ConfigError, load
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 READING = ("max_audio_seconds", "on_too_large", "video_fps", "max_video_tokens", "end_of_turn")
 """Keys of [data] that answers of an exported folder depend on."""
@@ -43,6 +47,39 @@ def export(options: argparse.Namespace) -> int:
     source = str(run / "config.toml")
     config = load(source, options.set, open_replicas=True)
     base = config.model.path or config.model.modules()[LANGUAGE_MODEL].path or ""
+    _check_options(options, config, run, base)
+    chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
+    model = _model(config, source)
+    step = fill(config, model, chosen, source=source)
+    asked = None if options.check is None else ask(model, config, options.check, source)  # adapters not yet merged
+    with blaming(f"export to {target}", (ValueError, OSError, SafetensorError)):
+        if options.adapter:
+            parts = model.modules_order() if config.model.path is not None else [LANGUAGE_MODEL]
+            if beside := adapter_files(model, target, parts=parts, base=base):
+                print(f"the adapter is the language model's; projector of {', '.join(beside)}: {PROJECTOR}")
+        else:
+            merge_adapters(model)
+            if config.model.path is not None:
+                model.to(dtype_of(Path(config.model.path)))  # trained in fp32
+            with new_folder(target) as made:
+                model.save_pretrained(made)
+                if config.model.path is None:
+                    _companions(config, model, made, source)
+                elif config.data.chat_template is not None:  # otherwise the old template is exported
+                    shutil.copyfile(config.data.chat_template, made / "chat_template.jinja")
+    print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
+    whole = config.model.path
+    for line in [] if options.adapter else _for_transformers_5(target, None if whole is None else Path(whole)):
+        print(line)
+    if asked is None:
+        return 0
+    checked = check(asked, target)
+    print(checked.words(target))
+    return 0 if checked.good else 1
+
+
+def _check_options(options: argparse.Namespace, config: Config, run: Path, base: str) -> None:
+    """Raises ConfigError for options that do not fit the run. base: folder of its language model, or ""."""
     if options.check is not None and (options.check < 1 or options.adapter):
         raise ConfigError(
             f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
@@ -59,36 +96,6 @@ def export(options: argparse.Namespace) -> int:
             "--adapter: the language model began with random weights, so what the adapter is for lies nowhere: leave "
             "out --adapter, which merges it"
         )
-    chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
-    model = _model(config, source)
-    step = fill(config, model, chosen, source=source)
-    asked = None if options.check is None else ask(model, config, options.check, source)  # adapters not yet merged
-    try:
-        if options.adapter:
-            parts = model.modules_order() if config.model.path is not None else [LANGUAGE_MODEL]
-            if beside := adapter_files(model, target, parts=parts, base=base):
-                print(f"the adapter is the language model's; projector of {', '.join(beside)}: {PROJECTOR}")
-        else:
-            merge_adapters(model)
-            if config.model.path is not None:
-                model.to(dtype_of(Path(config.model.path)))  # trained in fp32
-            with new_folder(target) as made:
-                model.save_pretrained(made)
-                if config.model.path is None:
-                    _companions(config, model, made, source)
-                elif config.data.chat_template is not None:  # otherwise the old template is exported
-                    shutil.copyfile(config.data.chat_template, made / "chat_template.jinja")
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ConfigError(f"export to {target}: {error}") from None
-    print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
-    whole = config.model.path
-    for line in [] if options.adapter else _for_transformers_5(target, None if whole is None else Path(whole)):
-        print(line)
-    if asked is None:
-        return 0
-    checked = check(asked, target)
-    print(checked.words(target))
-    return 0 if checked.good else 1
 
 
 def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
@@ -110,7 +117,7 @@ def _for_transformers_5(target: Path, source: Path | None) -> list[str]:
     return lines
 
 
-def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
+def _companions(config: Config, model: MultimodalModel, folder: Path, source: str) -> None:
     """Writes the companion files of a model of modules to `folder`: tokenizer, chat template and pixel scaling.
 
     Each module that was read from a folder keeps that folder's config.json. The run's own tokenizer (with the
@@ -151,7 +158,7 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
             file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
-def _model(config: Config, source: str) -> Any:
+def _model(config: Config, source: str) -> MultimodalModel:
     """The run's model on the CPU, with arbitrary weights."""
     import torch
 
@@ -160,10 +167,8 @@ def _model(config: Config, source: str) -> Any:
     from interlace.train.models.build import build, freeze, materialize
 
     if config.model.path is not None:  # loaded by HuggingFace's classes, so that it is saved under its original keys
-        try:
+        with blaming(f"{source}: [model] path"):
             model = MultimodalModel.from_pretrained(config.model.path).to(torch.float32)
-        except ValueError as error:
-            raise ConfigError(f"{source}: [model] path: {error}") from None
         freeze(config, model, source)
         return model
     return materialize(build(config, tokenizer_of(config, source=source), source=source), seed=config.run.seed)

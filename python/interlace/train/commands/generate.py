@@ -8,10 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from interlace.train.blame import blaming, check_at_least
 from interlace.train.config.load import ConfigError, from_table, load
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 TEXT = "text"
 Part = tuple[str, str]
@@ -23,7 +27,7 @@ class Answering:
     """A model with its weights, its tokenizer and the config that says how it reads chats. folder: for messages."""
 
     config: Config
-    model: Any
+    model: MultimodalModel
     tokenizer: Any
     folder: Path
 
@@ -39,8 +43,7 @@ def generate(options: argparse.Namespace) -> int:
     folder, at = model_folder(options.model)
     if options.step is not None and (at is not None or not is_run(folder)):
         raise ConfigError(f"--step {options.step}: {options.model} is one checkpoint already")
-    if options.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
+    check_at_least(1, options, "max_new_tokens")
     if not turns:
         from interlace.modalities import names
 
@@ -96,7 +99,7 @@ def _of_run(folder: Path, at: Path | None, options: argparse.Namespace, turns: S
     source = str(folder / "config.toml")
     config = load(source, options.set, open_replicas=True)
     tokenizer = tokenizer_of(config, source=source)
-    model: Any = build(config, tokenizer, source=source)
+    model = build(config, tokenizer, source=source)
     _check_files(turns)
     if reads_bytes(config) and len(turns) > 1:
         raise ConfigError(f"{len(turns)} turns: a model of data.dataset = {config.data.dataset!r} answers one")
@@ -187,10 +190,8 @@ def _prompt(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequ
     from interlace.train.data.texts import reads_bytes
 
     read = _caption if reads_bytes(answering.config) else _chat
-    try:
+    with blaming("", (BrokenSampleError, ImportError)):
         return read(answering, turns, answers)
-    except (BrokenSampleError, ImportError) as error:
-        raise ConfigError(str(error)) from None
 
 
 def _caption(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:

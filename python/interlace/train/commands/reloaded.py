@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,15 @@ from interlace.modalities import Sampled, named
 from interlace.model.checkpoints.module_folder import FACTS
 from interlace.model.collate import JOINED, check_bidirectional
 from interlace.model.projector import PROJECTORS, ItemProjector
+from interlace.train.blame import blaming
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.report import answers
 from interlace.train.report import closing as report
+
+if TYPE_CHECKING:
+    from interlace.data.chats.files.shapes import Chat, Part
+    from interlace.model import MultimodalModel, Sample
 
 KINDS = "mm_token_type_ids"
 TIE = 1e-4
@@ -63,8 +68,8 @@ class Checked:
 class Prompt:
     """A sample that ends where the answer begins. chat: its source, for a whole checkpoint's processor."""
 
-    sample: Any
-    chat: Any = None
+    sample: Sample
+    chat: Chat | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Asked:
     max_length: int | None
 
 
-def ask(model: Any, config: Config, count: int, source: str) -> Asked:
+def ask(model: MultimodalModel, config: Config, count: int, source: str) -> Asked:
     """Interlace's answers to `count` held-out samples, round-robin over the kinds. Raises ConfigError."""
     from interlace.train.data.feed import datasets
     from interlace.train.data.texts import tokenizer_of
@@ -92,7 +97,7 @@ def ask(model: Any, config: Config, count: int, source: str) -> Asked:
         prompts = [Prompt(answers.prompt_of(sample, model.placeholders)) for sample in samples]
     else:
         every = [Prompt(*held_out.prompt(index)) for index in chosen]
-        prompts = [each for each in every if all(map(_is_plain, each.chat.media))]
+        prompts = [each for each in every if each.chat is not None and all(map(_is_plain, each.chat.media))]
         if not prompts:
             raise ConfigError(
                 f"--check {count}: all held-out questions have videos, which transformers reads by a library of its "
@@ -103,14 +108,14 @@ def ask(model: Any, config: Config, count: int, source: str) -> Asked:
     return Asked(prompts, own, tokenizer.EOS, most, model.max_length)
 
 
-def _is_plain(part: Any) -> bool:
+def _is_plain(part: Part) -> bool:
     return not isinstance(named(part.kind), Sampled) and not part.limits.said()
 
 
 def check(asked: Asked, folder: Path) -> Checked:
     """Compares the folder's answers to the same prompts. Raises ConfigError if it cannot be loaded."""
     end, most, equal, ties, others = asked.end, asked.most, 0, 0, 0
-    try:
+    with blaming("--check", (ValueError, OSError)):
         other = Reloaded(folder) if (folder / FACTS).is_file() else ReloadedWhole(folder)
         for prompt, mine in zip(asked.prompts, asked.own, strict=True):
             ids = prompt.sample.input_ids
@@ -121,8 +126,6 @@ def check(asked: Asked, folder: Path) -> Checked:
             theirs = other.answer(prompt, end=end, max_new_tokens=room) if room > 0 else []
             equal += theirs == mine
             ties += theirs != mine and other.tied(prompt, mine, theirs, end)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--check: {error}") from None
     return Checked(len(asked.prompts), equal, ties, others)
 
 
@@ -165,11 +168,12 @@ class ReloadedWhole(Outside):
         self.hearing = getattr(self.processor, "feature_extractor", None)
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
-        def given(part: Any) -> Any:  # also members of tar files, which transformers cannot open
+        def given(part: Part) -> object:  # also members of tar files, which transformers cannot open
             if part.kind == "text":
                 return part.text
             return named(part.kind).read(part.path, part.limits, self.hearing)
 
+        assert prompt.chat is not None
         messages = []
         for turn in prompt.chat.turns:
             content = [{"type": part.kind, part.kind: given(part)} for part in turn.parts]
@@ -180,8 +184,7 @@ class ReloadedWhole(Outside):
         return dict(made)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        found: list[int] = self._inputs(prompt)["input_ids"][0].tolist()
-        return found
+        return list(self._inputs(prompt)["input_ids"][0].tolist())
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
@@ -221,14 +224,13 @@ class Reloaded(Outside):
             raise ValueError("the language model has sliding windows, which one mask for all layers cannot say")
 
     def ids(self, prompt: Prompt) -> list[int]:
-        found: list[int] = prompt.sample.input_ids.tolist()
-        return found
+        return list(prompt.sample.input_ids.tolist())
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
         embeds, mask = self._inputs(prompt.sample.input_ids, _data(prompt.sample))
 
-        def look_both_ways(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def look_both_ways(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             reads = kwargs.get("inputs_embeds")  # the prompt; later calls get ids
             return args, kwargs if reads is None else kwargs | {"attention_mask": mask}
 
@@ -284,16 +286,13 @@ class Reloaded(Outside):
         projector = PROJECTORS[said["projector"]](made.shape[1], width, **said["projector_config"])
         start = f"{name}."
         projector.load_state_dict({k.removeprefix(start): v for k, v in self.weights.items() if k.startswith(start)})
-        projected: Tensor
-        if isinstance(projector, ItemProjector):
-            projected = projector.eval()(made, [len(made)], [grid])
-        else:
-            projected = projector(made)
+        more = ([len(made)], [grid]) if isinstance(projector, ItemProjector) else ()
+        projected: Tensor = projector.eval()(made, *more)
         return projected
 
 
-def _data(sample: Any) -> dict[str, list[Tensor]]:
-    return {name: [item.data for item in items] for name, items in sample.media.items()}
+def _data(sample: Sample) -> dict[str, list[Tensor]]:
+    return {name: [item.data for item in items if item.data is not None] for name, items in sample.media.items()}
 
 
 def _load(folder: Path, path: str) -> Any:

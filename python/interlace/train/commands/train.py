@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
-import sys
 from pathlib import Path
 
 from interlace.resilience.environment import NODE
@@ -33,13 +33,13 @@ def train(options: argparse.Namespace) -> int:
         from interlace.train.commands import elastic
 
         return elastic.supervise(options, config, path)
-    trackers.check(config, source=str(path))
+    trackers.made(config, source=str(path))  # checked before anything is created
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
-    folder, at = _run_folder(config, options.resume)
     new = options.resume is None
+    folder, at = (runfolder.create(config), None) if new else runfolder.resolve(config, options.resume)
     try:
-        with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
+        with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=launcher.note) as held:
             code = _in_folder(options, config, path, folder, at, held)
     except BaseException as error:  # other failures keep the folder for inspection, once it has a config
         if new and (isinstance(error, ConfigError) or not (folder / "config.toml").exists()):
@@ -56,33 +56,28 @@ def _in_folder(
     """Prepares and runs the training of `config` in a run folder that is locked."""
     from interlace.train.data.feed import prepare
 
-    prepare(config, _say, source=str(path))
+    prepare(config, launcher.note, source=str(path))
     launcher.say(f"run folder: {folder}")
     if config.parallel.auto:
         from interlace.train.auto.resolve import resolve_config
 
-        config = resolve_config(config, source=str(path), folder=folder, lock=options.lock, say=_say)
+        config = resolve_config(config, source=str(path), folder=folder, lock=options.lock, say=launcher.note)
     elif options.lock is not None:
         raise ConfigError(f"--lock {options.lock}: {path} fixes its own layout; a lock is for parallel = 'auto'")
     if options.resume is None:
         runfolder.write_config(folder, config)
     world = config.world_size()
     if world == 1:
-        from interlace.train.rank import run
+        from interlace.train.rank import Start, run
 
-        return run(config, source=str(path), folder=folder, at=at, resume=options.resume, held=held)
-    command = [sys.executable, "-m", "interlace", "train", str(path)]
-    command += ["--debug"] if options.debug else []
-    command += ["--resume", str(at or folder)] if options.resume is not None else []
-    return launcher.run(
-        command,
+        return run(config, source=str(path), start=Start(folder, at, options.resume, held))
+    resume = None if options.resume is None else str(at or folder)
+    ranks = launcher.RankProcesses(
+        launcher.rank_command(path, debug=options.debug, resume=resume),
         world,
         folder=folder,
         timeout=config.parallel.timeout,
         threads=config.parallel.threads,
-        resume=lambda: (
-            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
-        ),
         environment={
             launcher.RUN_FOLDER: str(folder),
             launcher.LOCK: held.nonce,
@@ -90,10 +85,8 @@ def _in_folder(
             launcher.SOURCE: str(path),
         },
     )
-
-
-def _say(line: str) -> None:
-    launcher.say(f"interlace: {line}")
+    again = f"interlace train --resume {shlex.quote(str(folder))}"
+    return ranks.run(resume=lambda: again if runfolder.has_checkpoint(folder) else "")
 
 
 def _config_path(options: argparse.Namespace) -> Path:
@@ -110,25 +103,20 @@ def _config_path(options: argparse.Namespace) -> Path:
     raise ConfigError(f"--resume {options.resume}: not a run folder (no config.toml); name one, or the config as well")
 
 
-def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
-    if resume is None:
-        return runfolder.create(config), None
-    return runfolder.resolve(config, resume)
-
-
 def _as_rank(options: argparse.Namespace) -> int:
     """Runs a rank of the launcher (which has chosen and locked the folder) or of torchrun."""
-    from interlace.train.rank import run
+    from interlace.train.rank import Start, run
 
     resume, folder = options.resume, os.environ.get(launcher.RUN_FOLDER)
     if folder is None:
         path = _config_path(options)
         config = load(path, options.set, open_replicas=True)
-        return run(config, source=str(path), resume=resume, take_over=options.take_over, plan=options.lock)
+        return run(config, source=str(path), start=Start(None, None, resume, None, options.take_over, options.lock))
     source = os.environ[launcher.SOURCE]
     config = loads(os.environ[launcher.CONFIG], source=source)
     at = runfolder.resolve(config, resume)[1] if resume else None
-    if int(os.environ["RANK"]) > 0:
-        return run(config, source=source, folder=Path(folder), at=at, resume=resume)
-    with lock.join(Path(folder), os.environ[launcher.LOCK]) as held:
-        return run(config, source=source, folder=Path(folder), at=at, resume=resume, held=held)
+    with contextlib.ExitStack() as cleanup:
+        held = None
+        if int(os.environ["RANK"]) == 0:
+            held = cleanup.enter_context(lock.join(Path(folder), os.environ[launcher.LOCK]))
+        return run(config, source=source, start=Start(Path(folder), at, resume, held))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from interlace._hints import close
 from interlace.train.config.base import NotNegative, Positive, Section
 
 TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
@@ -59,8 +59,7 @@ class Log(Section):
     def _trackers_are_known(self) -> Log:
         for name in self.trackers:
             if name not in TRACKERS and not all(name.partition(":")):
-                close = difflib.get_close_matches(name, TRACKERS, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "a class of one's own is 'package.module:Class'"
+                hint = close(name, TRACKERS) or "a class of one's own is 'package.module:Class'"
                 raise ValueError(f"trackers: there is none called {name!r} ({', '.join(TRACKERS)}); {hint}")
             if self.trackers.count(name) > 1:
                 raise ValueError(f"trackers names {name!r} twice")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
+from interlace._hints import close
 from interlace.train.config.base import IMPORT, LocalPath, Positive, Rate, Section
 
 PROJECTORS = ("linear", "mlp", "pixel_shuffle", "qformer")
@@ -81,8 +82,7 @@ class Encoder(Module):
     @model_validator(mode="after")
     def _known(self) -> Encoder:
         if ":" not in self.projector and self.projector not in PROJECTORS:
-            near = difflib.get_close_matches(self.projector, PROJECTORS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(PROJECTORS)} or 'package.module:Class'"
+            hint = close(self.projector, PROJECTORS) or f"use {', '.join(PROJECTORS)} or 'package.module:Class'"
             raise ValueError(f"there is no projector {self.projector!r}; {hint}")
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"std = {self.std} must be more than 0: pixels are divided by it")

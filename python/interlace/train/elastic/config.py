@@ -93,6 +93,12 @@ def check(config: Config, *, source: str) -> None:
             f"{source}: resilience.ranks_per_node = {own.ranks_per_node} is no multiple of tp * cp = "
             f"{lane_size(config)}: with --elastic the ranks that share a layer are on one node, lost or kept as a whole"
         )
+    _check_options(config, source=source)
+    _check_sizes(config, source=source)
+
+
+def _check_options(config: Config, *, source: str) -> None:
+    parallel = config.parallel
     # Options that distribute samples or order actions by one replica, assuming that all replicas are identical.
     for key, value, known in (
         ("parallel.schedule", parallel.schedule, ("1f1b", "gpipe", "zb_h1", "zb_h2")),
@@ -119,6 +125,10 @@ def check(config: Config, *, source: str) -> None:
         raise ConfigError(
             f"{source}: run.device = 'cuda', but --elastic has run over gloo on CPUs alone: set run.device = 'cpu'"
         )
+
+
+def _check_sizes(config: Config, *, source: str) -> None:
+    own = config.resilience
     pipelines, size = own.faults + 1, config.train.batch_size
     if size < pipelines * (1 if config.data.pack else config.train.microbatches):
         each = "a packed row" if config.data.pack else f"train.microbatches = {config.train.microbatches}"

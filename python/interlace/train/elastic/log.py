@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from interlace.resilience.generation import Generation
 from interlace.train.config.sections import Config
 from interlace.train.report.recovery import write_page
+from interlace.train.runfolder import json_lines
 
 NAME = "recovery.jsonl"
 PREFIX = "recovery/"
@@ -131,28 +131,18 @@ class Clocks:
         return recovery
 
 
-class Recoveries:
-    """recovery.jsonl of a run folder: one line per change of generation, written by rank 0."""
+def write_recovery(folder: Path, recovery: Recovery, before: Recovery | None, config: Config) -> None:
+    """Adds a change of generation to recovery.jsonl of a run folder, on rank 0.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / NAME
-
-    def add(self, recovery: Recovery, before: Recovery | None, config: Config) -> None:
-        """Adds a change. Also adds the previous one if a lost rank 0 did not write its line."""
-        half = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-        there = [(line["generation"], line["cause"]) for line in self.read()]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" if half else "")  # a half-written line of a killed rank stays on its own line
-            for each in (before, recovery):
-                # A resumed run also counts generations from 1; the cause tells them apart.
-                if each is not None and (each.generation, [list(event) for event in each.cause]) not in there:
-                    file.write(json.dumps(asdict(each)) + "\n")
-        write_page(self.folder, config.run.name, self.read())
-
-    def read(self) -> list[dict[str, Any]]:
-        """Parsed lines. A half-written line of a killed rank is skipped."""
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+    before: the previous change, which is added if a lost rank 0 did not write its line.
+    """
+    path = folder / NAME
+    half = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    there = [(line["generation"], line["cause"]) for line in json_lines(path)]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" if half else "")  # a half-written line of a killed rank stays on its own line
+        for each in (before, recovery):
+            # A resumed run also counts generations from 1; the cause tells them apart.
+            if each is not None and (each.generation, [list(event) for event in each.cause]) not in there:
+                file.write(json.dumps(asdict(each)) + "\n")
+    write_page(folder, config.run.name, json_lines(path))

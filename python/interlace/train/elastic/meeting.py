@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.train.launch.peers import Peers
 
+T = TypeVar("T")
 LOOK = 0.1  # poll interval for the end of the generation, in seconds
 LEFT = 2.0  # grace period for a process group in the making when the generation ends, in seconds
 
@@ -47,7 +49,7 @@ class Meeting:
         self.member, self.generation, self.timeout = member, generation, timeout
         self.rank, self.world = member.rank(generation), generation.world
         self._of_groups = [Connections()]
-        self._copying: Any = None
+        self._copying: dist.ProcessGroupGloo | None = None
         self._ended, self._cut = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="generation", daemon=True)
 
@@ -57,7 +59,9 @@ class Meeting:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ended.set()
         self._cut_all()
         self._thread.join(self.timeout)
@@ -90,7 +94,7 @@ class Meeting:
         """Marks all process groups as created: later connections do not belong to them."""
         self._of_groups[0].note()
 
-    def copying(self) -> Any:
+    def copying(self) -> dist.ProcessGroupGloo:
         """Creates a process group of all ranks that hold layers, including leaving ones.
 
         It stays until the generation ends. Destroying it earlier would close its connections, and peers that are still
@@ -99,17 +103,18 @@ class Meeting:
         store, limit = dist.PrefixStore("copying", self.store), timedelta(seconds=self.timeout)
         own = Connections()
         self._of_groups.append(own)
-        self._copying = self._make(lambda: dist.ProcessGroupGloo(store, self.rank, self.generation.sources, limit))
+        group = self._make(lambda: dist.ProcessGroupGloo(store, self.rank, self.generation.sources, limit))
         own.note()
-        return self._copying
+        self._copying = group
+        return group
 
-    def _make(self, group: Callable[[], Any]) -> Any:
+    def _make(self, group: Callable[[], T]) -> T:
         """Creates a process group in a separate thread. The thread is abandoned if the generation ends meanwhile.
 
         If a peer is lost while gloo connects all ranks, the others can hang beyond their timeout, even after their
         connections were cut (seen with torch 2.13).
         """
-        made: Future[Any] = Future()
+        made: Future[T] = Future()
 
         def make() -> None:
             try:
@@ -129,10 +134,9 @@ class Meeting:
 
     def hear(self, what: str, rank: int) -> bytes:
         """Text published by `rank`; waits for it."""
-        raw: bytes = self.store.get(f"{what}/{rank}")
-        return raw
+        return bytes(self.store.get(f"{what}/{rank}"))
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Any]:
         """Every training rank's `value` (JSON-serializable), by rank."""
         return self.peers.together(what, lambda: value)
 

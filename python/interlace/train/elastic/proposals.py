@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 from interlace.costs.modules import ModuleCosts
+from interlace.model import MultimodalModel
 from interlace.resilience.coordinator import roster
 from interlace.resilience.coordinator.layouts import Templates
 from interlace.train.auto.machine import memory_of
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.elastic.config import specs_of
-from interlace.train.rank_memory import activations_of_config, held_by_ranks
-from interlace.train.scheduling import chunk_loads, chunk_sizes, step_schedule
+from interlace.train.scheduling import held_by_layout
 
 
 def microbatches(config: Config) -> int:
@@ -27,12 +26,12 @@ def microbatches(config: Config) -> int:
     return config.train.microbatches * (config.resilience.faults + 1)
 
 
-def templates_of(config: Config, model: Any, costs: Mapping[str, ModuleCosts]) -> Templates:
+def templates_of(config: Config, model: MultimodalModel, costs: Mapping[str, ModuleCosts]) -> Templates:
     """Pipeline templates of a config's model. costs: of one microbatch, in any unit."""
     return Templates(model, costs, recompute=config.train.recompute, specs=specs_of(config))
 
 
-def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
+def propose(config: Config, model: MultimodalModel, templates: Templates, *, source: str) -> str:
     """Proposal for `Member.propose`. Raises ConfigError if a template cannot be made."""
     own = config.resilience
     least = own.min_nodes
@@ -53,14 +52,14 @@ def propose(config: Config, model: Any, templates: Templates, *, source: str) ->
     return roster.Templates(least, times, microbatches(config)).to_json()
 
 
-def min_nodes(config: Config, model: Any, templates: Templates, memory: float, total: int, *, source: str) -> int:
+def min_nodes(
+    config: Config, model: MultimodalModel, templates: Templates, memory: float, total: int, *, source: str
+) -> int:
     """Fewest nodes of a pipeline that fit the model, its optimizer state and the activations of a step.
 
     memory: bytes of each rank. total: microbatches of a step, over all pipelines. Raises ConfigError if no number of
     nodes fits.
     """
-    from interlace.estimate.traced import weights_of
-
     per_node = config.resilience.ranks_per_node
     for nodes in count(1):
         ranks = nodes * per_node
@@ -68,11 +67,7 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
             break
         layout = templates.layout([ranks])
         try:
-            weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
-            activations = activations_of_config(config, model, layout)
-            loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, total))
-            schedule = step_schedule(config, model, layout, config.train.microbatches)
-            if held_by_ranks(config, model, schedule, weights, activations, loads).peak <= memory:
+            if held_by_layout(config, model, layout, config.train.microbatches, total)[0].peak <= memory:
                 return nodes
         except ValueError as error:
             raise ConfigError(
@@ -85,7 +80,7 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
     )
 
 
-def _check_shared(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
+def _check_shared(config: Config, model: MultimodalModel, templates: Templates, sizes: list[int], source: str) -> None:
     """Rejects models that pipelines of different numbers of nodes cannot train together. Raises ConfigError.
 
     Such a model has a weight in two modules, or a tied weight that the ranks of a lane split or shard.

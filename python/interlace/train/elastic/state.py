@@ -70,11 +70,8 @@ class Held:
         for name, each in self.tensors.items():
             for key, tensor in each.items():
                 lies = self.regions.get(name, {}).get(key)
-                found = tensor if lies is None else Piece(tensor, lies)
-                if key == WEIGHT:
-                    weights[name] = found
-                else:
-                    state[f"{key}.{name}"] = found
+                into, label = (weights, name) if key == WEIGHT else (state, f"{key}.{name}")
+                into[label] = tensor if lies is None else Piece(tensor, lies)
         return weights, state
 
 

@@ -128,6 +128,40 @@ class RankProcesses:
             else:
                 log.close()
 
+    def run(self, resume: Callable[[], str] = lambda: "", say: Callable[[str], None] | None = None) -> int:
+        """Waits for the ranks and returns the launcher's exit code.
+
+        The code is 0 for a finished run, 128 + the signal for one that was asked to stop and has saved, else the code
+        of the failure. `resume` returns the command line to resume from the last checkpoint ("" if there is no
+        checkpoint). It is shown to the user if a rank has died.
+        """
+        say = say or say_error
+        with handling(self.forward):
+            try:
+                failure = self.wait()
+            except BaseException:
+                self._send(signal.SIGKILL)
+                raise
+        if failure is None:
+            codes = [process.returncode for process in self.processes]
+            return next((128 + (self.stop.number or STOPPED[code]) for code in codes if code in STOPPED), 0)
+        if failure.user_error:
+            say(f"interlace: {failure.words}")
+            return USER_ERROR
+        if self.stop.number:
+            say(f"interlace: stopped on request before it could save everything ({failure})")
+        else:
+            say(f"interlace: {failure}")
+            for rank in failure.hung:
+                say(f"interlace: rank {rank} hung: it did not exit by itself and was killed")
+            others = [str(rank) for rank in range(len(self.processes)) if rank != failure.rank]
+            if others:
+                say(f"interlace: stopped the other ranks ({', '.join(others)}); logs in {self.logs}")
+        again = resume()
+        how = f"continue from the last checkpoint with: {again}" if again else "no checkpoint was saved yet"
+        say(f"interlace: {how}")
+        return 1
+
     def forward(self, number: int) -> None:
         """Forwards the first signal to all ranks as SIGTERM (they save and exit); kills them if a later one insists."""
         first = not self.stop.number
@@ -147,11 +181,6 @@ class RankProcesses:
                 self.copying.join(COPY_SECONDS)
                 return None
             time.sleep(POLL_SECONDS)
-
-    def signal(self) -> int:
-        """Signal for which all ranks saved and stopped early; 0: none."""
-        codes = [process.returncode for process in self.processes]
-        return next((self.stop.number or STOPPED[code] for code in codes if code in STOPPED), 0)
 
     def _failure(self) -> RankFailure:
         """After the death of a rank: waits up to the timeout for the others, kills the rest, finds the first cause."""
@@ -194,70 +223,29 @@ class RankProcesses:
         return " | ".join(lines[-3:])
 
 
-def run(
-    command: Sequence[str],
-    count: int,
-    *,
-    folder: Path,
-    timeout: float,
-    threads: int | None = None,
-    resume: Callable[[], str] = lambda: "",
-    environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] | None = None,
-) -> int:
-    """Runs `count` ranks of `command` to their end and returns the launcher's exit code.
-
-    The code is 0 for a finished run, 128 + the signal for one that was asked to stop and has saved, else the code of
-    the failure. `resume` returns the command line to resume from the last checkpoint ("" if there is no checkpoint). It
-    is shown to the user if a rank has died.
-    """
-    say = say or say_error
-    ranks = RankProcesses(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
-    previous = {
-        number: signal.signal(number, lambda number, _frame: ranks.forward(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        failure = ranks.wait()
-    except BaseException:
-        ranks._send(signal.SIGKILL)
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if failure is None:
-        stopped = ranks.signal()
-        return 128 + stopped if stopped else 0
-    if failure.user_error:
-        say(f"interlace: {failure.words}")
-        return USER_ERROR
-    if ranks.stop.number:
-        say(f"interlace: stopped on request before it could save everything ({failure})")
-    else:
-        say(f"interlace: {failure}")
-        for rank in failure.hung:
-            say(f"interlace: rank {rank} hung: it did not exit by itself and was killed")
-        others = [str(rank) for rank in range(count) if rank != failure.rank]
-        if others:
-            say(f"interlace: stopped the other ranks ({', '.join(others)}); logs in {ranks.logs}")
-    again = resume()
-    say(
-        f"interlace: continue from the last checkpoint with: {again}"
-        if again
-        else "interlace: no checkpoint was saved yet"
-    )
-    return 1
+def rank_command(config: Path, *, debug: bool, resume: str | None) -> list[str]:
+    """Command line of a rank. Its config is passed in the environment."""
+    command = [sys.executable, "-m", "interlace", "train", str(config)]
+    command += ["--debug"] if debug else []
+    return command if resume is None else [*command, "--resume", resume]
 
 
 @contextlib.contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
-    """While there is nothing to save yet, SIGTERM ends the process like an exception, so that open resources are
-    closed."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+def handling(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
+    """Calls `handle` with each of these signals that arrives in the block. Default: SIGTERM and SIGINT."""
+    wanted = numbers or (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda number, _frame: handle(number)) for number in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
+    """While there is nothing to save yet, SIGTERM ends the process like an exception, so that open resources are
+    closed."""
+    return handling(lambda number: sys.exit(128 + number), signal.SIGTERM)
 
 
 def under_launcher() -> bool:

@@ -127,11 +127,10 @@ def take(folder: Path, *, take_over: bool = False, say: Callable[[str], None] = 
             if time.monotonic() > deadline:
                 raise ConfigError(f"cannot lock {folder}: {path} keeps changing or cannot be read: check the file")
             time.sleep(0.05)  # the previous lock is gone, or has just changed
-    except OSError as error:
+    except BaseException as error:
         os.close(handle)
-        raise ConfigError(f"cannot lock the run folder {folder}: {error.strerror}") from None
-    except BaseException:
-        os.close(handle)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot lock the run folder {folder}: {error.strerror}") from None
         raise
     finally:
         draft.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,16 +45,11 @@ class Peers:
                 group = dist.new_group(timeout=timedelta(seconds=timeout + allowance), backend="gloo")
                 self._star = Star(group, torch.device("cpu"), AbortReports(group, "run", coordinated=coordinated))
 
-    def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
-        """Every rank's `value`, by rank. `what` names the operation; `patient` adds the allowance."""
-        return self._exchange(what, float(value), patient)
+    def exchange(self, what: str, value: T, *, patient: bool = False) -> list[T]:
+        """Every rank's `value`, by rank: JSON, with the same types and lengths on every rank.
 
-    def exchange_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """As `exchange` for several values, the same number on every rank: by rank."""
-        found: list[list[float]] = self._exchange(what, [float(value) for value in values], False)
-        return found
-
-    def _exchange(self, what: str, value: Any, patient: bool) -> list[Any]:
+        `what` names the operation; `patient` adds the allowance.
+        """
         if self._star is None:
             return [value]
         try:
@@ -62,9 +57,9 @@ class Peers:
         except CommError as error:
             raise TrainingError(str(error)) from error
 
-    def barrier(self, what: str, *, patient: bool = False) -> None:
+    def barrier(self, what: str) -> None:
         """Waits for all ranks."""
-        self.exchange(what, 0.0, patient=patient)
+        self.exchange(what, 0.0)
 
     def together(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> list[T]:
         """Result of `work` on every rank, by rank (any JSON value). It may use the allowance.
@@ -72,17 +67,15 @@ class Peers:
         If it fails on any rank, all of them raise, with that rank and the reason. An error of type `expected` keeps its
         message; any other becomes a TrainingError.
         """
-        text = "null"
-        failure: BaseException | None = None
+        mine, failure = ["null", "", ""], None  # result, message of an expected error, any error
         try:
-            text = json.dumps(work())  # as text: results may differ in form between ranks
+            mine[0] = json.dumps(work())  # as text: results may differ in form between ranks
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # such as DCP's CheckpointException, which is not a subclass of Exception
             failure = error
-        trouble = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        mine = [text, str(failure) if isinstance(failure, expected) else "", trouble]
-        everyone = self._exchange(what, mine, patient=True)
+            mine[1:] = [str(error) if isinstance(error, expected) else "", f"{type(error).__name__}: {error}"]
+        everyone = self.exchange(what, mine, patient=True)
         if any(trouble for _, _, trouble in everyone):
             known = next((words for _, words, _ in everyone if words), "")
             if known:

@@ -59,7 +59,7 @@ class Startup(Rounds):
         self.thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
         self.thread.start()
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Any]:
         """Every rank's `value` (any JSON value), by rank. Collective; `what` names the work that a rank may still be
         doing.
 
@@ -87,7 +87,7 @@ class Startup(Rounds):
                 raise TrainingError(f"{lost}; reported by rank 0 to rank {self.rank}")
         return [json.loads(text) for text in texts]
 
-    def _heard(self, place: int | str, rank: int, what: str, like: Any) -> Any:
+    def _heard(self, place: int | str, rank: int, what: str, like: object) -> Any:
         try:
             return self.get(place, what, like)
         except ValueError as error:
@@ -183,10 +183,10 @@ def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -
 
     wait: True to wait for all ranks, False for rank 0 alone. Raises TrainingError.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not wait:
-        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not wait:
+            agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout))))
         return store
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from interlace.train.config.sections import Config
-from interlace.train.data.feed import Feed
-from interlace.train.observers.base import Line, Observer, Outputs, Taken
+from typing import TYPE_CHECKING
+
+from interlace.train.observers.base import Line, Observer, Taken
 from interlace.train.progress import Progress
 from interlace.train.report.metrics import LogWindow, Metrics
 from interlace.train.report.terminal import Screen, TimeLeft
 from interlace.train.report.trackers import Trackers
 
+if TYPE_CHECKING:
+    from interlace.train.trainer import Trainer
+
 
 class Log(Observer):
     """Writes each line, after all observers that add to it.
 
-    rank: only 0 writes; the others keep the line in `Progress`, since rank 0 may be lost before it has written it.
+    Only rank 0 writes; the others keep the line in `Progress`, since rank 0 may be lost before it has written it.
     """
 
-    def __init__(self, config: Config, feed: Feed, outputs: Outputs, left: TimeLeft, rank: int) -> None:
-        self.config, self.feed, self.outputs, self.left, self.rank = config, feed, outputs, left, rank
+    def __init__(self, trainer: Trainer, left: TimeLeft) -> None:
+        self.config, self.feed, self.outputs = trainer.config, trainer.feed, trainer.outputs
+        self.rank, self.left = trainer.rank, left
         self.metrics: Metrics | None = None
         self.screen: Screen | None = None
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from interlace.model import MultimodalModel
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.rows import ROWS
 from interlace.run.parallel_model import ParallelModel
 from interlace.simulate import Timeline
-from interlace.train.config.sections import Config
-from interlace.train.data.feed import Feed
 from interlace.train.launch import launcher
 from interlace.train.launch.peers import Peers
-from interlace.train.observers.base import Line, Observer, Outputs, Taken, is_logged
+from interlace.train.observers.base import Line, Observer, Taken, is_logged
 from interlace.train.observers.profiler import Profiler
 from interlace.train.progress import Progress
 from interlace.train.report.flops import Meter, peak_here
@@ -27,34 +24,32 @@ from interlace.train.report.metrics import (
     pipeline_metrics,
 )
 
+if TYPE_CHECKING:
+    from interlace.train.trainer import Trainer
+
 
 class Measurements(Observer):
     """Sums of the steps in `Progress`, and their averages in each logged line."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: MultimodalModel,
-        parallel: ParallelModel,
-        feed: Feed,
-        peers: Peers,
-        outputs: Outputs,
-        profiler: Profiler,
-    ) -> None:
-        self.config, self.model, self.parallel, self.feed = config, model, parallel, feed
-        self.peers, self.profiler, self.quiet = peers, profiler, outputs.quiet
-        self.meter, self.forecast = outputs.meter, outputs.forecast
-        self._padded = model.packing.get(LANGUAGE_MODEL) == ROWS
+    def __init__(self, trainer: Trainer, profiler: Profiler) -> None:
+        self.config, self.model, self.parallel, self.feed = (
+            trainer.config,
+            trainer.model,
+            trainer.parallel,
+            trainer.feed,
+        )
+        self.peers, self.outputs, self.profiler = trainer.peers, trainer.outputs, profiler
+        self._padded = trainer.model.packing.get(LANGUAGE_MODEL) == ROWS
         self._decoded = 0  # count at the last line
 
     def begin(self, progress: Progress) -> None:
         peaks = self.peers.exchange("adding up what the devices could compute", peak_here(self.config))
         if self.peers.rank == 0:
-            if self.meter is None:
-                self.meter = Meter(self.model, peaks, recompute=self.config.train.recompute)
-                if self.meter.why and not self.quiet:
-                    launcher.note(f"no tflops and mfu: {self.meter.why}")
-            self.meter.measure(peaks)
+            if self.outputs.meter is None:
+                self.outputs.meter = Meter(self.model, peaks, recompute=self.config.train.recompute)
+                if self.outputs.meter.why and not self.outputs.quiet:
+                    launcher.note(f"no tflops and mfu: {self.outputs.meter.why}")
+            self.outputs.meter.measure(peaks)
 
     def after_step(self, taken: Taken, progress: Progress) -> None:
         batch, result = taken.batch, taken.result
@@ -77,8 +72,8 @@ class Measurements(Observer):
                 timed=timed,
                 sources=batch.sources,
             )
-            if self.meter is not None and timed:
-                self.meter.add(batch.samples, result.table, taken.seconds)
+            if self.outputs.meter is not None and result.table is not None and timed:
+                self.outputs.meter.add(batch.samples, result.table, taken.seconds)
         progress.totals["seconds"] += taken.seconds
         progress.totals["samples"] += len(batch.samples)
         progress.totals["tokens"] += batch.tokens
@@ -90,13 +85,12 @@ class Measurements(Observer):
         feed, before = self.feed, self._decoded
         self._decoded = feed.decoded_items
         told = of_this_rank(progress.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
-        everyone = self.peers.exchange_all(f"measuring step {line.step}", told)
+        everyone = self.peers.exchange(f"measuring step {line.step}", told)
         values = progress.window.metrics() | of_ranks(progress.window, everyone)
         progress.totals["waited"] += values.get("time_metrics/data_loading(s)", 0.0)  # of the slowest rank each time
         if line.taken is not None:
             values |= self._of_pipeline(line.taken)
-        if progress.loss_scale is not None:
-            scaling = progress.loss_scale
+        if (scaling := progress.loss_scale) is not None:
             values |= {"fp16/loss_scale": scaling.scale, "fp16/skipped_steps": scaling.skipped}
         line.values |= values
 
@@ -106,20 +100,21 @@ class Measurements(Observer):
         values = pipeline_metrics(timeline)
         if timeline.table is not None:
             values |= dispatch_metrics(self.parallel, timeline.table, samples)
-        values |= {} if self.meter is None else self.meter.metrics()
+        values |= {} if self.outputs.meter is None else self.outputs.meter.metrics()
         if self._padded and timeline.table is not None:
             values["data/padding(%)"] = padding(timeline.table, list(map(len, samples)))
-        if self.forecast is not None:
+        if self.outputs.forecast is not None:
             computing = taken.seconds - taken.data_seconds
-            values |= self.forecast.add(samples, timeline, computing, taken.batch.exchange)
+            values |= self.outputs.forecast.add(samples, timeline, computing, taken.batch.exchange)
         return values
 
 
 class Trace(Observer):
     """trace.json and timeline.png of the step ``log.trace_step``."""
 
-    def __init__(self, config: Config, parallel: ParallelModel, peers: Peers, folder: Path) -> None:
-        self.config, self.parallel, self.peers, self.folder = config, parallel, peers, folder
+    def __init__(self, trainer: Trainer) -> None:
+        self.config, self.parallel, self.peers = trainer.config, trainer.parallel, trainer.peers
+        self.folder = trainer.outputs.folder
 
     def measure(self, line: Line, progress: Progress) -> None:
         if line.step != self.config.log.trace_step or line.taken is None:

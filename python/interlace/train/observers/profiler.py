@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from interlace.train.blame import one_line
 from interlace.train.config.log import Profile
 from interlace.train.launch import launcher
 from interlace.train.observers.base import Observer, Taken
@@ -25,7 +25,7 @@ class Profiler(Observer):
         self.profile = profile
         self.path = folder / "profile" / f"rank-{rank}.json.gz"
         self.records = profile is not None and (not profile.ranks or rank in profile.ranks)
-        self._running: Any = None
+        self._running: torch.profiler.profile | None = None
 
     def slows(self, step: int) -> bool:
         """True if `step` is recorded on any rank, or warms the profiler up. Equal on all ranks."""
@@ -63,12 +63,13 @@ class Profiler(Observer):
         self._running.start()
 
     def _next(self) -> None:
+        assert self._running is not None
         self._running.step()
         self._left -= 1
         if not self._left:
             self.close()
 
-    def _write(self, recording: Any) -> None:
+    def _write(self, recording: torch.profiler.profile) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         recording.export_chrome_trace(str(self.path))
         launcher.say(f"interlace: recorded {self.path}: open it in https://ui.perfetto.dev")
@@ -78,5 +79,4 @@ class Profiler(Observer):
             work()
         except Exception as error:
             self.records, self._running = False, None
-            reason = " ".join(str(error).split()) or type(error).__name__
-            launcher.say_error(f"interlace: no steps are recorded (log.profile): {reason[:300]}")
+            launcher.say_error(f"interlace: no steps are recorded (log.profile): {one_line(error)[:300]}")

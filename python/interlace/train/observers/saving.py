@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from interlace.resilience.supervisor.progress import allowing
-from interlace.train.checkpoint.checkpoints import Checkpoints
-from interlace.train.checkpoint.pieces import Piece
-from interlace.train.config.sections import Config
 from interlace.train.errors import TrainingError
-from interlace.train.launch.peers import Peers
-from interlace.train.observers.base import Line, Observer, Outputs
+from interlace.train.observers.base import Line, Observer
 from interlace.train.progress import Progress
 from interlace.train.report.metrics import Clock
 from interlace.train.report.terminal import TimeLeft
 
-Pieces = dict[str, Tensor | Piece]
+if TYPE_CHECKING:
+    from interlace.train.trainer import Trainer
 
 
 class Saving(Observer):
-    """Begins a checkpoint every ``checkpoint.every`` steps, at the best validation if asked for, and at the end.
+    """Begins a checkpoint every ``checkpoint.every`` steps, at the best validation if asked for, and at the end."""
 
-    state: returns this rank's weights and its other state, in place. snapshot: returns the progress of the run, with
-    the place of its data; collective.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        peers: Peers,
-        outputs: Outputs,
-        left: TimeLeft,
-        state: Callable[[], tuple[Pieces, Pieces]],
-        snapshot: Callable[[], Progress],
-    ) -> None:
-        self.config, self.checkpoints, self.peers, self.outputs, self.left = config, checkpoints, peers, outputs, left
-        self.state, self.snapshot = state, snapshot
+    def __init__(self, trainer: Trainer, left: TimeLeft) -> None:
+        self.trainer, self.config, self.checkpoints, self.left = trainer, trainer.config, trainer.checkpoints, left
+        self.patience = trainer.peers.timeout + trainer.peers.allowance  # seconds
 
     def begin(self, progress: Progress) -> None:
         if progress.due and progress.owed is None:  # left over by the previous generation
             self._save_due(progress)
 
     def before_step(self, step: int) -> None:
-        lock = self.outputs.lock
+        lock = self.trainer.outputs.lock
         if lock is not None and lock.trouble:
             raise TrainingError(lock.trouble)
 
@@ -59,11 +41,11 @@ class Saving(Observer):
             self._save_due(progress)
 
     def at_end(self) -> None:
-        with allowing("finishing a checkpoint", self.peers.timeout + self.peers.allowance):
+        with allowing("finishing a checkpoint", self.patience):
             self.checkpoints.finish()
 
     def _save_due(self, progress: Progress) -> None:
-        with Clock() as saving, allowing("saving", self.peers.timeout + self.peers.allowance):
+        with Clock() as saving, allowing("saving", self.patience):
             self.save()
         progress.due = False
         progress.window.checkpoint_seconds += saving.seconds
@@ -72,7 +54,9 @@ class Saving(Observer):
 
     def save(self) -> None:
         """Begins a checkpoint of the last step. `at_end` waits until it is finished. Collective."""
-        progress = self.snapshot().model_copy(update={"owed": None, "line": None, "due": False})
+        progress = self.trainer.snapshot(self.trainer.peers.together).model_copy(
+            update={"owed": None, "line": None, "due": False}
+        )
         write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
         best = -1 if self.config.checkpoint.best is None else progress.verdict.step
-        write(progress.step, *self.state(), progress.model_dump(), best=best)
+        write(progress.step, *self.trainer.state(), progress.model_dump(), best=best)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
-from interlace.run.parallel_model import ParallelModel
-from interlace.train.config.sections import Config
-from interlace.train.data.feed import Feed
 from interlace.train.observers.base import Line, Observer, is_validated
 from interlace.train.progress import Progress
 from interlace.train.report.metrics import HELD_OUT, Clock
 from interlace.train.report.terminal import TimeLeft
-from interlace.train.watching import Averages
+
+if TYPE_CHECKING:
+    from interlace.train.trainer import Trainer
 
 
 class Validation(Observer):
-    """Measures the held-out loss every ``train.validate_every`` steps and after the last one.
+    """Measures the held-out loss every ``train.validate_every`` steps and after the last one."""
 
-    averages: averaged weights, if they are kept.
-    """
-
-    def __init__(
-        self, config: Config, parallel: ParallelModel, feed: Feed, averages: Averages | None, left: TimeLeft
-    ) -> None:
-        self.config, self.parallel, self.feed, self.averages, self.left = config, parallel, feed, averages, left
+    def __init__(self, trainer: Trainer, left: TimeLeft) -> None:
+        self.config, self.parallel, self.feed = trainer.config, trainer.parallel, trainer.feed
+        self.averages, self.left = trainer.averages, left
 
     def measure(self, line: Line, progress: Progress) -> None:
         if not is_validated(line.step, self.config):

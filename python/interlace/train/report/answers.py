@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from interlace.model import IGNORE, generate
+from interlace.model import IGNORE, MultimodalModel, Sample, generate
 
 
 def answer(
-    model: Any, prompts: Sequence[Any], *, end: int, max_new_tokens: int, batch_size: int = 64
+    model: MultimodalModel, prompts: Sequence[Sample], *, end: int, max_new_tokens: int, batch_size: int = 64
 ) -> list[list[int]]:
     """Greedy continuations of `prompts` (samples whose ``input_ids`` end where the answer begins), without `end`.
 
@@ -24,7 +23,7 @@ def answer(
     return answers
 
 
-def prompt_of(sample: Any, placeholders: Mapping[str, int | Sequence[int]]) -> Any:
+def prompt_of(sample: Sample, placeholders: Mapping[str, int | Sequence[int]]) -> Sample:
     """Prompt of a training sample: the part before its first answer (the first position that has a target)."""
     targets = (sample.labels != IGNORE).nonzero()
     stop = int(targets[0]) + 1 if len(targets) else len(sample.input_ids)
@@ -37,7 +36,7 @@ def prompt_of(sample: Any, placeholders: Mapping[str, int | Sequence[int]]) -> A
     return replace(sample, input_ids=ids, labels=torch.full((stop,), IGNORE), media=media)
 
 
-def truth_of(sample: Any, end: int) -> list[int]:
+def truth_of(sample: Sample, end: int) -> list[int]:
     """First target answer of a training sample, before `end`. Template tokens after `end` are dropped."""
     targets = (sample.labels != IGNORE).nonzero().squeeze(1)
     apart = (targets.diff() > 1).nonzero()

@@ -12,19 +12,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.model.inputs.placeholders import token_ids
 from interlace.train.config.sections import Config
 from interlace.train.report import answers as greedy
 from interlace.train.runfolder import write_whole
 
+if TYPE_CHECKING:
+    from interlace.data import Question, SampleDataset, Tokenizer
+    from interlace.model import MultimodalModel, Sample
+
 
 @dataclass
 class Answer:
     """One held-out sample: the sample, its prompt without media, the expected answer and the model's answer."""
 
-    sample: Any
+    sample: Sample
     asked: str
     truth: str
     said: str
@@ -35,20 +39,10 @@ class Answer:
         return self.truth == self.said
 
 
-def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer: Any, config: Config) -> list[Answer]:
-    """The model's greedy answers to the held-out samples at `indices`."""
-    return answers_to([dataset.sample(i, 0) for i in indices], model, tokenizer, config)
-
-
-def answers_to(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> list[Answer]:
+def answers_to(samples: Sequence[Sample], model: MultimodalModel, tokenizer: Tokenizer, config: Config) -> list[Answer]:
     """The model's greedy answers to samples."""
     prompts = [greedy.prompt_of(sample, model.placeholders) for sample in samples]
-    said = greedy.answer(
-        model,
-        prompts,
-        end=tokenizer.EOS,
-        max_new_tokens=config.log.max_new_tokens,
-    )
+    said = greedy.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=config.log.max_new_tokens)
     media = {token for given in model.placeholders.values() for token in token_ids(given)}
     return [
         Answer(
@@ -86,33 +80,28 @@ class Accuracy:
         return rows if self.swapped is None else rows | {f"{self.kind}_swapped_media_accuracy": self.swapped}
 
 
-def accuracies(model: Any, dataset: Any, tokenizer: Any, config: Config) -> list[Accuracy]:
+def accuracies(model: MultimodalModel, dataset: SampleDataset, tokenizer: Tokenizer, config: Config) -> list[Accuracy]:
     """Accuracy per kind of question, over at most ``log.accuracy_samples`` questions spread over the split."""
     found = []
     for kind, questions in dataset.questions().items():
         count = min(len(questions), config.log.accuracy_samples)
         asked = [questions[i * len(questions) // count] for i in range(count)]
         right = _share_right([dataset.asked(each) for each in asked], model, tokenizer, config)
-        turned, swapped = _swapped(dataset, asked), None
-        if turned is not None:
-            swapped = _share_right(turned, model, tokenizer, config)
+        turned = _swapped(dataset, asked)
+        swapped = None if turned is None else _share_right(turned, model, tokenizer, config)
         most = max(Counter(each.answer for each in asked).values())
         found.append(Accuracy(kind, count, right, most / count, swapped))
     return found
 
 
-def _swapped(dataset: Any, questions: Sequence[Any]) -> list[Any] | None:
+def _swapped(dataset: SampleDataset, questions: Sequence[Question]) -> list[Sample] | None:
     """Questions with the media of another question; None if one of them has no suitable other."""
-    made = []
-    for index in range(len(questions)):
-        sample = _with_media_of_another(dataset, questions, index)
-        if sample is None:
-            return None
-        made.append(sample)
-    return made
+    samples = [_with_media_of_another(dataset, questions, index) for index in range(len(questions))]
+    found = [sample for sample in samples if sample is not None]
+    return found if len(found) == len(samples) else None
 
 
-def _with_media_of_another(dataset: Any, questions: Sequence[Any], index: int) -> Any:
+def _with_media_of_another(dataset: SampleDataset, questions: Sequence[Question], index: int) -> Sample | None:
     """Question `index` with the media of another one; None if there is no suitable one.
 
     Candidates are visited in a circle, starting half-way round. The other question must have another answer and the
@@ -127,11 +116,11 @@ def _with_media_of_another(dataset: Any, questions: Sequence[Any], index: int) -
     return None
 
 
-def _share_right(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> float:
+def _share_right(samples: Sequence[Sample], model: MultimodalModel, tokenizer: Tokenizer, config: Config) -> float:
     return sum(answer.right for answer in answers_to(samples, model, tokenizer, config)) / len(samples)
 
 
-def spread_by_kind(dataset: Any, count: int) -> list[int]:
+def spread_by_kind(dataset: SampleDataset, count: int) -> list[int]:
     """Indices of up to `count` held-out samples, round-robin over the kinds of samples."""
     kinds: dict[str, list[int]] = {}
     for index in range(min(len(dataset), 64 * max(count, 1))):
@@ -160,7 +149,7 @@ def print_summary(rows: Mapping[str, Any], title: str) -> None:
     Console(highlight=False).print(table)
 
 
-def shown(name: str, value: Any) -> str:
+def shown(name: str, value: object) -> str:
     """Formatted value of the summary."""
     if isinstance(value, float):
         if name.endswith("accuracy"):

@@ -20,8 +20,6 @@ from interlace.train.report.metrics import BUSY, DRAWN, EPOCHS, HELD_OUT, IMBALA
 
 Points = Sequence[tuple[float, float]]
 """(step, value), in order of steps."""
-
-
 MOST = 1e300  # matplotlib computes margins, which overflow beyond it
 
 

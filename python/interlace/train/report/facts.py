@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def facts_of(model: MultimodalModel, layout: Layout) -> Facts:
     return Facts(list(_modules(model)), ranks, layout.world, machine())
 
 
-def _modules(model: Any) -> Iterable[ModuleFacts]:
+def _modules(model: MultimodalModel) -> Iterable[ModuleFacts]:
     named = short_names(model)
     named[LANGUAGE_MODEL] = named.pop(LANGUAGE_MODEL)  # last, in the order of the data
     for name, paths in named.items():
@@ -69,7 +69,7 @@ def _modules(model: Any) -> Iterable[ModuleFacts]:
         yield ModuleFacts(name, type(kind).__name__, layers, total, trained)
 
 
-def _part(model: nn.Module, path: str) -> Any:
+def _part(model: nn.Module, path: str) -> object:
     owner, _, name = path.rpartition(".")
     return getattr(model.get_submodule(owner), name)
 
@@ -82,7 +82,7 @@ def _parameters(model: nn.Module, path: str) -> Iterable[nn.Parameter]:
     return found.parameters() if isinstance(found, nn.Module) else ()
 
 
-def _of_rank(layout: Any, rank: int) -> dict[str, str]:
+def _of_rank(layout: Layout, rank: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for stage in layout.of_rank(rank):
         spec = layout.spec(stage.module)

@@ -9,19 +9,22 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.model import MultimodalModel
+from interlace.train.blame import one_line
 from interlace.train.config.sections import Config
-from interlace.train.data.feed import Feed
 from interlace.train.launch import launcher
 from interlace.train.models.build import build, materialize
 from interlace.train.models.media_specs import kinds, pixels
 from interlace.train.report import closing as report
 from interlace.train.report.metrics import BLANK, HELD_OUT, LOSS, free_memory
 from interlace.train.report.page import Page
-from interlace.train.report.trackers import Trackers
 from interlace.train.selection import choose, fill
+
+if TYPE_CHECKING:
+    from interlace.data import Tokenizer
+    from interlace.train.job import Job
 
 MOST_OF_FREE = 0.8
 """Share of the host's free memory that the whole model may use for the closing report."""
@@ -31,22 +34,17 @@ MOST_OF_FREE = 0.8
 class Ended:
     """A run after its last step, on rank 0. outcome: values of `Trainer.run`."""
 
-    config: Config
-    source: str
+    job: Job
     outcome: dict[str, Any]
-    model: MultimodalModel
-    tokenizer: Any
-    feed: Feed
     page: Page
-    trackers: Trackers
 
     def rows(self) -> dict[str, Any]:
         """Results of the run: the closing table."""
-        outcome = self.outcome
+        job, outcome = self.job, self.outcome
         metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
         rows: dict[str, Any] = {
-            "data": self.feed.held_out_data.name,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "data": job.feed.held_out_data.name,
+            "parameters": sum(parameter.numel() for parameter in job.parallel.mllm.parameters()),
             "steps": outcome["step"],
             "train_loss": metrics.get(LOSS),
             "held_out_loss": metrics.get(HELD_OUT),
@@ -63,7 +61,7 @@ class Ended:
         rows |= outcome["forecast"]
         if BLANK in metrics:
             rows["items_read_as_blank"] = metrics[BLANK]
-        best = -1 if self.config.checkpoint.best is None else outcome["verdict"].step
+        best = -1 if job.config.checkpoint.best is None else outcome["verdict"].step
         if best >= 0:
             rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
         # No loss if fp16 skipped every step or nothing was logged yet. No held-out loss before a validation.
@@ -75,9 +73,9 @@ def stop(run: Ended) -> None:
     with optional("the page"):
         rows = run.rows()
         run.page.write(run.page.status(run.outcome), rows)
-        run.trackers.show(rows, run.page.files())
-    run.trackers.close("stopped")
-    steps = run.config.train.steps
+        run.job.trackers.show(rows, run.page.files())
+    run.job.trackers.close("stopped")
+    steps = run.job.config.train.steps
     launcher.say(f"stopped after step {run.outcome['step']} of {steps}; saved in {run.page.folder}")
 
 
@@ -86,25 +84,26 @@ def close(run: Ended) -> None:
 
     The training summary is written first. Later failures do not make the run a failed one.
     """
-    config, tokenizer, page, trackers = run.config, run.tokenizer, run.page, run.trackers
-    held_out, folder = run.feed.held_out_data, page.folder
+    job, page = run.job, run.page
+    config, tokenizer, trackers = job.config, job.tokenizer, job.trackers
+    held_out, folder = job.feed.held_out_data, page.folder
     rows = run.rows()
     report.write_summary(folder, rows)
     with optional("the baselines"):
-        baselines = run.feed.baselines(tokenizer.vocab_size)
+        baselines = job.feed.baselines(tokenizer.vocab_size)
         rows |= {f"{name}_baseline": nats for name, nats in baselines.items()}
     counts = bool(held_out.questions()) and config.log.accuracy_samples > 0
     shown: dict[str, Any] = {}
     if config.log.samples or counts:
         with optional("the answers to held-out samples"):
-            check_room(run.model)
-            whole = load_whole(config, folder, tokenizer, run.source)
+            check_room(job.parallel.mllm)
+            whole = load_whole(config, folder, tokenizer, job.source)
             shown["counted"] = report.accuracies(whole, held_out, tokenizer, config) if counts else []
             for each in shown["counted"]:
                 rows |= each.rows()
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
-                shown["answers"] = report.held_out_answers(whole, held_out, picks, tokenizer, config)
+                shown["answers"] = report.answers_to([held_out.sample(i, 0) for i in picks], whole, tokenizer, config)
                 shown["scalings"] = {
                     name: (kind, pixels(config, whole, name) if whole.encoders[name].images is not None else None)
                     for name, kind in kinds(whole).items()
@@ -132,7 +131,7 @@ def check_room(model: MultimodalModel) -> None:
         )
 
 
-def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+def load_whole(config: Config, folder: Path, tokenizer: Tokenizer, source: str) -> MultimodalModel:
     """The whole model in this process, with the weights that `choose` selects: the run's best checkpoint or its newest.
 
     Uses averaged weights if the held-out loss was measured with them.
@@ -149,5 +148,5 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {reason}")
+        why = one_line(error)
+        launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {why}")

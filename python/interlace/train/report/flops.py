@@ -10,13 +10,19 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from interlace import _device
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import Sample
+    from interlace.schedule import StepTable
 
 # Dense products with fp32 sums (GeForce cards too), without sparsity, in 1e12 per second. Sources: data sheets of
 # "NVIDIA H100 Tensor Core GPU" (SXM, NVL, PCIe), "NVIDIA H200", "NVIDIA DGX B200", "NVIDIA A100", "NVIDIA L40S", and
@@ -59,7 +65,7 @@ class Meter:
     model's FLOPs cannot be counted, "" if they can. An error in a step disables counting; the run goes on.
     """
 
-    def __init__(self, model: Any, peaks: Sequence[float], *, recompute: bool) -> None:
+    def __init__(self, model: nn.Module, peaks: Sequence[float], *, recompute: bool) -> None:
         from interlace.estimate.step_flops import StepFlops, Uncountable
         from interlace.model import MultimodalModel
 
@@ -80,9 +86,9 @@ class Meter:
 
     def _empty(self) -> None:
         self._seconds, self._executed = 0.0, 0
-        self._needed: dict[str, int] = {}
+        self._needed: Counter[str] = Counter()
 
-    def add(self, samples: Sequence[Any], table: Any, seconds: float) -> None:
+    def add(self, samples: Sequence[Sample], table: StepTable, seconds: float) -> None:
         """Adds a step over `samples`, divided into the chunks of `table`."""
         if self._count is None:
             return
@@ -94,7 +100,7 @@ class Meter:
             print(f"interlace: no tflops and mfu from here on: {self.why}", file=sys.stderr, flush=True)
             return
         for name, flops in found.items():
-            self._needed[name] = self._needed.get(name, 0) + flops.model
+            self._needed[name] += flops.model
             self._executed += flops.executed
         self._seconds += seconds
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
 if TYPE_CHECKING:
+    from interlace.data import SampleDataset
+    from interlace.model import MultimodalModel, Sample
     from interlace.run.parallel_model import ParallelModel
 
 NAME = "costs.json"
@@ -44,7 +46,7 @@ MOST_BYTES = 256 << 20  # of weights used to time the optimizer
 _TURNS = 4
 
 
-def measure(config: Config, model: Any, data: Any, device: torch.device) -> FittedCosts:
+def measure(config: Config, model: MultimodalModel, data: SampleDataset, device: torch.device) -> FittedCosts:
     """Costs of a config's model on this rank's device. data: the training set."""
     from interlace.estimate.profiling import ProfileOptions, profile_costs
 
@@ -63,7 +65,7 @@ def measure(config: Config, model: Any, data: Any, device: torch.device) -> Fitt
     return replace(found, host_overhead=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
 
 
-def chunk_samples(config: Config, data: Any) -> int:
+def chunk_samples(config: Config, data: SampleDataset) -> int:
     """Samples of the largest chunk of the language model; for packed rows the samples that fill one."""
     if not config.data.pack or config.data.max_tokens is None:
         return -(-config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
@@ -155,7 +157,7 @@ class Forecast:
         self._failed = False
 
     def add(
-        self, samples: Sequence[Any], measured: Timeline, seconds: float, exchange: AllToAllPlan | None = None
+        self, samples: Sequence[Sample], measured: Timeline, seconds: float, exchange: AllToAllPlan | None = None
     ) -> dict[str, float]:
         """Predicts a step and returns the metrics. `measured`: timeline of its lists; `seconds`: its time without
         waiting for data.
@@ -190,12 +192,6 @@ class Forecast:
         """Rows of the summary: medians over the logged steps."""
         if not self._rows:
             return {}
-        names = (
-            "predicted_lists_seconds",
-            "measured_lists_seconds",
-            "predicted_step_seconds",
-            "measured_step_seconds",
-            "predicted_bubble_percent",
-            "measured_bubble_percent",
-        )
+        parts = ("lists_seconds", "step_seconds", "bubble_percent")
+        names = (f"{how}_{part}" for part in parts for how in ("predicted", "measured"))
         return dict(zip(names, map(statistics.median, zip(*self._rows, strict=True)), strict=True))

@@ -26,7 +26,7 @@ from interlace.schedule import StepTable
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline
 from interlace.train.report.trackers import Trackers
-from interlace.train.runfolder import write_whole
+from interlace.train.runfolder import json_lines, write_whole
 
 if TYPE_CHECKING:
     from interlace.run.parallel_model import ParallelModel
@@ -163,7 +163,7 @@ def of_ranks(window: LogWindow, everyone: Sequence[Sequence[float]]) -> dict[str
 def of_this_rank(window: LogWindow, blank_items: int, decoded: int = 0, restarts: int = 0) -> list[float]:
     """Report of this rank: seconds of waiting for data, peak memory and reserved GPU memory [GiB], unreadable items,
     items decoded for it since the last line, lost producers."""
-    return [window.data_seconds, memory_gib(), reserved_gib(), float(blank_items), float(decoded), float(restarts)]
+    return [window.data_seconds, *memory_gib(), float(blank_items), float(decoded), float(restarts)]
 
 
 def computed_tokens(samples: Sequence[Any], encoders: Mapping[str, Any]) -> dict[str, int]:
@@ -188,8 +188,7 @@ def dispatch_metrics(parallel: ParallelModel, table: StepTable, samples: Sequenc
         return {}
     lengths = Lengths.of(samples, list(parallel.layout.modules)[:-1])
     values: dict[str, float] = {}
-    found = (IMBALANCE, dispatcher.computed(table, lengths)), (DRAWN, dispatcher.as_drawn(lengths))
-    for prefix, loads in found:
+    for prefix, loads in ((IMBALANCE, dispatcher.computed(table, lengths)), (DRAWN, dispatcher.as_drawn(lengths))):
         values |= {f"{prefix}{name}": float(each.max() / each.mean()) for name, each in loads.items() if each.sum() > 0}
     moved, between = dispatcher.crossing(table)
     values["balance/moved(MB)"] = moved * parallel.feature_bytes / 1e6
@@ -228,19 +227,13 @@ class Metrics:
         self.file.close()
 
 
-def memory_gib() -> float:
-    """Peak memory of this process in GiB: of its GPU if it uses one, else its resident set."""
+def memory_gib() -> tuple[float, float]:
+    """Peak memory of this process in GiB, and the part that torch has reserved on its GPU. Without a GPU: its resident
+    set, and 0."""
     if _device.in_use():
-        return torch.accelerator.max_memory_allocated() / 2**30
+        return torch.accelerator.max_memory_allocated() / 2**30, torch.accelerator.max_memory_reserved() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def reserved_gib() -> float:
-    """Peak GPU memory reserved by torch in this process, in GiB; 0 without a GPU."""
-    if _device.in_use():
-        return torch.accelerator.max_memory_reserved() / 2**30
-    return 0.0
+    return peak / (2**30 if sys.platform == "darwin" else 2**20), 0.0
 
 
 def free_memory() -> int | None:
@@ -283,25 +276,18 @@ def pipeline_metrics(timeline: Timeline) -> dict[str, float]:
 
 
 class Clock:
-    """Accumulates seconds: ``with clock: ...``."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    """Seconds of a block: ``with Clock() as clock: ...``."""
 
     def __enter__(self) -> Clock:
         self.began = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self.began
+        self.seconds = time.perf_counter() - self.began
 
 
 def read_metrics(folder: Path, *, until: int | None = None) -> list[dict[str, float]]:
     """Lines of a run's metrics.jsonl up to the step `until`. A half-written line of a killed run is skipped."""
-    path = folder / "metrics.jsonl"
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
+    lines = json_lines(folder / "metrics.jsonl")
     found = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
     return [line for line in found if until is None or line["step"] <= until]

@@ -142,17 +142,10 @@ def _curves(lines: Sequence[Mapping[str, float]]) -> str:
 
 
 def _modules(facts: Facts) -> str:
-    rows = [
-        (
-            each.name,
-            each.kind,
-            "" if each.layers is None else each.layers,
-            f"{each.parameters:,}",
-            f"{each.trained:,}",
-            _share(each.trained, each.parameters),
-        )
-        for each in facts.modules
-    ]
+    rows = []
+    for name, kind, layers, parameters, trained in facts.modules:
+        counts = (f"{parameters:,}", f"{trained:,}", _share(trained, parameters))
+        rows.append((name, kind, "" if layers is None else layers, *counts))
     head = ("module", "class", "layers", "parameters", "trained", "")
     return _titled("Modules", table(rows, head, "numbers"))
 

@@ -29,14 +29,9 @@ def write_page(folder: Path, name: str, lines: Sequence[Line]) -> Path:
     changes = [line for line in lines if line["split"]]
     lost = sum(line["lost"] for line in changes)
     about = f"{len(changes)} changes of generation, {number(lost)} s lost in all"
-    body = [
-        f"<p class=status>{about}</p>",
-        _legend(changes),
-        _bars(changes),
-        _table(lines),
-    ]
+    body = f"<p class=status>{about}</p>{_legend(changes)}{_bars(changes)}{_table(lines)}"
     path = folder / NAME
-    write_whole(path, page(f"{name}: when nodes fail", "".join(body)))
+    write_whole(path, page(f"{name}: when nodes fail", body))
     return path
 
 

@@ -42,6 +42,7 @@ def pictures_of(answer: Answer, scalings: Scalings) -> list[tuple[str, np.ndarra
         named(kind).picture(item.data, scaling)
         for name, (kind, scaling) in scalings.items()
         for item in answer.sample.media.get(name, [])
+        if item.data is not None
     ]
     return [item for item in items if item is not None]
 

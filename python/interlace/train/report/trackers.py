@@ -25,13 +25,15 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from interlace._hints import nearest
+from interlace.train.blame import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.log import TRACKERS
 from interlace.train.config.sections import Config
@@ -84,40 +86,33 @@ class Tracker(Protocol):
         """Ends the run: "finished", "stopped" (by a signal, to be resumed later) or "failed"."""
 
 
-def check(config: Config, *, source: str = "config") -> None:
-    """Raises ConfigError for trackers that cannot be used here, before anything is created or trained."""
-    made(config, source=source)
-
-
 def made(config: Config, *, source: str = "config") -> dict[str, Tracker]:
-    """Trackers of a config by name. Raises ConfigError as `check`."""
+    """Trackers of a config by name. Raises ConfigError for trackers that cannot be used here."""
     found: dict[str, Tracker] = {}
     for name in config.log.trackers:
-        options = config.log.tracker_options.get(name, {})
-        tracker, known = _tracker_of(name, f"{source}: log.trackers")
-        unknown = [key for key in options if known is not None and key not in known]
-        if unknown:
-            if not known:
-                raise ConfigError(f"{source}: [log.tracker_options.{name}]: {name} takes no options; remove it")
-            raise ConfigError(
-                f"{source}: [log.tracker_options.{name}] has no key {unknown[0]!r}; {nearest(unknown[0], known)}"
-            )
-        found[name] = tracker
+        found[name], known = _tracker_of(name, f"{source}: log.trackers")
+        for key in config.log.tracker_options.get(name, {}):
+            if known is not None and key not in known:
+                wrong = (
+                    f" has no key {key!r}; {nearest(key, known)}" if known else f": {name} takes no options; remove it"
+                )
+                raise ConfigError(f"{source}: [log.tracker_options.{name}]{wrong}")
     return found
 
 
-def _tracker_of(name: str, where: str) -> tuple[Tracker, set[str] | None]:
+def _tracker_of(name: str, where: str) -> tuple[Tracker, Collection[str] | None]:
     """Tracker and its known options; None if it takes any. Raises ConfigError."""
     if name in TRACKERS:
         try:
             library = importlib.import_module(TRACKERS[name])
         except Exception as error:  # for example a TypeError from an incompatible version of another library
-            hint = f"it cannot be imported: {' '.join(str(error).split()) or type(error).__name__}"
+            hint = f"it cannot be imported: {one_line(error)}"
             if isinstance(error, ModuleNotFoundError) and error.name == name:  # packages have the names of the trackers
                 hint = f"{name} is not installed: pip install {name}"
             raise ConfigError(f"{where}: {name!r}: {hint}, or take {name!r} out of log.trackers") from None
-        kind = KINDS[name]
-        return kind(), kind.options(library)
+        derived = DERIVED.get(name)
+        known = OPTIONS[name] if derived is None else inspect.signature(library.init).parameters.keys() - derived
+        return KINDS[name](), known
     found = imported(name, where)
     missing = [method for method in ("begin", "log", "show", "close") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
@@ -133,30 +128,31 @@ class Trackers:
     """All trackers of a run, on rank 0; empty on the other ranks."""
 
     def __init__(self, config: Config, folder: Path, found: Mapping[str, Tracker]) -> None:
-        self.config, self.folder = config, folder
-        self.threads = [_Thread(name, tracker) for name, tracker in found.items()]
+        self.config, self.folder, self.found = config, folder, found
+        self.threads: list[_Thread] = []
 
     def begin(self, step: int, before: Callable[[], list[dict[str, float]]] = list) -> None:
         """Begins or resumes the run at `step`; `before` returns the metrics up to it."""
         table = self.config.model_dump(exclude_none=True)
-        for thread in self.threads:
-            options = dict(self.config.log.tracker_options.get(thread.name, {}))
-            thread.begin(TrackedRun(self.config.run.name, self.folder.absolute(), table, step, options, before))
+        for name, tracker in self.found.items():
+            options = dict(self.config.log.tracker_options.get(name, {}))
+            run = TrackedRun(self.config.run.name, self.folder.absolute(), table, step, options, before)
+            self.threads.append(_Thread(name, tracker, run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queues the metrics of a step without blocking."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.log(step, values))  # type: ignore[misc]
+            thread.put(partial(thread.log, step, values))
 
     def show(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Queues the closing numbers and files."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.tracker.show(summary, files))  # type: ignore[misc]
+            thread.put(partial(thread.tracker.show, summary, files))
 
     def close(self, status: str) -> None:
         """Closes the trackers, unless closed already, and waits for them up to `CLOSING_SECONDS`."""
         for thread in self.threads:
-            thread.put(lambda thread=thread: thread.tracker.close(status))  # type: ignore[misc]
+            thread.put(partial(thread.tracker.close, status))
             thread.put(None)
         deadline = time.monotonic() + CLOSING_SECONDS[status]
         for thread in self.threads:
@@ -167,24 +163,17 @@ class Trackers:
 class _Thread:
     """Thread and queue of one tracker."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name, self.tracker = name, tracker
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun) -> None:
+        self.name, self.tracker, self.run = name, tracker, run
         self.waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(BEHIND)
         self.off = False
-        self.thread: threading.Thread | None = None
         self.last = 0
-        self.place = Path()
-        self.run: TrackedRun | None = None
-
-    def begin(self, run: TrackedRun) -> None:
-        self.run = run
-        self.place = run.folder / "trackers" / f"{self.name.replace(':', '.')}.json"
-        self.thread = threading.Thread(target=self._work, name=f"tracker-{self.name}", daemon=True)
+        self.place = run.folder / "trackers" / f"{name.replace(':', '.')}.json"
+        self.thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self.thread.start()
         self.put(self._begin)
 
     def _begin(self) -> None:
-        assert self.run is not None
         run, takes_back = self.run, getattr(self.tracker, "takes_back", False)
         if run.step and self.place.exists():
             table = json.loads(self.place.read_text(encoding="utf-8"))
@@ -207,21 +196,19 @@ class _Thread:
             self._keep()
 
     def _keep(self) -> None:
-        assert self.run is not None
         self.place.parent.mkdir(exist_ok=True)
         write_whole(self.place, json.dumps({"last": self.last, "kept": self.run.kept}))
 
     def put(self, work: Callable[[], None] | None) -> None:
         """Queues `work`; None ends the thread."""
-        if self.off or self.thread is None:
-            return
         try:
-            self.waiting.put_nowait(work)
+            if not self.off:
+                self.waiting.put_nowait(work)
         except queue.Full:
             self._switch_off(f"it is {BEHIND} logged steps behind")
 
     def join(self, deadline: float) -> None:
-        if self.thread is None or self.off:
+        if self.off:
             return
         self.thread.join(max(deadline - time.monotonic(), 0.0))
         if self.thread.is_alive():
@@ -232,8 +219,7 @@ class _Thread:
             try:
                 work()
             except (Exception, SystemExit) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self._switch_off(f"{type(error).__name__}: {reason[:300]}")
+                self._switch_off(f"{type(error).__name__}: {one_line(error)[:300]}")
 
     def _switch_off(self, reason: str) -> None:
         if not self.off:
@@ -258,11 +244,6 @@ class TensorBoard:
     """Event files in the run folder. Events of a killed run after the resumed step are hidden."""
 
     takes_back = True
-
-    @staticmethod
-    def options(library: Any) -> set[str]:
-        """Allowed option keys."""
-        return set()
 
     def begin(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -298,12 +279,6 @@ class Wandb:
     """
 
     takes_back = True
-    OURS = ("dir", "id", "config", "resume", "settings")
-
-    @classmethod
-    def options(cls, library: Any) -> set[str]:
-        """Arguments of `wandb.init`, except those derived from the run."""
-        return {name for name in inspect.signature(library.init).parameters if name not in cls.OURS}
 
     def begin(self, run: TrackedRun) -> None:
         import wandb
@@ -316,26 +291,24 @@ class Wandb:
             mode = "offline"
             run.say(f"wandb has no key (wandb login), so it writes to disk: wandb sync {place} sends the run")
 
-        def init(mode: str | None) -> Any:
-            return wandb.init(
-                dir=str(run.folder),
-                id=run.kept["id"],
-                resume="allow",
-                config=run.config,
-                mode=mode,
-                settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-                **options,
-            )
-
+        init = partial(
+            wandb.init,
+            dir=str(run.folder),
+            id=run.kept["id"],
+            resume="allow",
+            config=run.config,
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30),
+            **options,
+        )
         try:
-            self.run = init(mode)
+            self.run = init(mode=mode)
         except Exception as error:
             if mode not in (None, "online"):
                 raise
             wandb.teardown()
             reason = " ".join(str(error).split())[:200]
             run.say(f"wandb cannot be reached, so it writes to disk: wandb sync {place} sends it ({reason})")
-            self.run = init("offline")
+            self.run = init(mode="offline")
         if self.run.offline:
             run.told = 0
         else:
@@ -376,11 +349,6 @@ def _has_wandb_key(server: str) -> bool:
 
 class Mlflow:
     """One mlflow run for all resumes of a run; by default in ``mlflow.db`` in the folder of all runs."""
-
-    @staticmethod
-    def options(library: Any) -> set[str]:
-        """Allowed option keys."""
-        return {"experiment", "tracking_uri", "run_name", "tags"}
 
     def begin(self, run: TrackedRun) -> None:
         for name in ("mlflow", "alembic"):  # they log every table that they create
@@ -442,13 +410,6 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 class Trackio:
     """trackio, local unless its options name a Space or a server; `trackio show` opens it."""
 
-    OURS = ("name", "config", "resume", "settings", "embed")
-
-    @classmethod
-    def options(cls, library: Any) -> set[str]:
-        """Arguments of `trackio.init`, except those derived from the run."""
-        return {name for name in inspect.signature(library.init).parameters if name not in cls.OURS}
-
     def begin(self, run: TrackedRun) -> None:
         import trackio
 
@@ -473,5 +434,11 @@ class Trackio:
         self.run.finish()
 
 
-KINDS: Mapping[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
-"""Name -> its class, which also has ``options``: the keys that the config may set."""
+KINDS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+DERIVED = {
+    "wandb": {"dir", "id", "config", "resume", "settings"},
+    "trackio": {"name", "config", "resume", "settings", "embed"},
+}
+"""Arguments of the library's ``init`` that follow from the run. The config may set the others."""
+OPTIONS = {"tensorboard": (), "mlflow": ("experiment", "tracking_uri", "run_name", "tags")}
+"""Keys that the config may set, of the other trackers."""

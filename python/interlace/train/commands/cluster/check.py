@@ -20,8 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -92,6 +93,13 @@ class Stopped(Exception):
         self.troubles = list(troubles)
 
 
+class Late(Exception):
+    """Ranks have not answered in time."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+
 def _read(text: str, form: Any) -> Any:
     """Parses JSON from a peer. Raises ValueError if it is not of the type `form`."""
     try:
@@ -127,8 +135,8 @@ class Meeting(Rounds):
         judge: Callable[[list[Any]], Any] = lambda values: None,
         allowance: float = 0.0,
         *,
-        form: Callable[[int], Any] = lambda rank: None,
-        told: Any = None,
+        form: Callable[[int], object] = lambda rank: None,
+        told: object = None,
     ) -> Any:
         """Runs `work` on every rank (its result is JSON-serializable) and returns rank 0's verdict on all results.
 
@@ -142,10 +150,10 @@ class Meeting(Rounds):
             try:
                 value = work()
             except (RuntimeError, OSError, ValueError) as error:
-                failure = first_line(error) or type(error).__name__
+                failure = first_line(error)
             self.begin(what, [json.dumps(value), failure])
             if self.rank > 0:
-                self._await([_VERDICT], [0], what, _OTHERS * patience)
+                self._await([_VERDICT], what, _OTHERS * patience)
                 stop, answer = self.get(_VERDICT, what, ["", ""])
                 if stop:
                     raise Stopped([Trouble(stop, "")])
@@ -153,14 +161,12 @@ class Meeting(Rounds):
                     return _read(answer, told)
                 except ValueError as error:
                     self._end(f"rank 0, {what}: {error}")
-            troubles, values = [], [value]
-            if failure:
-                troubles.append(Trouble(f"rank 0, {what}: {failure}", "see the message of this rank"))
-            silent = self._await(range(1, self.world), range(1, self.world), what, patience)
+            troubles, values = [], []
+            silent = self._await(range(self.world), what, patience)
             if silent:
                 text = f"no answer from {ranks_in_words(silent)} within {patience:g} s, {what}"
                 troubles.append(Trouble(text, "look for these processes and their logs; slow ones need --timeout"))
-            for rank in (rank for rank in range(1, self.world) if rank not in silent):
+            for rank in (rank for rank in range(self.world) if rank not in silent):
                 try:
                     text, failure = self.get(rank, what, ["", ""])
                     values.append(None if failure else _read(text, form(rank)))
@@ -178,32 +184,25 @@ class Meeting(Rounds):
             self.put(_VERDICT, what, ["", json.dumps(answer)])
             return answer
 
-    def _await(self, places: Iterable[int | str], ranks: Iterable[int], what: str, seconds: float) -> list[int]:
-        """Ranks whose places are not filled within `seconds`. Ends this process if rank 0 is one of them, since no
-        verdict can follow."""
-        of, deadline, late = dict(zip(places, ranks, strict=True)), time.monotonic() + seconds, [0]
-
-        class Late(Exception):
-            pass
+    def _await(self, keys: Sequence[int | str], what: str, seconds: float) -> list[int]:
+        """Ranks among `keys` that have no value within `seconds`. Ends this process if it waits for the verdict of rank
+        0, which cannot follow then."""
+        deadline = time.monotonic() + seconds
 
         def watch(missing: Sequence[int | str]) -> None:
             if time.monotonic() > deadline:
-                late[:] = [of[place] for place in missing]
-                raise Late
+                raise Late([rank for rank in missing if isinstance(rank, int)])
 
         try:
-            self.wait_for(of, what, watch, slowest=0.2)
+            self.wait_for(keys, what, watch, slowest=0.2)
             return []
-        except Late:
+        except Late as late:
             if self.rank > 0:
                 self._end(f"no answer from rank 0 within {seconds:g} s, {what}")
-            return late
-
-    def _store_call(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self._the_store_answers(what)
+            return late.ranks
 
     @contextlib.contextmanager
-    def _the_store_answers(self, what: str) -> Iterator[None]:
+    def _store_call(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -273,11 +272,10 @@ class Examination:
             "comparing clocks", lambda: self._clock(meeting), self._judge_clocks,
             form=lambda rank: tuple[float, float] if rank else None,
         )  # fmt: skip
-        backend = devices.backend(self.device.type)
-        wait = timedelta(seconds=self.timeout)
 
         def join() -> None:
-            store = dist.PrefixStore("doctor group", meeting.base)
+            store, wait = dist.PrefixStore("doctor group", meeting.base), timedelta(seconds=self.timeout)
+            backend = devices.backend(self.device.type)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=wait)
 
         meeting.step("making the process group", join, allowance=self.timeout)
@@ -289,15 +287,9 @@ class Examination:
     def _facts(self) -> Facts:
         folder, wanted = Path("runs"), "auto"
         if self.config is not None:
-            try:
-                config = load(self.config, [], open_replicas=True)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
+            config = load(self.config, [], open_replicas=True)
             folder, wanted = Path(config.run.folder), config.run.device
-        try:
-            kind = devices.choose(wanted, self.local_world, source=str(self.config or "doctor"))
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        kind = devices.choose(wanted, self.local_world, source=str(self.config or "doctor"))
         self.device = devices.take(kind, self.local_rank, deterministic=False)
         return cluster_facts.gather(self.config, folder, kind, self.local_rank)
 
@@ -377,7 +369,7 @@ class Examination:
             what = f"measuring pairs of ranks, round {number} of {len(rounds)}"
             measured = {rank for pair in pairs for rank in pair}
 
-            def form(rank: int, measured: set[int] = measured) -> Any:
+            def form(rank: int, measured: set[int] = measured) -> object:
                 return tuple[float, float] if rank in measured else None
 
             if not meeting.step(what, measure, judge, form=form, told=bool) and number < len(rounds):
@@ -395,38 +387,32 @@ class Examination:
             self.report.troubles.append(Trouble(text, do))
 
     def _sums(self, meeting: Meeting, hosts: list[str]) -> None:
-        groups: dict[str, Any] = {}
-        members = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)}
-        several = len(members) > 1
-        wait = timedelta(seconds=self.timeout)
+        groups: dict[str, dist.ProcessGroup] = {}
+        members = cluster_facts.groups_of(hosts)
 
         def make() -> None:
             for host, ranks in members.items():  # every rank creates all groups, in the same order
-                if several and len(ranks) > 1:
-                    groups[host] = dist.new_group(ranks, timeout=wait)
+                if len(ranks) > 1:
+                    groups[host] = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+
+        def measure(group: dist.ProcessGroup | None, size: int) -> float:
+            return cluster_links.measure_sum(group, size, self.device, self.timeout)
 
         def within() -> float | None:
             mine = hosts[self.rank]
-            if mine not in groups:
-                return None
-            return cluster_links.measure_sum(groups[mine], len(members[mine]), self.device, self.timeout)
-
-        def over_all() -> float:
-            return cluster_links.measure_sum(None, self.world, self.device, self.timeout)
+            return measure(groups[mine], len(members[mine])) if mine in groups else None
 
         def note(values: list[Any]) -> None:
             for host, ranks in members.items():
                 if values[ranks[0]] is not None:
                     self.report.sums[host] = min(values[rank] for rank in ranks)
 
-        if several:
+        if len(members) > 1:
             meeting.step("making the groups of hosts", make, allowance=self.timeout)
             alone = {rank for ranks in members.values() if len(ranks) == 1 for rank in ranks}
             meeting.step("summing within each host", within, note, form=lambda rank: None if rank in alone else float)
-        meeting.step(
-            "summing over all ranks", over_all, lambda found: self.report.sums.update({"": min(found)}),
-            form=lambda _: float,
-        )  # fmt: skip
+        of_all = partial(measure, None, self.world)
+        self.report.sums[""] = meeting.step("summing over all ranks", of_all, min, form=lambda _: float, told=float)
 
 
 def _address() -> str:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import resource
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 Facts = dict[str, Any]
+K = TypeVar("K")
 GIB = 1 << 30
 LEAST_DISK = GIB  # bytes free in the run folder's file system
 LEAST_SHARED = 64 << 20  # bytes free in /dev/shm for each rank of a host; the default of a whole container
@@ -75,12 +75,13 @@ def gather(config: Path | None, folder: Path, kind: str, local_rank: int) -> Fac
     import torch
 
     import interlace
+    from interlace.train.commands.tables import version_of
 
     facts: Facts = {
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version_of("transformers"),
         "interlace": interlace.__version__,
         "cuda": torch.version.cuda or "none",
         "nccl": _nccl() if kind == "cuda" else "not used",
@@ -120,23 +121,16 @@ def compare(facts: Sequence[Facts]) -> list[Trouble]:
         said = _said({(digest[:8] or "none"): ranks for digest, ranks in groups.items()})
         found.append(Trouble(f"the config file differs: {said}", "copy one config file to every host"))
     found.extend(_other_files([each["files"] for each in facts]))
-    hosts: dict[str, list[int]] = {}
-    gpus: dict[tuple[str, str], list[int]] = {}
-    for rank, each in enumerate(facts):
-        hosts.setdefault(each["host"], []).append(rank)
-        if each["gpu"]:
-            gpus.setdefault((each["host"], each["gpu"]), []).append(rank)
-    for (host, gpu), ranks in gpus.items():
-        if len(ranks) > 1:
+    for (host, gpu), ranks in groups_of([(each["host"], each["gpu"]) for each in facts]).items():
+        if gpu and len(ranks) > 1:
             text = f"{ranks_in_words(ranks)} are on one GPU of {host} ({gpu})"
             found.append(Trouble(text, "start one rank per GPU, and give each process the same CUDA_VISIBLE_DEVICES"))
-    for host, ranks in hosts.items():
+    for host, ranks in groups_of([each["host"] for each in facts]).items():
         disk = min(facts[rank]["disk"] for rank in ranks)
         shared = min(facts[rank]["shared"] for rank in ranks)
         if 0 <= disk < LEAST_DISK:
-            found.append(
-                Trouble(f"{host} has {disk / GIB:.2f} GiB free where runs go", "free space, or set run.folder")
-            )
+            text = f"{host} has {disk / GIB:.2f} GiB free where runs go"
+            found.append(Trouble(text, "free space, or set run.folder"))
         if 0 <= shared < LEAST_SHARED * len(ranks):
             text = f"{host} has {shared >> 20} MiB free in /dev/shm for {len(ranks)} ranks"
             found.append(Trouble(text, f"give it {LEAST_SHARED * len(ranks) >> 20} MiB or more (docker: --shm-size)"))
@@ -162,12 +156,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def _other_files(files: Sequence[Mapping[str, str]]) -> list[Trouble]:
     """Package files that differ from rank 0's; ranks with the same differences share one problem."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, mine in enumerate(files):
-        if differ := sorted(name for name in {*files[0], *mine} if files[0].get(name) != mine.get(name)):
-            groups.setdefault(tuple(differ), []).append(rank)
+    others = [{name for name in {*files[0], *mine} if files[0].get(name) != mine.get(name)} for mine in files]
     found = []
-    for names, ranks in groups.items():
+    for names, ranks in groups_of([tuple(sorted(names)) for names in others]).items():
+        if not names:
+            continue
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{ranks_in_words(ranks)} and rank 0 have other files of interlace: {shown}"
         found.append(Trouble(text, "install the same wheel, or the same commit built in the same way, on every host"))
@@ -176,21 +169,20 @@ def _other_files(files: Sequence[Mapping[str, str]]) -> list[Trouble]:
 
 def _different(values: Sequence[str]) -> dict[str, list[int]]:
     """Value -> ranks, the most common value first; empty if all are equal."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
+    groups = groups_of(values)
     return dict(sorted(groups.items(), key=lambda group: -len(group[1]))) if len(groups) > 1 else {}
+
+
+def groups_of(values: Iterable[K]) -> dict[K, list[int]]:
+    """Value -> its places."""
+    groups: dict[K, list[int]] = {}
+    for place, value in enumerate(values):
+        groups.setdefault(value, []).append(place)
+    return groups
 
 
 def _said(groups: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups.items())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def _nccl() -> str:

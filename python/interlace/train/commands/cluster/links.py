@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def measure_pair(rank: int, peer: int, device: torch.device, timeout: float) -> 
         size *= 4
 
 
-def measure_sum(group: Any, size: int, device: torch.device, timeout: float) -> float:
+def measure_sum(group: dist.ProcessGroup | None, size: int, device: torch.device, timeout: float) -> float:
     """Bus bandwidth of an all-reduce of 16 MiB over a group of `size` ranks, in bytes per second: each byte travels 2
     (n - 1) / n times. Raises RuntimeError (torch's own) if a rank is lost."""
     tensor = torch.zeros(SUM_BYTES // 4, device=device)

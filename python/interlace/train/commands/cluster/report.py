@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from interlace.train.commands.cluster.facts import EQUAL, GIB, Facts, Trouble, ranks_in_words
+from interlace.train.commands.cluster.facts import EQUAL, GIB, Facts, Trouble, groups_of, ranks_in_words
 from interlace.train.commands.cluster.links import Link
 
 
@@ -32,9 +31,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """The whole report, in bytes and seconds."""
-    return {
+def write(report: Report, path: Path) -> None:
+    """Writes the whole report as JSON, in bytes and seconds. Raises OSError."""
+    table = {
         "version": 1,
         "ok": not report.troubles,
         "world": report.world,
@@ -46,27 +45,20 @@ def as_json(report: Report) -> dict[str, Any]:
         "troubles": [trouble._asdict() for trouble in report.troubles],
         "notes": report.notes,
     }
-
-
-def write(report: Report, path: Path) -> None:
-    """Writes the report as JSON. Raises OSError."""
-    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
+    path.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def show(report: Report) -> None:
     """Prints a short table, then the problems with their remedies."""
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=f"interlace doctor cluster: {report.world} ranks", title_justify="left")
-    for column in ("what", "found"):
-        table.add_column(column)
+    from interlace.train.commands.tables import console_of, table_of
+
+    columns = ("what", "found")
+    table = table_of(f"interlace doctor cluster: {report.world} ranks", *columns, left=columns)
     for what, found in _rows(report):
         table.add_row(escape(what), escape(found))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width
+    console = console_of(200)
     console.print(table)
     for note in report.notes:
         console.print(f"note: {escape(note)}", soft_wrap=True)
@@ -80,10 +72,7 @@ def show(report: Report) -> None:
 def _rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     facts = report.facts
-    hosts: dict[str, list[int]] = {}
-    for rank, each in enumerate(facts):
-        hosts.setdefault(each["host"], []).append(rank)
-    for host, ranks in hosts.items():
+    for host, ranks in groups_of(each["host"] for each in facts).items():
         gpus = Counter(facts[rank]["gpu"].partition(",")[0] for rank in ranks if facts[rank]["gpu"])
         where = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "CPU"
         first = facts[ranks[0]]

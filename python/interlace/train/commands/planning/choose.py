@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from interlace.train.blame import writing
 from interlace.train.commands.planning.costs import speed_of
 from interlace.train.commands.planning.layout import counted_noun
 from interlace.train.config.load import ConfigError, load
@@ -27,11 +28,9 @@ def choose(options: argparse.Namespace) -> int:
     text, decision, _ = plan_for(
         config, gpus=options.gpus, memory=1e9 * options.memory, tflops=speed, how=how, source=source, say=said.append
     )
-    try:
-        if options.out is not None:
+    if options.out is not None:
+        with writing("--out", options.out):
             write_whole(options.out, text)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     if options.picture is not None:
         report.draw(decision, options.picture, f"{config.run.name}: {counted_noun(options.gpus, 'GPU')}")
     if options.json:

@@ -17,13 +17,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from interlace.train.blame import blaming, check_at_least
 from interlace.train.config.load import ConfigError, load, unsettled
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import Load, budget_loads, estimated, flop_costs, stated_links
 from interlace.train.models.media_specs import check_inputs
 from interlace.train.scheduling import scaled
+
+if TYPE_CHECKING:
+    from interlace.costs.links import Links
+    from interlace.costs.modules import ModuleCosts
+    from interlace.costs.step import Costs as StepCosts
+    from interlace.costs.step import Size
+    from interlace.data import Tokenizer
+    from interlace.model import MultimodalModel
 
 ITEMS_LEFT_OUT = (
     "left out: the items of data.reading = 'stream' that travel between ranks, as what they weigh and who reads them "
@@ -40,23 +49,34 @@ class Costs:
     available.
     """
 
-    modules: Mapping[str, Any]
+    modules: Mapping[str, ModuleCosts]
     origin: str
-    step: Any = None
-    links: Any = None
-    counted: Any = None
+    step: StepCosts | None = None
+    links: Links | None = None
+    counted: StepCosts | None = None
 
 
-def load_priced(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
-    """(config, model, costs) from the options of a command. Raises ConfigError."""
+@dataclass(frozen=True)
+class Priced:
+    """A config with its model, which has no memory for weights, and the costs of its layers.
+
+    source: names the config in messages. microbatches: of a step.
+    """
+
+    config: Config
+    model: MultimodalModel
+    costs: Costs
+    source: str
+    microbatches: int
+
+
+def load_priced(options: argparse.Namespace) -> Priced:
+    """The config of a command's options, with its costs. Raises ConfigError."""
     from interlace.train.data.texts import tokenizer_of, vocabulary_of
     from interlace.train.models.build import build
 
-    for name in ("ranks", "microbatches"):
-        if getattr(options, name, None) is not None and getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: at least 1")
-    if options.tflops is not None and options.tflops <= 0:
-        raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    check_at_least(1, options, "ranks", "microbatches")
+    _check_speed(options)
     if getattr(options, "spread", None) is not None and not 0 <= options.spread <= 3:
         raise ConfigError(f"--spread {options.spread:g}: 0 or more, and at most 3")
     config = load(options.config, options.set)
@@ -75,17 +95,17 @@ def load_priced(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
         costs = _measured(config, model, options.costs) if measured else counted(config, model, options.tflops)
     if config.data.reading == "stream":
         costs.origin += f"; {ITEMS_LEFT_OUT}"
-    return config, model, costs
+    return Priced(config, model, costs, source, getattr(options, "microbatches", None) or config.train.microbatches)
 
 
-def nominal_size(load: Load, share: float) -> Any:
+def nominal_size(load: Load, share: float) -> Size:
     """The size of a chunk of `share` microbatches; all rows count as targets."""
     from interlace.costs.step import Size
 
     return Size(load.tokens * share, load.tokens * load.keys * share, load.tokens * share)
 
 
-def counted(config: Config, model: Any, tflops: float | None) -> Costs:
+def counted(config: Config, model: MultimodalModel, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
     from interlace.costs.counted import counted_costs
     from interlace.estimate.sample_sizes import key_bytes_of, row_bytes_of
@@ -104,16 +124,14 @@ def counted(config: Config, model: Any, tflops: float | None) -> Costs:
     return Costs(modules, f"{origin}tokens per microbatch: {shown}", links=links, counted=counted)
 
 
-def _measured(config: Config, model: Any, path: Path) -> Costs:
+def _measured(config: Config, model: MultimodalModel, path: Path) -> Costs:
     """Costs written by a run, for a microbatch of the config's mixture. Raises ConfigError."""
     from interlace.train.report import forecast
 
     found, links = forecast.load(path)
     loads = budget_loads(config, model)
-    try:
+    with blaming(f"--costs {path}"):
         modules = {name: found.of(name, nominal_size(load, 1.0)) for name, load in loads.items()}
-    except ValueError as error:
-        raise ConfigError(f"--costs {path}: {error}") from None
     for name, cost in modules.items():
         if cost.num_layers != len(model.layer_list(name)):
             raise ConfigError(
@@ -125,7 +143,7 @@ def _measured(config: Config, model: Any, path: Path) -> Costs:
     return Costs(modules, origin, found, stated_links(config) or links)
 
 
-def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
+def _profiled(config: Config, model: MultimodalModel, tokenizer: Tokenizer, source: str) -> Costs:
     """Layer times of one microbatch of the config's data on this machine."""
     import torch
 
@@ -147,9 +165,13 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
 
 def speed_of(options: argparse.Namespace) -> float:
     """TFLOP/s of a rank."""
+    _check_speed(options)
+    return float(options.tflops) if options.tflops is not None else matmul_tflops()
+
+
+def _check_speed(options: argparse.Namespace) -> None:
     if options.tflops is not None and options.tflops <= 0:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
-    return float(options.tflops) if options.tflops is not None else matmul_tflops()
 
 
 def matmul_tflops(size: int = 768, repeats: int = 5) -> float:

@@ -6,13 +6,17 @@ Loads are shown before and after `train.balance`. Only lengths are read; no medi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from interlace.train.blame import check_picture, writing
+from interlace.train.commands.planning.costs import Priced
 from interlace.train.config.load import ConfigError
-from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
-def show(config: Config, path: Path, source: str) -> list[str]:
+def show(priced: Priced, path: Path) -> list[str]:
     """Draws the loads of the first step's replicas; returns a line for each module. Raises ConfigError."""
     from interlace.run.tables.assign import assigner_of
     from interlace.run.tables.batch import GlobalBatch
@@ -21,18 +25,17 @@ def show(config: Config, path: Path, source: str) -> list[str]:
     from interlace.simulate import plot_loads
     from interlace.train.data.feed import Feed, datasets
     from interlace.train.data.texts import tokenizer_of
-    from interlace.train.models.build import build, build_layout
+    from interlace.train.models.build import build_layout
     from interlace.train.models.costs import ranks_per_node
 
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--data {path}: name a file that ends in .png or .svg")
+    config, model, source = priced.config, priced.model, priced.source
+    check_picture("--data", path)
     if config.data.reading == "stream":
         raise ConfigError(
             f"{source}: --data reads the lengths of the run's first step, which of a stream nobody knows before it: "
             "name a config that reads at random"
         )
     tokenizer = tokenizer_of(config, source=source)
-    model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     recompute, world = config.train.recompute, layout.world
     dispatcher = dispatcher_of(
@@ -49,7 +52,7 @@ def show(config: Config, path: Path, source: str) -> list[str]:
     table = batch.table(layout, assigner_of(config.train.assign, layout, model, recompute=recompute), dispatcher)
     lengths = Lengths.of(batch.samples, list(layout.modules)[:-1])
     before, after = dispatcher.as_drawn(lengths), dispatcher.computed(table, lengths)
-    panels: dict[str, Any] = {}
+    panels: dict[str, np.ndarray] = {}
     lines = []
     for name in layout.modules:
         if not before[name].sum():
@@ -61,10 +64,8 @@ def show(config: Config, path: Path, source: str) -> list[str]:
             f"{name}: the costliest of {len(both[0])} replicas computes {both[0].max():.2f} times the mean as drawn, "
             f"{both[1].max():.2f} times with train.balance = {config.train.balance!r}"
         )
-    try:
+    with writing("--data", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         title = f"{config.run.name}, first step: what replicas compute, train.balance = {config.train.balance!r}"
         plot_loads(panels, path, title=title, unit="of the mean", item="replica")
-    except OSError as error:
-        raise ConfigError(f"--data {path}: cannot write there: {error.strerror}") from None
     return [*lines, f"wrote {path}"]

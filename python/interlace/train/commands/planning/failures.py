@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interlace.train.commands.planning.costs import load_priced
+from interlace.train.blame import blaming, check_at_least, writing
+from interlace.train.commands.planning.costs import Costs, Priced, load_priced
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.elastic.config import check_lanes, lane_size
 
 if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
     from interlace.simulate.elastic_job import Job
     from interlace.simulate.failure_trace import Change
-    from interlace.simulate.recovery import Floats, Rates, Spent, Stretch
+    from interlace.simulate.recovery import Floats, Rates, Stretch
 
 VERSION = 1  # of the keys of the JSON
 PICTURE = "failures.png"
@@ -38,8 +40,7 @@ def failures(options: argparse.Namespace) -> int:
         return make_trace(options)
     if options.config is None:
         raise ConfigError("simulate failures needs a config: name a TOML file (--make-trace alone needs none)")
-    config, model, costs = load_priced(options)
-    return simulate(config, model, costs, options)
+    return simulate(load_priced(options), options)
 
 
 def make_trace(options: argparse.Namespace) -> int:
@@ -49,20 +50,16 @@ def make_trace(options: argparse.Namespace) -> int:
     every, warning = SPOT[options.make_trace]
     if options.config is not None:
         raise ConfigError("--make-trace prints a trace and simulates nothing: leave out the config")
-    try:
+    with blaming("--make-trace"):
         changes = spot_trace(options.nodes or 30, every, options.hours or 12.0, options.seed, warning=warning)
-    except ValueError as error:
-        raise ConfigError(f"--make-trace: {error}") from None
     print("\n".join(trace_lines(changes)))
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for invalid flags, before anything is built."""
-    for name, least in (("nodes", 1), ("ranks_per_node", 1), ("faults", 0), ("min_nodes", 1), ("save_every", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
+    check_at_least(1, options, "nodes", "ranks_per_node", "min_nodes", "save_every")
+    check_at_least(0, options, "faults")
     for name in ("hours", "network", "disk", "memory"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -72,19 +69,19 @@ def check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name):g}: 0 or more")
 
 
-def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace) -> int:
+def simulate(priced: Priced, options: argparse.Namespace) -> int:
     """Replays the trace; prints tables, or with ``--json`` all figures, and draws failures.png."""
     from interlace.simulate.failure_trace import nodes_at_start
     from interlace.simulate.pictures.recovery import plot_recovery
     from interlace.simulate.recovery import Checkpoints, Oobleck, Redundant, System, replay
 
-    changes = read(options)
-    options = with_config(options, config, model, costs)
-    rates = rates_of(costs, options)
+    config, changes = priced.config, read(options)
+    options = with_config(options, priced)
+    rates = rates_of(priced.costs, options)
     nodes = options.nodes or max(config.world_size() // options.ranks_per_node, 1)
-    try:
+    with blaming(f"{options.config}, --trace {options.trace}"):
         start = nodes_at_start(changes, nodes)
-        job = job_of(config, model, costs, options, nodes)
+        job = job_of(priced, options, nodes)
         systems: dict[str, System] = {
             "reconfigure": Oobleck(job, rates, start),
             "restart": Checkpoints(job, rates, start),
@@ -92,25 +89,21 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
         }
         until = 3600 * options.hours if options.hours else 3600.0 * math.ceil(changes[-1].time / 3600 + 1e-9)
         runs = {name: replay(system, changes, until) for name, system in systems.items()}
-    except ValueError as error:
-        raise ConfigError(f"{options.config}, --trace {options.trace}: {error}") from None
     there = nodes_over_time(changes, len(start), until)
-    report = _report(config, job, rates, runs, there, costs.origin, options.assumed)
+    report = _report(priced, job, rates, runs, there) | {"min_nodes_assumed": options.assumed}
     if options.json:
         print(json.dumps(report, indent=1, sort_keys=True, allow_nan=False))
         return 0
-    try:
+    with writing("--out", options.out):
         options.out.mkdir(parents=True, exist_ok=True)
         title = f"{config.run.name}: {len(start)} nodes, {len(changes)} changes in {until / 3600:.3g} hours"
         plot_recovery(runs, there, options.out / PICTURE, title=title)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     _print(report)
     print(f"wrote {options.out / PICTURE}")
     return 0
 
 
-def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
+def with_config(options: argparse.Namespace, priced: Priced) -> argparse.Namespace:
     """Flags, with [resilience] for those that were not given.
 
     nodes is set only if the config has it. min_nodes is computed from the model's memory if --memory gives a rank's
@@ -118,7 +111,7 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
 
     Raises ConfigError for lanes that an elastic run does not support.
     """
-    own = config.resilience
+    config, own = priced.config, priced.config.resilience
     said = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
         "ranks_per_node": own.ranks_per_node,
@@ -136,20 +129,21 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
         )
     found.assumed = "min_nodes" not in given and own.min_nodes is None and options.memory is None
     if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
-        found.min_nodes = _held_by(found, config, model, costs)
+        found.min_nodes = _held_by(found, priced)
     return found
 
 
-def _held_by(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> int:
+def _held_by(options: argparse.Namespace, priced: Priced) -> int:
     """Nodes of the smallest pipeline that fits the model, computed as in a run."""
     from interlace.train.elastic.proposals import min_nodes, templates_of
 
+    config = priced.config
     own = config.resilience.model_copy(update={"ranks_per_node": options.ranks_per_node, "faults": options.faults})
-    templates = templates_of(config, model, costs.modules)
+    templates = templates_of(config, priced.model, priced.costs.modules)
     total = config.train.microbatches * config.parallel.replicas("language_model")
     config = config.model_copy(update={"resilience": own})
     source = f"{options.config}, --memory {options.memory:g}"
-    return min_nodes(config, model, templates, 1e9 * options.memory, total, source=source)
+    return min_nodes(config, priced.model, templates, 1e9 * options.memory, total, source=source)
 
 
 def read(options: argparse.Namespace) -> list[Change]:
@@ -169,16 +163,16 @@ def read(options: argparse.Namespace) -> list[Change]:
     return changes
 
 
-def rates_of(costs: Any, options: argparse.Namespace) -> Rates:
+def rates_of(costs: Costs, options: argparse.Namespace) -> Rates:
     """Rates of network and storage: flags, else known links, else default values."""
     from interlace.simulate.recovery import Rates
 
-    network = options.network
-    if network is None and costs.links is not None and (line := costs.links.network.message).per_byte > 0:
+    network = NETWORK if options.network is None else options.network
+    if options.network is None and costs.links is not None and (line := costs.links.network.message).per_byte > 0:
         network = options.ranks_per_node * 1e-9 / line.per_byte
     disk = 1e9 * (DISK if options.disk is None else options.disk)
     return Rates(
-        network=1e9 * (NETWORK if network is None else network),
+        network=1e9 * network,
         save=disk,
         load=disk,
         start=options.start,
@@ -187,15 +181,16 @@ def rates_of(costs: Any, options: argparse.Namespace) -> Rates:
     )
 
 
-def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, nodes: int) -> Job:
+def job_of(priced: Priced, options: argparse.Namespace, nodes: int) -> Job:
     """Chain of all layers of the model, and its bytes copied, saved and loaded. Raises ValueError."""
     from interlace.plan import layer_costs
     from interlace.simulate.elastic_job import Cluster, Job, StateBytes
 
+    config, model, costs = priced.config, priced.model, priced.costs.modules
     lane = lane_size(config)
     order = list(model.modules_order())
-    both = layer_costs(costs.modules, order, recompute=config.train.recompute)
-    forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
+    both = layer_costs(costs, order, recompute=config.train.recompute)
+    forward = np.concatenate([costs[name].summed(costs[name].times.forward) for name in order])
     whole, saved = _bytes(config, model)
     return Job(
         forward / lane,
@@ -203,11 +198,11 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
         batch=config.train.batch_size,
         microbatches=config.train.microbatches * config.parallel.replicas("language_model"),
         cluster=Cluster(nodes, options.ranks_per_node // lane, options.faults, options.min_nodes),
-        state=StateBytes(_copied(config, model, costs, order), saved, whole),
+        state=StateBytes(_copied(priced, order), saved, whole),
     )
 
 
-def _bytes(config: Config, model: Any) -> tuple[float, float]:
+def _bytes(config: Config, model: MultimodalModel) -> tuple[float, float]:
     """(bytes of all layers with state, bytes of these in a checkpoint).
 
     Trained weights have two moments. Frozen weights are saved unless they are in a folder named in the config. A tied
@@ -225,17 +220,18 @@ def _bytes(config: Config, model: Any) -> tuple[float, float]:
     return whole, saved
 
 
-def _copied(config: Config, model: Any, costs: Any, order: Sequence[str]) -> Floats:
+def _copied(priced: Priced, order: Sequence[str]) -> Floats:
     """Bytes [layers] sent to a node that lacks a layer: the parts of all ranks of a lane; a tied weight counts for its
     first layer. Raises ValueError."""
     from interlace.run.execute.ranks import held_in_lane
     from interlace.run.graph import parameter_layers
     from interlace.train.elastic.proposals import templates_of
 
-    first = dict(zip(order, np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist(), strict=False))
-    found = np.zeros(sum(len(model.layer_list(name)) for name in order))
+    config, model = priced.config, priced.model
+    ends = np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist()
+    first, found = dict(zip(order, ends)), np.zeros(ends[-1])
     layers, own = parameter_layers(model), dict(model.named_parameters())
-    lane = templates_of(config, model, costs.modules).layout([lane_size(config)])
+    lane = templates_of(config, model, priced.costs.modules).layout([lane_size(config)])
     for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
         for name, count in numbers.items():
             module, layer = layers[name]
@@ -252,40 +248,32 @@ def nodes_over_time(changes: Sequence[Change], start: int, until: float) -> tupl
 
 
 def _report(
-    config: Config,
-    job: Job,
-    rates: Rates,
-    runs: dict[str, list[Stretch]],
-    there: tuple[Floats, Floats],
-    origin: str,
-    assumed: bool,
+    priced: Priced, job: Job, rates: Rates, runs: dict[str, list[Stretch]], there: tuple[Floats, Floats]
 ) -> dict[str, Any]:
-    """Output of --json: see docs/simulated-failures.md."""
+    """Output of --json, except min_nodes_assumed: see docs/simulated-failures.md."""
     from interlace.simulate.recovery import KINDS, Spent, throughput_over_time
 
     until = next(iter(runs.values()))[-1].stop
     edges = np.linspace(0.0, until, WINDOWS + 1)
-    totals = {name: Spent.sum(stretch.spent for stretch in run) for name, run in runs.items()}
 
-    def facts(name: str) -> dict[str, Any]:
-        spent: Spent = totals[name]
+    def facts(run: list[Stretch]) -> dict[str, Any]:
+        spent = Spent.sum(stretch.spent for stretch in run)
         return {
             "samples": spent.samples,
             "samples_per_second": spent.throughput,
             "seconds": {kind: getattr(spent, kind) for kind in KINDS},
-            "over_time": throughput_over_time(runs[name], edges).tolist(),
+            "over_time": throughput_over_time(run, edges).tolist(),
         }
 
     return {
         "version": VERSION,
-        "run": config.run.name,
-        "costs": origin,
+        "run": priced.config.run.name,
+        "costs": priced.costs.origin,
         "seconds": until,
         "nodes": int(there[1][0]),
-        "ranks_per_node": job.cluster.stages_per_node * lane_size(config),
+        "ranks_per_node": job.cluster.stages_per_node * lane_size(priced.config),
         "faults": job.cluster.faults,
         "min_nodes": job.cluster.least_nodes,
-        "min_nodes_assumed": assumed,
         "failures": int((np.diff(there[1]) < 0).sum()),
         "joins": int((np.diff(there[1]) > 0).sum()),
         "bytes": {"model": job.state.loaded, "checkpoint": job.state.saved},
@@ -293,7 +281,7 @@ def _report(
         "save_every": rates.every,
         "edges": edges.tolist(),
         "nodes_over_time": _mean_nodes(there, edges).tolist(),
-        "systems": {name: facts(name) for name in runs},
+        "systems": {name: facts(run) for name, run in runs.items()},
     }
 
 
@@ -306,14 +294,10 @@ def _mean_nodes(there: tuple[Floats, Floats], edges: Floats) -> Floats:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from interlace.simulate.pictures.recovery import NAMES
+    from interlace.train.commands.tables import console_of, table_of
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140
+    console = console_of(140)
     systems = report["systems"]
     size, rates = report["bytes"], report["rates"]
     console.print(
@@ -327,16 +311,12 @@ def _print(report: dict[str, Any]) -> None:
             "state and for activations: give --memory GB of a rank, or --min-nodes"
         )
     shown = [kind for kind in NAMES if any(each["seconds"][kind] > 0 for each in systems.values())]
-    table = Table(title="where the time goes", title_justify="left")
-    for column in ("", "samples/s", *(NAMES[kind] for kind in shown)):
-        table.add_column(column, justify="right" if column else "left")
+    table = table_of("where the time goes", "", "samples/s", *(NAMES[kind] for kind in shown), left=("",))
     for name, each in systems.items():
         shares = (f"{each['seconds'][kind] / report['seconds']:.1%}" for kind in shown)
         table.add_row(name, f"{each['samples_per_second']:.3g}", *shares)
     console.print(table)
-    table = Table(title="samples per second over time", title_justify="left")
-    for column in ("hours", "nodes", *systems):
-        table.add_column(column, justify="right")
+    table = table_of("samples per second over time", "hours", "nodes", *systems)
     edges = report["edges"]
     for window, nodes in enumerate(report["nodes_over_time"]):
         hours = f"{edges[window] / 3600:.3g} to {edges[window + 1] / 3600:.3g}"

@@ -6,14 +6,16 @@ All data are arrays without an object per action, so 10,240 ranks take seconds. 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from interlace.train.blame import blaming, writing
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import Load, budget_loads, ranks_per_node
@@ -22,10 +24,13 @@ from interlace.train.scheduling import step_schedule
 if TYPE_CHECKING:
     from interlace.costs.links import Links
     from interlace.costs.step import Costs
+    from interlace.layout import Layout
+    from interlace.model import MultimodalModel
     from interlace.plan.memory import WeightSize
     from interlace.run import Lengths
     from interlace.schedule import Schedule
     from interlace.simulate import Simulated
+    from interlace.train.commands.planning import costs as pricing
 
 RANKS = 256  # larger worlds are drawn in groups
 FILES = ("timeline.html", "timeline.png", "trace.json")
@@ -43,7 +48,7 @@ class Samples:
     pairs: Mapping[str, Floats]
 
 
-def drawn_samples(config: Config, model: Any, spread: float) -> Samples:
+def drawn_samples(config: Config, model: MultimodalModel, spread: float) -> Samples:
     """A batch of the config with lognormal lengths of texts and media. spread: sigma; the mean is given by the config's
     budgets (`budget_loads`). Deterministic for a seed of the run."""
     from interlace.estimate.sample_sizes import causal_pairs
@@ -71,8 +76,8 @@ def drawn_samples(config: Config, model: Any, spread: float) -> Samples:
 
 def play(
     config: Config,
-    model: Any,
-    layout: Any,
+    model: MultimodalModel,
+    layout: Layout,
     samples: Samples,
     costs: Costs,
     links: Links,
@@ -125,71 +130,49 @@ def write(schedule: Schedule, found: Simulated, folder: Path, title: str) -> tup
     )
 
 
-def simulate(config: Config, model: Any, layout: Any, costs: Any, microbatches: int, options: Any) -> int:
+def simulate(priced: pricing.Priced, layout: Layout, options: argparse.Namespace) -> int:
     """Implements `step.step` for `layout` with all replicas of the config."""
-    spread = options.spread or 0.0
-    schedule, found = _drawn_step(config, model, layout, costs, microbatches, spread, str(options.config))
-    try:
+    config, spread = priced.config, options.spread or 0.0
+    schedule, found = drawn_step(priced, layout, spread)
+    with writing("--out", options.out):
         some = write(schedule, found, options.out, f"{config.run.name}, {config.parallel.schedule}, simulated")
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     print(
         f"{config.run.name}: {layout.world:,} ranks, {len(schedule.table.chunks):,} chunks, "
         f"{len(schedule.rows):,} actions, placement {config.parallel.placed}, schedule {config.parallel.schedule}"
     )
     print(f"iteration {1e3 * found.makespan:,.1f} ms, bubble {100 * found.bubble:.0f} %")
     print(f"busy of the busiest, a middling and the least busy group of ranks: {'; '.join(some)}")
-    print(f"{costs.origin}; lengths with sigma {spread:g}")
+    print(f"{priced.costs.origin}; lengths with sigma {spread:g}")
     print(f"wrote {', '.join(str(options.out / name) for name in FILES)} (open the last in https://ui.perfetto.dev)")
     return 0
 
 
-def alike(
-    config: Config,
-    model: Any,
-    layout: Any,
-    costs: Any,
-    microbatches: int,
-    source: str,
-    weights: Sequence[WeightSize] | None = None,
-) -> Simulated:
-    """A step of identical samples on `layout`. weights: as in `play`."""
-    return _drawn_step(config, model, layout, costs, microbatches, 0.0, source, weights)[1]
-
-
-def of_any_size(costs: Any, loads: Mapping[str, Load]) -> Costs:
+def of_any_size(costs: pricing.Costs, loads: Mapping[str, Load]) -> Costs:
     """Costs of chunks of any size from `costs.Costs`: measured or counted, else proportional to rows.
 
     loads: of the microbatch in `costs.modules`.
     """
     from interlace.costs.step import ScaledCosts
 
-    found: Costs | None = costs.step or costs.counted
+    found = costs.step or costs.counted
     return found or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
 
 
-def _drawn_step(
-    config: Config,
-    model: Any,
-    layout: Any,
-    costs: Any,
-    microbatches: int,
-    spread: float,
-    source: str,
-    weights: Sequence[WeightSize] | None = None,
+def drawn_step(
+    priced: pricing.Priced, layout: Layout, spread: float, weights: Sequence[WeightSize] | None = None
 ) -> tuple[Schedule, Simulated]:
-    """A step of drawn samples. Raises ConfigError for too few samples, and for unsupported lanes."""
+    """A step of drawn samples: `play` of `drawn_samples`. Raises ConfigError for too few samples and unsupported
+    lanes."""
     from interlace.costs.links import Links
 
+    config, model, microbatches = priced.config, priced.model, priced.microbatches
     replicas = layout.spec("language_model").dp
     if config.train.batch_size < microbatches * replicas:
         raise ConfigError(
-            f"{source}: train.batch_size = {config.train.batch_size} gives less than a sample to each of "
+            f"{priced.source}: train.batch_size = {config.train.batch_size} gives less than a sample to each of "
             f"{microbatches} microbatches of {replicas} replicas: raise it"
         )
-    known = of_any_size(costs, budget_loads(config, model))
+    known = of_any_size(priced.costs, budget_loads(config, model))
     samples = drawn_samples(config, model, spread)
-    try:
-        return play(config, model, layout, samples, known, costs.links or Links(), microbatches, weights)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [parallel]: {error}") from None
+    with blaming(f"{priced.source}: [parallel]"):
+        return play(config, model, layout, samples, known, priced.costs.links or Links(), microbatches, weights)

@@ -10,16 +10,17 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from interlace.train.config.load import ConfigError
-from interlace.train.config.sections import Config
-from interlace.train.scheduling import chunk_costs, chunk_loads, chunk_sizes, step_schedule
+from interlace.train.blame import blaming, check_picture, writing
+from interlace.train.scheduling import chunk_costs, held_by_layout
 
 if TYPE_CHECKING:
-    from interlace.layout import Layout
+    from rich.console import Console
+
+    from interlace.layout import Layout, Stage
     from interlace.plan.memory import RankMemory, WeightSize
-    from interlace.train.commands.planning.costs import Costs
+    from interlace.train.commands.planning.costs import Priced
 
 VERSION = 1  # of the keys of the JSON
 _MOST_SHOWN = 64  # ranks
@@ -32,12 +33,8 @@ _KINDS = {"weights": "w", "gradients": "g", "optimizer": "o", "activations": "a"
 class StageFacts:
     """A stage of one replica. parameters: on the first rank of a lane. seconds: of a chunk, forward and backward."""
 
-    module: str
+    stage: Stage
     replica: int
-    stage: int
-    start: int
-    stop: int
-    lanes: tuple[tuple[int, ...], ...]
     parameters: int
     seconds: float
 
@@ -50,107 +47,78 @@ class LayoutFacts:
     layer by layer in the step.
     """
 
-    name: str
-    placement: str
-    schedule: str
-    microbatches: int
+    priced: Priced
     layout: Layout
     stages: tuple[StageFacts, ...]
     memory: tuple[RankMemory, ...]
     shown: int
-    origin: str
     by_layer: frozenset[tuple[int, str]] = frozenset()
     weights: tuple[WeightSize, ...] = ()
 
     def to_json(self) -> str:
         """JSON with sorted keys, no NaN: see docs/what-ranks-hold.md."""
+        priced = self.priced
         found = {
             "version": VERSION,
-            "run": self.name,
-            "placement": self.placement,
-            "schedule": self.schedule,
-            "microbatches": self.microbatches,
+            "run": priced.config.run.name,
+            "placement": self.layout.placement,
+            "schedule": priced.config.parallel.schedule,
+            "microbatches": priced.microbatches,
             "world": self.layout.world,
-            "costs": self.origin,
+            "costs": priced.costs.origin,
             "modules": [self._module(name) for name in self.layout.modules],
             "ranks": [self._rank(memory) for memory in self.memory],
         }
         return json.dumps(found, allow_nan=False, indent=1, sort_keys=True)
 
-    def _module(self, name: str) -> dict[str, Any]:
+    def _module(self, name: str) -> dict[str, object]:
         spec = self.layout.spec(name)
         stages = [
             {
-                "replica": stage.replica,
-                "stage": stage.stage,
-                "layers": [stage.start, stage.stop],
-                "lanes": [list(lane) for lane in stage.lanes],
-                "parameters": stage.parameters,
-                "seconds": stage.seconds,
+                "replica": each.replica,
+                "stage": each.stage.index,
+                "layers": [each.stage.start, each.stage.stop],
+                "lanes": [list(lane.ranks) for lane in each.stage.lanes],
+                "parameters": each.parameters,
+                "seconds": each.seconds,
             }
-            for stage in self.stages
-            if stage.module == name
+            for each in self.stages
+            if each.stage.module == name
         ]
         degrees = {degree: getattr(spec, degree) for degree in _DEGREES}
         return {"module": name, **degrees, "stages": stages}
 
-    def _rank(self, memory: RankMemory) -> dict[str, Any]:
+    def _rank(self, memory: RankMemory) -> dict[str, object]:
+        rank = memory.rank
+        kinds = ("weights", "gradients", "optimizer", "activations", "messages", "workspace", "peak")
+        gathered = ("weights", "gradients", "peak")  # differ if weights are gathered once per step
         return {
-            "rank": memory.rank,
+            "rank": rank,
             "stages": [
-                {
-                    "module": stage.module,
-                    "stage": stage.index,
-                    "replica": self.layout.replica(memory.rank, stage.module),
-                }
-                for stage in self.layout.of_rank(memory.rank)
+                {"module": stage.module, "stage": stage.index, "replica": self.layout.replica(rank, stage.module)}
+                for stage in self.layout.of_rank(rank)
             ],
             "parameters": memory.parameters,
             "in_flight": memory.in_flight,
-            "bytes": {
-                "weights": memory.weights,
-                "gradients": memory.gradients,
-                "optimizer": memory.optimizer,
-                "activations": memory.activations,
-                "messages": memory.messages,
-                "gradient_sums": memory.sums,
-                "workspace": memory.workspace,
-                "peak": memory.peak,
-            },
+            "bytes": {kind: getattr(memory, kind) for kind in kinds} | {"gradient_sums": memory.sums},
             "bytes_on_host": {"optimizer": memory.host},
-            "bytes_gathered_once": {
-                "weights": memory.weights_once,
-                "gradients": memory.gradients_once,
-                "peak": memory.peak_once,
-            },
-            "bytes_as_run": {
-                "weights": memory.weights_run,
-                "gradients": memory.gradients_run,
-                "peak": memory.peak_run,
-            },
-            "gathered_by_layer": [name for name in self.layout.modules if (memory.rank, name) in self.by_layer],
+            "bytes_gathered_once": {kind: getattr(memory, f"{kind}_once") for kind in gathered},
+            "bytes_as_run": {kind: getattr(memory, f"{kind}_run") for kind in gathered},
+            "gathered_by_layer": [name for name in self.layout.modules if (rank, name) in self.by_layer],
         }
 
 
-def of_config(config: Config, model: Any, costs: Costs, microbatches: int, source: str) -> LayoutFacts:
+def of_config(priced: Priced) -> LayoutFacts:
     """Figures of the config's own layout with all replicas. Raises ConfigError if a rank cannot hold its stages."""
-    from interlace.estimate.traced import weights_of
     from interlace.run import stage_durations
     from interlace.schedule import Op
     from interlace.train.models.build import build_layout
-    from interlace.train.rank_memory import activations_of_config, held_by_ranks
 
-    layout = build_layout(config, model, source=source)
-    try:
-        rows = config.parallel.sequence_parallel
-        weights = weights_of(model, layout, sequence_parallel=rows)
-        activations = activations_of_config(config, model, layout)
-        loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
-        schedule = step_schedule(config, model, layout, microbatches)
-        held = held_by_ranks(config, model, schedule, weights, activations, loads)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [parallel]: {error}") from None
-    scaled = chunk_costs(config, layout, costs.modules, microbatches)
+    config, model, microbatches = priced.config, priced.model, priced.microbatches
+    layout = build_layout(config, model, source=priced.source)
+    with blaming(f"{priced.source}: [parallel]"):
+        held, weights = held_by_layout(config, model, layout, microbatches)
+    scaled = chunk_costs(config, layout, priced.costs.modules, microbatches)
     durations = stage_durations(model, layout, scaled, recompute=config.train.recompute)
 
     @cache
@@ -160,64 +128,55 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
 
     stages = tuple(
         StageFacts(
-            module=stage.module,
-            replica=pipeline.replica,
-            stage=stage.index,
-            start=stage.start,
-            stop=stage.stop,
-            lanes=tuple(lane.ranks for lane in stage.lanes),
-            parameters=parameters(stage.module, stage.start, stage.stop),
-            seconds=sum(durations[op, stage.module, stage.index] for op in (Op.FORWARD, Op.BACKWARD)),
+            stage,
+            pipeline.replica,
+            parameters(stage.module, stage.start, stage.stop),
+            sum(durations[op, stage.module, stage.index] for op in (Op.FORWARD, Op.BACKWARD)),
         )
         for pipeline in layout.pipelines()
         for stage in pipeline.stages
     )
     shown = layout.world // config.parallel.replicas("language_model") if config.uniform() else layout.world
-    return LayoutFacts(
-        config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, held.memory,
-        shown, costs.origin, held.by_layer, tuple(weights),
-    )  # fmt: skip
+    return LayoutFacts(priced, layout, stages, held.memory, shown, held.by_layer, tuple(weights))
 
 
 # ---------------------------------------------------------------------- text and pictures
 
 
-def show(facts: LayoutFacts, console: Any) -> None:
+def show(facts: LayoutFacts, console: Console) -> None:
     """Prints one line per module and stage, one per rank, and the ranks as blocks."""
-    from rich.table import Table
+    from interlace.train.commands.tables import table_of
 
     layout, shown = facts.layout, min(facts.shown, _MOST_SHOWN)
-    table = Table(title=f"{facts.name}: layout of {layout.world} rank{'s' * (layout.world != 1)}", title_justify="left")
-    for column in ("module", "stage", "layers", "ranks", "tp", "cp", "pp", "dp", "shard", "parameters", "1F+1B ms"):
-        table.add_column(column, justify="left" if column in ("module", "ranks", "shard") else "right", overflow="fold")
-    for stage in facts.stages:
-        if stage.replica:
+    name = facts.priced.config.run.name
+    columns = ("module", "stage", "layers", "ranks", "tp", "cp", "pp", "dp", "shard", "parameters", "1F+1B ms")
+    title = f"{name}: layout of {counted_noun(layout.world, 'rank')}"
+    table = table_of(title, *columns, left=("module", "ranks", "shard"))
+    for each in facts.stages:
+        stage = each.stage
+        if each.replica:
             continue
         spec = layout.spec(stage.module)
-        lanes = ", ".join("+".join(map(str, lane)) for lane in stage.lanes)
-        shard = spec.shard if spec.shard_ranks is None else f"{spec.shard} / {spec.shard_ranks}"
         table.add_row(
-            stage.module if stage.stage == 0 else "",
-            str(stage.stage),
+            stage.module if stage.index == 0 else "",
+            str(stage.index),
             f"{stage.start}:{stage.stop}",
-            lanes,
-            *(str(degree) for degree in (spec.tp, spec.cp)),
+            ", ".join("+".join(map(str, lane.ranks)) for lane in stage.lanes),
+            str(spec.tp),
+            str(spec.cp),
             str(spec.pp) if spec.virtual == 1 else f"{spec.pp} x {spec.virtual}",
             str(spec.dp),
-            shard,
-            f"{stage.parameters / 1e6:,.2f} M",
-            f"{1e3 * stage.seconds:,.2f}",
+            spec.shard if spec.shard_ranks is None else f"{spec.shard} / {spec.shard_ranks}",
+            f"{each.parameters / 1e6:,.2f} M",
+            f"{1e3 * each.seconds:,.2f}",
         )
     console.print(table)
     if any(spec.dp > 1 for spec, _ in layout.modules.values()):
         console.print("stages of the first replica of each module; seconds are those of a chunk on one rank")
     full = list(dict.fromkeys(shard.module for shard in layout.shard_groups() if shard.full))
-    table = Table(title="bytes per rank, estimated", title_justify="left")
-    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak"]
-    if full:  # the peak is one of these if all modules gather in the same way
-        columns += ["gathered by layer", "gathered once"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "stages" else "right", overflow="fold")
+    # With gathered weights the peak is one of the last two if all modules gather in the same way.
+    shown_kinds = ("rank", "stages", "parameters", "in flight", *_KINDS, "peak", "gathered by layer", "gathered once")
+    table = table_of("bytes per rank, estimated", *(shown_kinds if full else shown_kinds[:-2]), left=("stages",))
     for memory in facts.memory[:shown]:
         held = _held(memory)
         table.add_row(
@@ -271,13 +230,12 @@ def draw(facts: LayoutFacts, path: Path) -> None:
     from interlace.simulate import plot_layout
 
     shown = min(facts.shown, _MOST_SHOWN)
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture {path}: name a file that ends in .png or .svg")
-    try:
+    check_picture("--picture", path)
+    with writing("--picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        plot_layout(facts.layout, [_held(memory) for memory in facts.memory[:shown]], path, title=facts.name)
-    except OSError as error:
-        raise ConfigError(f"--picture {path}: cannot write there: {error.strerror}") from None
+        plot_layout(
+            facts.layout, [_held(memory) for memory in facts.memory[:shown]], path, title=facts.priced.config.run.name
+        )
 
 
 def _held(memory: RankMemory) -> dict[str, int]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from interlace.train.commands.planning import large
 from interlace.train.commands.planning import layout as layouts
-from interlace.train.commands.planning.costs import Costs, load_priced
+from interlace.train.commands.planning.costs import Priced, load_priced
 from interlace.train.commands.planning.layout import counted_noun
 from interlace.train.commands.planning.step import own_layout, played
 from interlace.train.config.load import ConfigError
-from interlace.train.config.sections import Config
 from interlace.train.scheduling import chunk_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from interlace.layout import Layout, Stage
+    from interlace.model import MultimodalModel
+    from interlace.simulate import Simulated, Timeline
 
 MOST_SHOWN = 64
 """Maximum ranks of a cut that are printed."""
@@ -28,90 +31,84 @@ MOST_SHOWN = 64
 
 def show(options: argparse.Namespace) -> int:
     """Prints the config's layout with the memory of its ranks, and the cuts with and without frozen awareness."""
-    from rich.console import Console
-
+    from interlace.train.commands.tables import console_of
     from interlace.train.models.tuning import rates, summary
 
     if options.data is not None and options.json:
         raise ConfigError("--data draws a picture and says what is in it: leave out --json")
-    source = str(options.config)
-    config, model, costs = load_priced(options)
+    priced = load_priced(options)
+    config, model, source = priced.config, priced.model, priced.source
     if options.data is not None:
         from interlace.train.commands.planning import dispatched
 
-        for line in dispatched.show(config, options.data, source):
+        for line in dispatched.show(priced, options.data):
             print(line)
-    microbatches = options.microbatches or config.train.microbatches
     own = own_layout(config, model, source)
     ranks = options.ranks or own.world
-    candidates = _chains(config, model, costs, ranks, source, needed=options.ranks is not None)
+    candidates = _chains(priced, ranks, needed=options.ranks is not None)
     if own.world == ranks and config.parallel.placed == "chain" and not options.profile:
         candidates["frozen-aware"] = own  # equal except for the cut at ties
     elif own.world == ranks:
         candidates[f"config ({config.parallel.placed})"] = own
-    found = layouts.of_config(config, model, costs, microbatches, source)
+    found = layouts.of_config(priced)
     if options.picture is not None:
         layouts.draw(found, options.picture)
     if options.json:
         print(found.to_json())
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140
+    console = console_of(140)
     layouts.show(found, console)
     if options.picture is not None:
         console.print(f"wrote {options.picture}")
     for line in summary(model, rates(config, model)):
         console.print(line)
     console.print()
-    timelines: dict[str, Any] = {}
+    timelines: dict[str, Timeline | Simulated] = {}
     verdicts = []
     for name, candidate in candidates.items():
         try:
-            timelines[name] = timeline = _timeline(config, model, candidate, costs, found, source)
+            timelines[name] = timeline = _timeline(priced, candidate, found)
         except ValueError as error:  # above parallel.activation_memory
             verdicts.append(f"{name}: {error}")
             continue
         verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
-    _show_cuts(config, model, candidates, timelines, microbatches, console)
-    for line in (*verdicts, costs.origin):
+    _show_cuts(priced, candidates, timelines, console)
+    for line in (*verdicts, priced.costs.origin):
         console.print(line)
     if own is candidates.get("frozen-aware"):
         console.print("the config's own placement, a chain, is the frozen-aware cut")
     if {"frozen-aware", "frozen-unaware"} <= set(timelines):
-        rounds = chunk_counts(config, candidates["frozen-aware"], microbatches)["language_model"]
+        rounds = chunk_counts(config, candidates["frozen-aware"], priced.microbatches)["language_model"]
         console.print(_comparison(model, candidates, timelines, rounds))
     return 0
 
 
-def _timeline(config: Config, model: Any, candidate: Any, costs: Costs, found: layouts.LayoutFacts, source: str) -> Any:
+def _timeline(priced: Priced, candidate: Layout, found: layouts.LayoutFacts) -> Timeline | Simulated:
     """A step of `candidate`. found: of the config's own layout, whose weights are used again if they are cut alike.
 
     Raises ValueError if a rank holds more than parallel.activation_memory.
     """
     if candidate.world <= large.RANKS:
-        return played(config, model, candidate, costs, found.microbatches)
+        return played(priced, candidate)
     alike = all(candidate.spec(name).tp == found.layout.spec(name).tp for name in candidate.modules)
     weights = found.weights if alike else None
-    return large.alike(config, model, candidate, costs, found.microbatches, source, weights=weights)
+    return large.drawn_step(priced, candidate, 0.0, weights)[1]
 
 
 def _show_cuts(
-    config: Config,
-    model: Any,
-    candidates: Mapping[str, Any],
-    timelines: Mapping[str, Any],
-    microbatches: int,
+    priced: Priced,
+    candidates: Mapping[str, Layout],
+    timelines: Mapping[str, Timeline | Simulated],
     console: Console,
 ) -> None:
     """Prints one line per rank of each cut in `timelines`."""
-    from rich.table import Table
+    from interlace.train.commands.tables import table_of
 
+    config, microbatches = priced.config, priced.microbatches
     ranks = next(iter(candidates.values())).world
     title = f"{config.run.name}: {counted_noun(ranks, 'rank')}, {counted_noun(microbatches, 'microbatch')}"
-    table = Table(title=title, title_justify="left")
-    for column in ("cut", "rank", "stages", "parameters", "1F+1B ms", "of the step"):
-        table.add_column(column, justify="right" if column not in ("cut", "stages") else "left", overflow="fold")
+    columns = ("cut", "rank", "stages", "parameters", "1F+1B ms", "of the step")
+    table = table_of(title, *columns, left=("cut", "stages"))
     for name, timeline in timelines.items():
         candidate = candidates[name]
         busy, rounds = timeline.busy_per_rank, chunk_counts(config, candidate, microbatches)["language_model"]
@@ -121,7 +118,7 @@ def _show_cuts(
                 name if rank == 0 else "",
                 str(rank),
                 ", ".join(f"{stage.module}[{stage.start}:{stage.stop}]" for stage in stages),
-                f"{sum(_parameters(model, stage) for stage in stages) / 1e6:,.2f} M",
+                f"{sum(_parameters(priced.model, stage) for stage in stages) / 1e6:,.2f} M",
                 f"{1e3 * busy[rank] / rounds:,.2f}",
                 f"{100 * busy[rank] / timeline.makespan:.0f} %",
             )
@@ -131,26 +128,31 @@ def _show_cuts(
         console.print(f"ranks {MOST_SHOWN} to {ranks - 1}: interlace simulate step draws all of them")
 
 
-def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
+def _chains(priced: Priced, ranks: int, *, needed: bool) -> dict[str, Layout]:
     """The chain of all layers cut into `ranks` with and without frozen awareness.
 
     With lanes there may be more ranks than layers. Then the result is empty, or an error if `needed`.
     """
     from interlace.layout import Layout
 
-    recompute = config.train.recompute
+    model, costs, recompute = priced.model, priced.costs.modules, priced.config.train.recompute
     try:
         return {
-            name: Layout.balanced(model, ranks, costs=costs.modules, frozen_aware=aware, recompute=recompute)
+            name: Layout.balanced(model, ranks, costs=costs, frozen_aware=aware, recompute=recompute)
             for name, aware in (("frozen-aware", True), ("frozen-unaware", False))
         }
     except ValueError as error:
         if not needed:
             return {}
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{priced.source}: {error}") from None
 
 
-def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[str, Any], microbatches: int) -> str:
+def _comparison(
+    model: MultimodalModel,
+    candidates: Mapping[str, Layout],
+    timelines: Mapping[str, Timeline | Simulated],
+    microbatches: int,
+) -> str:
     """Speedup from frozen awareness, in a sentence; if there is no speedup, the reason."""
     aware, unaware = (timelines[name] for name in ("frozen-aware", "frozen-unaware"))
     ratio = unaware.makespan / aware.makespan
@@ -167,5 +169,5 @@ def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[st
     )
 
 
-def _parameters(model: Any, stage: Any) -> int:
+def _parameters(model: MultimodalModel, stage: Stage) -> int:
     return sum(layer.parameters for layer in model.layers(stage.module)[stage.start : stage.stop])

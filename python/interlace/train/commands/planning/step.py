@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
+from interlace.train.blame import blaming, writing
 from interlace.train.commands.planning import large
-from interlace.train.commands.planning.costs import Costs, load_priced, nominal_size
+from interlace.train.commands.planning.costs import Priced, load_priced, nominal_size
 from interlace.train.commands.planning.layout import counted_noun
-from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import budget_loads
 from interlace.train.scheduling import chunk_costs, chunk_sizes, step_schedule
+
+if TYPE_CHECKING:
+    from interlace.costs.links import Links
+    from interlace.layout import Layout
+    from interlace.model import MultimodalModel
+    from interlace.schedule import Schedule
+    from interlace.simulate import Timeline
 
 
 def step(options: argparse.Namespace) -> int:
@@ -24,24 +31,20 @@ def step(options: argparse.Namespace) -> int:
 
     For hundreds of ranks, and for samples of different lengths: see `large`.
     """
-    config, model, costs = load_priced(options)
-    microbatches = options.microbatches or config.train.microbatches
+    priced = load_priced(options)
+    config, costs = priced.config, priced.costs
     varied = options.spread is not None
-    own = own_layout(config, model, str(options.config), whole=costs.links is not None or varied)
+    own = own_layout(config, priced.model, priced.source, whole=costs.links is not None or varied)
     if varied or own.world > large.RANKS:
-        return large.simulate(config, model, own, costs, microbatches, options)
-    try:
-        timeline = played(config, model, own, costs, microbatches)
-    except ValueError as error:  # from unsupported lanes
-        raise ConfigError(f"{options.config}: [parallel]: {error}") from None
+        return large.simulate(priced, own, options)
+    with blaming(f"{priced.source}: [parallel]"):  # unsupported lanes
+        timeline = played(priced, own)
     timeline.name = f"{config.run.name}, {config.parallel.schedule}, simulated"
-    try:
+    with writing("--out", options.out):
         options.out.mkdir(parents=True, exist_ok=True)
         timeline.write_trace(options.out / "trace.json")
         timeline.plot(options.out / "timeline.png")
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
-    layout = f"{counted_noun(timeline.num_ranks, 'rank')}, {counted_noun(microbatches, 'microbatch')}"
+    layout = f"{counted_noun(timeline.num_ranks, 'rank')}, {counted_noun(priced.microbatches, 'microbatch')}"
     print(f"{config.run.name}: {layout}, placement {config.parallel.placed}, schedule {config.parallel.schedule}")
     busy = ", ".join(f"{name} {100 * share:.0f} %" for name, share in timeline.utilization.items())
     print(f"iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %, busy: {busy}")
@@ -50,7 +53,7 @@ def step(options: argparse.Namespace) -> int:
     return 0
 
 
-def own_layout(config: Config, model: Any, source: str, *, whole: bool = False) -> Any:
+def own_layout(config: Config, model: MultimodalModel, source: str, *, whole: bool = False) -> Layout:
     """The config's own layout. It covers one replica of the whole model if replicas are uniform and `whole` is False.
 
     Raises ConfigError for a layout that training would reject.
@@ -59,32 +62,32 @@ def own_layout(config: Config, model: Any, source: str, *, whole: bool = False) 
     from interlace.train.models.build import build_layout
 
     layout = build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
-    try:
+    with blaming(f"{source}: [parallel]"):
         check_stages(model, layout)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [parallel]: {error}") from None
     return layout
 
 
-def played(config: Config, model: Any, layout: Any, costs: Costs, microbatches: int) -> Any:
-    """The timeline of a step with `microbatches` on each replica of the language model in the config."""
+def played(priced: Priced, layout: Layout) -> Timeline:
+    """The timeline of a step with `priced.microbatches` on each replica of the language model in the config."""
     from interlace.run import stage_durations
     from interlace.simulate import simulate as play
 
-    recompute, schedule = config.train.recompute, step_schedule(config, model, layout, microbatches)
+    config, model, costs = priced.config, priced.model, priced.costs
+    schedule = step_schedule(config, model, layout, priced.microbatches)
     if costs.links is not None:
-        return _with_everything(config, model, schedule, costs, microbatches)
-    of_chunk = chunk_costs(config, layout, costs.modules, microbatches)
-    return play(schedule, stage_durations(model, layout, of_chunk, recompute=recompute))
+        return _with_everything(priced, schedule, costs.links)
+    of_chunk = chunk_costs(config, layout, costs.modules, priced.microbatches)
+    return play(schedule, stage_durations(model, layout, of_chunk, recompute=config.train.recompute))
 
 
-def _with_everything(config: Config, model: Any, schedule: Any, costs: Costs, microbatches: int) -> Any:
+def _with_everything(priced: Priced, schedule: Schedule, links: Links) -> Timeline:
     """The timeline of a step with messages, sums, gathers and the optimizer, for chunks of the config's mixture."""
     from interlace.estimate.predict import Traffic, predict
     from interlace.train.device import AUTOCAST
 
+    config, model = priced.config, priced.model
     layout, loads = schedule.graph.layout, budget_loads(config, model)
-    shares = chunk_sizes(config, layout, microbatches)
+    shares = chunk_sizes(config, layout, priced.microbatches)
     sizes = [nominal_size(loads[chunk.module], shares[chunk.module]) for chunk in schedule.table.chunks]
     rows, precision = config.parallel.sequence_parallel, AUTOCAST[config.train.precision]
     traffic = Traffic.of(model, layout, sequence_parallel=rows, autocast=precision)
@@ -93,5 +96,5 @@ def _with_everything(config: Config, model: Any, schedule: Any, costs: Costs, mi
         mine = sum(size.rows for size, c in zip(sizes, schedule.table.chunks, strict=True) if c.module == edge.producer)
         each = traffic.row_bytes[edge.producer][-1] / traffic.feature_bytes if traffic.feature_bytes else 0.0
         features[edge.producer] = mine * each / max(int(edge.pieces[:, 4].sum()), 1)
-    found, traffic = large.of_any_size(costs, loads), replace(traffic, rows_of=features)
-    return predict(schedule, found, sizes, costs.links, traffic, recompute=config.train.recompute)
+    found, traffic = large.of_any_size(priced.costs, loads), replace(traffic, rows_of=features)
+    return predict(schedule, found, sizes, links, traffic, recompute=config.train.recompute)
