@@ -63,7 +63,7 @@ class LayerInfo:
 
 def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[LayerInfo]:
     """LayerInfo for each layer of module `name`. context: number of keys per token, for the FLOPs of attention."""
-    root, path = _root(mllm, name)
+    root, path = mllm.root(name)
     prefix = name if name == LANGUAGE_MODEL else f"encoders.{name}"
     before, after = _outside_layers(root, path)
     counts = counted(mllm, name)
@@ -88,13 +88,6 @@ def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[La
             )
         )
     return infos
-
-
-def _root(mllm: MultimodalModel, name: str) -> tuple[nn.Module, str]:
-    """Module `name` and the path of its layers in it."""
-    if name == LANGUAGE_MODEL:
-        return mllm.language_model, mllm.language_settings.layer_path
-    return mllm.encoders[name], f"module.{mllm.encoders[name].layer_path}"
 
 
 def _outside_layers(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
@@ -154,7 +147,7 @@ def counted(mllm: MultimodalModel, name: str) -> Counted:
 
     A module that cannot run this way is estimated from its weights.
     """
-    root, _ = _root(mllm, name)
+    root, _ = mllm.root(name)
     structure = list(root.modules())
     kept = mllm._counted.get(name)
     if kept is None or kept[0] != structure:
@@ -226,7 +219,7 @@ def _per_token(found: Forward, tokens: int) -> Counted:
 
 def _estimated(mllm: MultimodalModel, name: str, why: str) -> Counted:
     """Estimate: every matrix multiplies every token once, and attention is as wide as the hidden state."""
-    root, path = _root(mllm, name)
+    root, path = mllm.root(name)
     before, after = _outside_layers(root, path)
     config: Any = mllm.language_model.config
     width = config.get_text_config().hidden_size if name == LANGUAGE_MODEL else mllm.encoders[name].hidden_size
