@@ -474,3 +474,12 @@ class ModalityModule(nn.Module):
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:
     return hidden[:, :length]
+
+
+class Encoders(nn.ModuleDict):
+    """Encoder name -> ModalityModule."""
+
+    def __getitem__(self, name: str) -> ModalityModule:
+        encoder = super().__getitem__(name)
+        assert isinstance(encoder, ModalityModule)
+        return encoder

@@ -21,7 +21,7 @@ from interlace.model.generate import generate
 from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
-from interlace.model.modality import ModalityModule
+from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL, did_you_mean, inside, resolve
 from interlace.model.probe.encoder import encoder_cuts
 from interlace.model.probe.language import allowed_cuts, caches_right, language_packing
@@ -52,15 +52,6 @@ class MultimodalOutput:
     loss: Tensor | None
     logits: Tensor
     targets: int
-
-
-class Encoders(nn.ModuleDict):
-    """Encoder name -> ModalityModule."""
-
-    def __getitem__(self, name: str) -> ModalityModule:
-        encoder = super().__getitem__(name)
-        assert isinstance(encoder, ModalityModule)
-        return encoder
 
 
 class MultimodalModel(nn.Module):

@@ -90,29 +90,28 @@ def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[La
     return infos
 
 
-def _outside_layers(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """Modules with parameters registered before and after the list at `path`, with the same split as in carve."""
-    before: list[tuple[str, nn.Module]] = []
+def _outside_layers(
+    root: nn.Module, path: str, at: str = ""
+) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """Modules with parameters registered before and after the list at `path`, with the same split as in carve.
+
+    at: prefix of their names.
+    """
+    step, _, rest = path.partition(".")
+    own = nn.Module()
+    own._parameters = dict(root._parameters)
+    before = [(at.rstrip(".") or "own", own)] if any(p is not None for p in own._parameters.values()) else []
     after: list[tuple[str, nn.Module]] = []
-    node, at = root, ""
-    late: list[list[tuple[str, nn.Module]]] = []
-    for step in path.split("."):
-        passed = False
-        here: list[tuple[str, nn.Module]] = []
-        own = nn.Module()
-        own._parameters = dict(node._parameters)
-        if any(p is not None for p in own._parameters.values()):
-            before.append((at.rstrip(".") or "own", own))
-        for name, child in node.named_children():
-            if name == step:
-                passed = True
-            elif next(child.parameters(), None) is not None:
-                (here if passed else before).append((f"{at}{name}", child))
-        late.append(here)
-        node, at = getattr(node, step), f"{at}{step}."
-    for here in reversed(late):
-        after += here
-    return before, after
+    side = before
+    for name, child in root.named_children():
+        if name == step:
+            side = after
+        elif next(child.parameters(), None) is not None:
+            side.append((f"{at}{name}", child))
+    if not rest:
+        return before, after
+    inner, late = _outside_layers(getattr(root, step), rest, f"{at}{step}.")
+    return before + inner, late + after
 
 
 def _part(name: str, kind: str, module: nn.Module, flops: float) -> LayerPart:
@@ -206,7 +205,7 @@ def _language(mllm: MultimodalModel) -> Counted:
 def _encoder(mllm: MultimodalModel, name: str) -> Counted:
     """Count with an item of the encoder's configured size."""
     encoder, run = mllm.encoders[name], Run(mllm, name)
-    around = [dict(parts) for parts in _outside_layers(run.encoder, f"module.{encoder.layer_path}")]
+    around = [dict(parts) for parts in _outside_layers(run.stage.encoders[name], f"module.{encoder.layer_path}")]
     item = encoder.default
     media = Media(item.shape, encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
     return _per_token(run.forward(encoder.collate([media]), *around), encoder.nominal_length)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from interlace.model.inputs.places import targets_in
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.loss import cross_entropy_sum, head_cross_entropy, head_of
-from interlace.model.modality import ModalityModule
+from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.sample import IGNORE
 
 
@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         self._frozen = frozen
         self.is_encoder = isinstance(part, ModalityModule)
         if self.is_encoder:
-            self.encoders = nn.ModuleDict({name: part})
+            self.encoders = Encoders({name: part})
         else:
             self.language_model = part
 
@@ -51,10 +51,9 @@ class StageModule(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Layers [start, stop) of the module."""
         if self.is_encoder:
-            encoder = self.encoders[self.name]
-            assert isinstance(encoder, ModalityModule)
-            return list(encoder.layers)[self.start : self.stop]
-        layers = self.language_model.get_submodule(self._settings.layer_path)
+            layers: nn.Module = self.encoders[self.name].layers
+        else:
+            layers = self.language_model.get_submodule(self._settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return list(layers)[self.start : self.stop]
 
@@ -76,9 +75,7 @@ class StageModule(nn.Module):
         """
         self._check(hidden)
         if self.is_encoder:
-            encoder = self.encoders[self.name]
-            assert isinstance(encoder, ModalityModule)
-            return encoder.run(inputs, hidden)
+            return self.encoders[self.name].run(inputs, hidden)
         logit_rows = columns = head = None
         if self.is_last and self._settings.postprocess is None:
             # The head runs only for positions with a target: in a packed row with media, most have none.
