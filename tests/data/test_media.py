@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from interlace.modalities.audio import AudioSpec, clip_info, decode_audio, load_audio, log_mel
-from interlace.modalities.base import to_tensor
 from interlace.modalities.errors import DecodeError
 from interlace.modalities.image import ImageSpec, ImageTooLarge, decode_image, image_size, load_image, svg_size
 from tests.data.package import write_clip, write_png, write_svg
@@ -104,8 +103,8 @@ def test_transparent_pixels_become_white_and_do_not_bleed(tmp_path):
 
 def test_normalisation():
     array = np.array([[[0, 255]]] * 3, dtype=np.uint8)
-    assert to_tensor(array, ImageSpec()).tolist() == [[[-1.0, 1.0]]] * 3
-    assert to_tensor(array, ImageSpec(mean=(0, 0, 0), std=(0.5, 1, 2)))[:, 0, 1].tolist() == [2.0, 1.0, 0.5]
+    assert ImageSpec().tensor(array).tolist() == [[[-1.0, 1.0]]] * 3
+    assert ImageSpec(mean=(0, 0, 0), std=(0.5, 1, 2)).tensor(array)[:, 0, 1].tolist() == [2.0, 1.0, 0.5]
 
 
 def test_svg_drawn_with_fonts_only_is_reported_not_blank(tmp_path):

@@ -183,10 +183,10 @@ def full(*_: Any, **__: Any) -> Any:
 def ask(what: str, model: MultimodalModel) -> Any:
     settings, language_model = model.language_settings, model.language_model
     return {
-        "packing": lambda: trial_language.language_packing(language_model, settings, model.max_length),
-        "order": lambda: trial_language.language_takes_any_order(language_model, settings, model.max_length),
-        "cuts": lambda: trial_language.allowed_cuts(language_model, settings, model.max_length, (None, None)),
-        "cache": lambda: trial_language.caches_right(language_model, settings, model.max_length),
+        "packing": lambda: trial_language.language_packing(language_model, settings),
+        "order": lambda: trial_language.language_takes_any_order(language_model, settings),
+        "cuts": lambda: trial_language.allowed_cuts(language_model, settings, (None, None)),
+        "cache": lambda: trial_language.caches_right(language_model, settings),
     }[what]()
 
 

@@ -24,6 +24,9 @@ from interlace.modalities.limits import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import WhisperFeatureExtractor
+
+    from interlace.modalities.base import ProcessorPart
 
 SAMPLE_RATE = 16_000
 HOP = 160  # samples per mel frame: 10 ms
@@ -90,8 +93,7 @@ def clip_size(path: str, *, decode: bool) -> tuple[int, int]:
     try:
         frames, rate = clip_info(path)
         if decode:
-            with opened(path) as file:
-                samples = library("soundfile").read(file, dtype="float32")[0]
+            samples, _ = _samples(path)
             if len(samples) != frames:
                 raise DecodeError(f"{path}: has {len(samples)} samples, its header promises {frames}")
             if not np.isfinite(samples).all():
@@ -103,14 +105,20 @@ def clip_size(path: str, *, decode: bool) -> tuple[int, int]:
     return frames, rate
 
 
-def decode_audio(path: str | Path, spec: AudioSpec) -> np.ndarray:
-    """float16 [mel_bins, frames]: mono mix, 16 kHz, Whisper's log-mel features. Raises DecodeError."""
+def _samples(path: str | Path) -> tuple[np.ndarray, int]:
+    """(float32 [samples, channels], rate in Hz) of a clip. Raises DecodeError."""
     soundfile = library("soundfile")
     try:
         with opened(path) as file:
             samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's own error types
         raise DecodeError(f"{path}: {error}") from error
+    return samples, rate
+
+
+def decode_audio(path: str | Path, spec: AudioSpec) -> np.ndarray:
+    """float16 [mel_bins, frames]: mono mix, 16 kHz, Whisper's log-mel features. Raises DecodeError."""
+    samples, rate = _samples(path)
     return log_mel(samples.mean(axis=1), rate, spec, name=str(path))
 
 
@@ -145,7 +153,7 @@ def _low_pass(up: int, down: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _extractor(mel_bins: int) -> Any:
+def _extractor(mel_bins: int) -> WhisperFeatureExtractor:
     from transformers import WhisperFeatureExtractor
 
     return WhisperFeatureExtractor(feature_size=mel_bins, sampling_rate=SAMPLE_RATE, hop_length=HOP)
@@ -165,7 +173,7 @@ def load_audio(path: str | Path, spec: AudioSpec) -> Tensor:
 # --- for processors ---------------------------------------------------------------------------------------
 
 
-def rate_of(part: Any) -> int:
+def rate_of(part: ProcessorPart) -> int:
     """Sample rate of clips for a processor's part, in Hz."""
     return int(getattr(part, "sampling_rate", SAMPLE_RATE))
 
@@ -180,28 +188,16 @@ def clip_length(path: str, samples: int, rate: int, wanted: int) -> int:
     return math.ceil(samples * wanted / rate)
 
 
-def read_clip(path: str, rate: int) -> Any:
+def read_clip(path: str, rate: int) -> np.ndarray:
     """float32 [samples], mixed to mono, at `rate` Hz, by the same steps as HuggingFace's load_audio with
     soundfile (which needs soxr even without resampling). Raises DecodeError, and ImportError."""
-    try:
-        with opened(path) as file:
-            samples, found = library("soundfile").read(file, dtype="float32", always_2d=True)
-    except ImportError:
-        raise
-    except Exception as error:  # libsndfile's own error types
-        raise DecodeError(f"{path}: {error}") from error
+    samples, found = _samples(path)
     mono = samples.T.mean(axis=0) if samples.shape[1] > 1 else samples[:, 0]
     length = clip_length(path, len(mono), found, rate)
     if found != rate:
         mono = importlib.import_module("soxr").resample(mono, found, rate, quality="soxr_hq")
         mono = np.pad(mono, (0, max(0, length - len(mono))))[:length]
     return np.ascontiguousarray(mono, dtype=np.float32)
-
-
-def blank_clip(samples: int, part: Any) -> Any:
-    """A silent clip for a feature extractor, rounded to whole frames: the number of frames is the same."""
-    hop = int(getattr(part, "hop_length", 1))
-    return np.broadcast_to(np.float32(0), min(-(-samples // hop) * hop, int(getattr(part, "n_samples", samples + hop))))
 
 
 # --- the modality -----------------------------------------------------------------------------------------
@@ -240,8 +236,8 @@ class Audio(Modality):
         """Clips of the longest length that is read."""
         return (shape[0], min(shape[1], round(data.max_audio_seconds * 100))) if len(shape) == 2 else shape
 
-    def blank(self, path: str, size: Size, limits: Limits, part: Any, who: str) -> Any:
-        """A silent clip, float32 [samples]."""
+    def blank(self, path: str, size: Size, limits: Limits, part: ProcessorPart, who: str) -> np.ndarray:
+        """A silent clip, float32 [samples], rounded to whole frames: the number of frames is the same."""
         rate = rate_of(part)
         length = clip_length(path, int(size[0]), int(size[1]), rate)
         most = getattr(part, "n_samples", length)
@@ -249,9 +245,12 @@ class Audio(Modality):
             raise BrokenSampleError(
                 "size", f"{path}: {length / rate:.1f} s, of which {who} keeps {most / rate:g}: cut it"
             )
-        return blank_clip(length, part)
+        hop = int(getattr(part, "hop_length", 1))
+        return np.broadcast_to(
+            np.float32(0), min(-(-length // hop) * hop, int(getattr(part, "n_samples", length + hop)))
+        )
 
-    def read(self, path: str, limits: Limits, part: Any) -> Any:
+    def read(self, path: str, limits: Limits, part: ProcessorPart) -> np.ndarray:
         """float32 [samples]."""
         return read_clip(path, rate_of(part))
 

@@ -17,7 +17,10 @@ from interlace.modalities.errors import BrokenSampleError
 from interlace.modalities.limits import Limits
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from transformers import BaseImageProcessor, PretrainedConfig, SequenceFeatureExtractor
+
+    ProcessorPart = BaseImageProcessor | SequenceFeatureExtractor
 
 Size = tuple[float, ...]
 """Numbers in the header of a file that determine its tokens, such as (width, height) in pixels; at most three."""
@@ -152,7 +155,7 @@ class Modality(ABC):
 
     # ------------------------------------------------------------------ encoders
 
-    def inputs(self, module: Any, config: Any, layer_path: str) -> Sequence[Any]:
+    def inputs(self, module: nn.Module, config: PretrainedConfig, layer_path: str) -> Sequence[Any]:
         """Kinds of inputs (interlace.model.inputs) that an encoder may take; (): those of HuggingFace's encoders.
 
         module: the encoder, with its layers at `layer_path`; config: of the module around the layers.
@@ -177,14 +180,14 @@ class Modality(ABC):
 
     # ------------------------------------------------------------------ processors
 
-    def blank(self, path: str, size: Size, limits: Limits, part: Any, who: str) -> Any:
+    def blank(self, path: str, size: Size, limits: Limits, part: ProcessorPart, who: str) -> Any:
         """A medium without content, of which a processor makes as many tokens as of the file.
 
         part: of the processor `who`. Raises BrokenSampleError for a file that it does not read.
         """
         raise BrokenSampleError("no encoder", f"{path}: {who} does not read files of kind {self.name}")
 
-    def read(self, path: str, limits: Limits, part: Any) -> Any:
+    def read(self, path: str, limits: Limits, part: ProcessorPart) -> Any:
         """The medium for a processor, as HuggingFace reads it. Raises DecodeError."""
         raise BrokenSampleError("no encoder", f"{path}: processors do not read files of kind {self.name}")
 
@@ -211,7 +214,7 @@ class Sampled(Modality):
         """First frame shown, and the header of the part shown. Raises BrokenSampleError."""
 
     @abstractmethod
-    def check(self, header: Any, part: Any, who: str) -> None:
+    def check(self, header: Any, part: ProcessorPart, who: str) -> None:
         """Raises BrokenSampleError for a file with too few frames for the processor's part."""
 
     @abstractmethod
@@ -223,7 +226,7 @@ class Sampled(Modality):
         """Arguments of a processor that is given the chosen frames."""
 
     @abstractmethod
-    def frames(self, path: str, numbers: Sequence[int]) -> Any:
+    def frames(self, path: str, numbers: Sequence[int]) -> Tensor:
         """The frames of these numbers, for a processor. Raises DecodeError."""
 
 
@@ -285,8 +288,3 @@ def encoder_of(spec: Spec) -> str:
     """Usual name of the encoder of a spec: "vision" or "audio"; that of its modality if whole checkpoints have none."""
     modality = named(spec.modality)
     return modality.encoder or modality.name
-
-
-def to_tensor(array: np.ndarray, spec: Spec) -> Tensor:
-    """float32 input of an encoder, of a decoded array."""
-    return spec.tensor(array)

@@ -28,7 +28,10 @@ from interlace.modalities.files import check_file, library, member_of, opened, r
 from interlace.modalities.limits import PIXELS, Limits
 
 if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
     from torch import Tensor
+
+    from interlace.modalities.base import ProcessorPart
 
 SVG_DPI = 96.0  # CSS: 1in = 96px; without it resvg refuses sizes in pt, mm or cm
 BLANK = (200, 90, 30)  # no channel is 0 after normalisation, which distinguishes it from padding (0)
@@ -214,8 +217,8 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
         raise DecodeError(f"{path}: {error}") from error
 
 
-def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 [3, H, W] of a picture (PIL) resized to ``shape``, on white."""
+def fitted(image: Picture, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [3, H, W] of a picture resized to ``shape``, on white."""
     image_module, (_, height, width) = library("PIL.Image"), shape
     image = image.convert("RGBA")
     if image.size != (width, height):
@@ -227,13 +230,13 @@ def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def check_depth(image: Any) -> None:
-    """Raises ValueError for a picture (PIL) with more than 8 bits of grey: Pillow would clip them to white."""
+def check_depth(image: Picture) -> None:
+    """Raises ValueError for a picture with more than 8 bits of grey: Pillow would clip them to white."""
     if image.mode[0] in "IF":
         raise ValueError("has pixels of 16 or 32 bits, which cannot be scaled as it was meant: save it with 8 bits")
 
 
-def _render_svg(path: str | Path, width: int, height: int) -> Any:
+def _render_svg(path: str | Path, width: int, height: int) -> Picture:
     resvg = library("resvg_py")
     own_width, own_height = svg_size(path)
     scale = max(width / own_width, height / own_height)  # cover the target; the resize after it only shrinks
@@ -264,8 +267,8 @@ def _pillow_size(path: str | Path) -> tuple[int, int]:
         return upright_size(image)
 
 
-def upright_size(image: Any) -> tuple[int, int]:
-    """(width, height) of an opened picture (PIL) as displayed, with its EXIF orientation applied."""
+def upright_size(image: Picture) -> tuple[int, int]:
+    """(width, height) of an opened picture as displayed, with its EXIF orientation applied."""
     width, height = image.size
     return (height, width) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (width, height)
 
@@ -273,7 +276,7 @@ def upright_size(image: Any) -> tuple[int, int]:
 # --- for processors ---------------------------------------------------------------------------------------
 
 
-def read_picture(path: str) -> Any:
+def read_picture(path: str) -> Picture:
     """The upright picture, as HuggingFace's processors load it. Raises DecodeError."""
     from transformers.image_utils import load_image
 
@@ -286,12 +289,12 @@ def read_picture(path: str) -> Any:
 
 
 @lru_cache(maxsize=8)  # a large one takes a while to fill
-def blank_picture(size: tuple[int, int]) -> Any:
+def blank_picture(size: tuple[int, int]) -> Picture:
     """A uniform picture of `size`."""
     return library("PIL.Image").new("RGB", size, BLANK)
 
 
-def _given_size(size: tuple[int, int], limits: Limits, part: Any) -> tuple[int, int]:
+def _given_size(size: tuple[int, int], limits: Limits, part: ProcessorPart) -> tuple[int, int]:
     """(width, height) of a picture as passed to a processor's part. `resized_width` and `resized_height` are rounded to
     a size that the processor does not change."""
     if limits.resized == (0, 0):
@@ -337,16 +340,16 @@ class Image(Modality):
         budget = max(1, data.image_tokens(own) // geometry.unit**2)
         return ImageSpec(patch[0] * geometry.unit, budget, *geometry.scaling())
 
-    def blank(self, path: str, size: Size, limits: Limits, part: Any, who: str) -> Any:
-        """A uniform picture (PIL)."""
+    def blank(self, path: str, size: Size, limits: Limits, part: ProcessorPart, who: str) -> Picture:
+        """A uniform picture."""
         if path.lower().endswith(".svg"):
             raise BrokenSampleError(
                 "no encoder", f"{path}: a drawing (SVG), which {who} does not read: save it as a PNG"
             )
         return blank_picture(_given_size((int(size[0]), int(size[1])), limits, part))
 
-    def read(self, path: str, limits: Limits, part: Any) -> Any:
-        """The upright picture (PIL)."""
+    def read(self, path: str, limits: Limits, part: ProcessorPart) -> Picture:
+        """The upright picture."""
         picture = read_picture(path)
         size = _given_size(picture.size, limits, part)
         return picture if size == picture.size else picture.resize(size, resample=library("PIL.Image").BICUBIC)

@@ -8,9 +8,10 @@ are decoded from the start to the last one needed (a frame depends on those befo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from interlace.modalities.errors import BrokenSampleError, DecodeError
 from interlace.modalities.files import check_file, library, opened
 from interlace.modalities.image import fitted
 from interlace.modalities.limits import FRAMES, NO_LIMITS, PIXELS, Limits
+
+if TYPE_CHECKING:
+    from av import VideoFrame, VideoStream
+    from av.container import InputContainer
+    from PIL.Image import Image as Picture
+    from torch import Tensor
+    from transformers.video_utils import VideoMetadata
+
+    from interlace.modalities.base import ProcessorPart
 
 MOST_SECONDS = 7 * 86_400.0
 
@@ -53,21 +63,16 @@ def shown(path: str, seconds: float, limits: Limits) -> tuple[float, float]:
 
 def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
     """(width, height, seconds) of a video, upright. decode: also decode all frames. Raises BrokenSampleError."""
-    av = _av(path)
-    try:
-        with opened(path) as file, av.open(file) as container:
-            stream = container.streams.video[0]
-            seconds = _seconds(container, stream)
-            frames = container.decode(stream)
-            first = next(frames)
-            _time(first)
-            width, height = _upright(first).size
-            if decode:
-                for frame in frames:
-                    _time(frame)
-    except (av.FFmpegError, OSError, IndexError, StopIteration, ValueError) as error:
-        reason = str(error) or "no picture in it"
-        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {reason}") from None
+    with _video(path) as container:
+        stream = container.streams.video[0]
+        seconds = _seconds(container, stream)
+        frames = container.decode(stream)
+        first = next(frames)
+        _time(first)
+        width, height = _upright(first).size
+        if decode:
+            for frame in frames:
+                _time(frame)
     if not 0 < seconds <= MOST_SECONDS:
         raise BrokenSampleError("broken file", f"{path}: says it lasts {seconds:g} s")
     return width, height, seconds
@@ -82,31 +87,6 @@ class Header(NamedTuple):
     fps: float
 
 
-def video_header(path: str, *, decode: bool) -> Header:
-    """Header for processors, which choose frames by number. decode: also decode all frames. Raises BrokenSampleError.
-
-    Frames are counted by packets, without decoding. A file's own frame count may include frames that its edit list
-    leaves out.
-    """
-    width, height, _ = video_size(path, decode=False)
-    av = _av(path)
-    try:
-        with opened(path) as file, av.open(file) as container:
-            stream = container.streams.video[0]
-            fps = float(stream.average_rate or stream.guessed_rate or 0)
-            frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
-        if decode:
-            with opened(path) as file, av.open(file) as container:
-                found = sum(1 for _ in container.decode(container.streams.video[0]))
-            if found != frames:
-                raise ValueError(f"{found} of its {frames} frames can be decoded")
-    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {error}") from None
-    if not fps or not frames:
-        raise BrokenSampleError("broken file", f"{path}: says it has {frames} frames, {fps:g} a second")
-    return Header(width, height, frames, fps)
-
-
 def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
     """Index of the first frame shown, and the header of a file with only the frames shown: those that begin in the
     part. Raises BrokenSampleError."""
@@ -117,40 +97,18 @@ def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
     return first, header._replace(frames=min(end, header.frames) - first)
 
 
-def frames_at(path: str, numbers: Sequence[int]) -> np.ndarray:
-    """uint8 [len(numbers), 3, H, W], upright, of the frames with these numbers, from 0. Raises DecodeError."""
-    av = _av(path)
-    wanted, found = set(numbers), dict[int, Any]()
-    try:
-        with opened(path) as file, av.open(file) as container:
-            for number, frame in enumerate(container.decode(container.streams.video[0])):
-                if number in wanted:
-                    found[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
-                if len(found) == len(wanted):
-                    break
-        if len(found) < len(wanted):
-            raise ValueError(f"has no frame {min(wanted - found.keys())}")
-        return np.stack([found[number] for number in numbers])
-    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise DecodeError(f"{path}: {error}") from error
+def read_frames(path: str, count: int, limits: Limits = NO_LIMITS) -> list[Picture]:
+    """`count` frames as upright pictures, from the middles of equal parts. Raises DecodeError."""
+    with _video(path, decoding=True) as container:
+        stream = container.streams.video[0]
+        start, seconds = shown(path, _seconds(container, stream), limits)
+        times = [start + (part + 0.5) * seconds / count for part in range(count)]
+        return _at(container.decode(stream), times)
 
 
-def read_frames(path: str, count: int, limits: Limits = NO_LIMITS) -> list[Any]:
-    """`count` frames as upright pictures (PIL), from the middles of equal parts. Raises DecodeError."""
-    av = _av(path)
-    try:
-        with opened(path) as file, av.open(file) as container:
-            stream = container.streams.video[0]
-            start, seconds = shown(path, _seconds(container, stream), limits)
-            times = [start + (part + 0.5) * seconds / count for part in range(count)]
-            return _at(container.decode(stream), times)
-    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise DecodeError(f"{path}: {error}") from error
-
-
-def _at(frames: Any, times: Sequence[float]) -> list[Any]:
+def _at(frames: Iterator[VideoFrame], times: Sequence[float]) -> list[Picture]:
     """For each time, the last frame that begins no later."""
-    taken: list[Any] = []
+    taken: list[Picture] = []
     last = begin = None
     for frame in frames:
         now = _time(frame)
@@ -165,20 +123,20 @@ def _at(frames: Any, times: Sequence[float]) -> list[Any]:
     return [*taken, *[_upright(last)] * (len(times) - len(taken))]
 
 
-def _time(frame: Any) -> float:
+def _time(frame: VideoFrame) -> float:
     if frame.time is None:
         raise ValueError("it has a frame that does not say when it is shown")
     return float(frame.time)
 
 
-def _upright(frame: Any) -> Any:
+def _upright(frame: VideoFrame) -> Picture:
     """A frame as displayed, with the rotation given in the file."""
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     image_module = library("PIL.Image")
     return image_module.fromarray(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
 
 
-def _seconds(container: Any, stream: Any) -> float:
+def _seconds(container: InputContainer, stream: VideoStream) -> float:
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
     if container.duration is not None:
@@ -186,15 +144,24 @@ def _seconds(container: Any, stream: Any) -> float:
     raise ValueError("it does not say how long it is")
 
 
-def _av(path: str) -> Any:
+@contextmanager
+def _video(path: str, *, decoding: bool = False) -> Iterator[InputContainer]:
+    """An opened video. PyAV's errors and ValueErrors inside become BrokenSampleError; decoding: DecodeError."""
     try:
         import av
     except ImportError as error:
         raise ImportError(f"{path}: PyAV is needed to read videos: pip install av ({error})") from error
-    return av
+    try:
+        with opened(path) as file, av.open(file) as container:
+            yield container
+    except (av.FFmpegError, OSError, IndexError, StopIteration, ValueError) as error:
+        reason = str(error) or "no picture in it"
+        if decoding:
+            raise DecodeError(f"{path}: {reason}") from error
+        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {reason}") from None
 
 
-def _told(header: Header, frames: Sequence[int]) -> Any:
+def _told(header: Header, frames: Sequence[int]) -> VideoMetadata:
     """Metadata of a video with these frames, for a processor."""
     from transformers.video_utils import VideoMetadata
 
@@ -241,7 +208,7 @@ class Video(Sampled):
         """See Modality."""
         return VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
 
-    def count(self, path: str, size: Size, limits: Limits, tokens: int, settings: Any) -> int:
+    def count(self, path: str, size: Size, limits: Limits, tokens: int, settings: VideoSpec | None) -> int:
         """Number of frames taken."""
         _, length = shown(path, size[2], limits)
         return (settings or VideoSpec()).frames(length, tokens, limits)
@@ -255,15 +222,30 @@ class Video(Sampled):
         """None: encoders of pictures take its frames."""
 
     def header(self, path: str, *, decode: bool) -> Header:
-        """See Sampled."""
-        check_file(path)
-        return video_header(path, decode=decode)
+        """Header for processors, which choose frames by number. See Sampled.
+
+        Frames are counted by packets, without decoding. A file's own frame count may include frames that its edit list
+        leaves out.
+        """
+        width, height, _ = self.probe(path, decode=False)
+        with _video(path) as container:
+            stream = container.streams.video[0]
+            fps = float(stream.average_rate or stream.guessed_rate or 0)
+            frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        if decode:
+            with _video(path) as container:
+                found = sum(1 for _ in container.decode(container.streams.video[0]))
+                if found != frames:
+                    raise ValueError(f"{found} of its {frames} frames can be decoded")
+        if not fps or not frames:
+            raise BrokenSampleError("broken file", f"{path}: says it has {frames} frames, {fps:g} a second")
+        return Header(int(width), int(height), frames, fps)
 
     def clip(self, path: str, header: Header, limits: Limits) -> tuple[int, Header]:
         """See Sampled."""
         return clip_of(path, header, limits)
 
-    def check(self, header: Header, part: Any, who: str) -> None:
+    def check(self, header: Header, part: ProcessorPart, who: str) -> None:
         """Raises BrokenSampleError for fewer frames than are merged into one. Processors would take zero frames then,
         and divide by their number."""
         merged = getattr(part, "temporal_patch_size", 1)
@@ -284,15 +266,25 @@ class Video(Sampled):
         told = [_told(header, numbers) for header, numbers in zip(headers, frames, strict=True)]
         return {"do_sample_frames": False, "videos_kwargs": {"return_tensors": "pt", "video_metadata": told}}
 
-    def blank(self, path: str, size: Any, limits: Limits, part: Any, who: str) -> Any:
+    def blank(self, path: str, size: Size, limits: Limits, part: ProcessorPart, who: str) -> Tensor:
         """uint8 [frames, 3, H, W] on the meta device. size: a Header."""
         import torch
 
+        assert isinstance(size, Header)
         _, shown = clip_of(path, size, limits)
         return torch.empty((shown.frames, 3, shown.height, shown.width), dtype=torch.uint8, device="meta")
 
-    def frames(self, path: str, numbers: Sequence[int]) -> Any:
-        """uint8 [n, 3, H, W]."""
+    def frames(self, path: str, numbers: Sequence[int]) -> Tensor:
+        """uint8 [n, 3, H, W], upright. The first frame of a file has number 0."""
         import torch
 
-        return torch.from_numpy(frames_at(path, numbers))
+        wanted, found = set(numbers), dict[int, np.ndarray]()
+        with _video(path, decoding=True) as container:
+            for number, frame in enumerate(container.decode(container.streams.video[0])):
+                if number in wanted:
+                    found[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
+                if len(found) == len(wanted):
+                    break
+            if len(found) < len(wanted):
+                raise ValueError(f"has no frame {min(wanted - found.keys())}")
+        return torch.from_numpy(np.stack([found[number] for number in numbers]))

@@ -12,7 +12,6 @@ In models with bidirectional media, the tokens of one item form a span and also 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +21,9 @@ from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, word
 from interlace.model.inputs.placeholders import Ids, blank_id, in_words, is_placeholder
 from interlace.model.modality import ModalityModule
+from interlace.model.naming import did_you_mean
 from interlace.model.rows import padded
-from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
+from interlace.model.sample import IGNORE, Sample, refuse_copies
 
 JOINED = "joined"
 
@@ -119,7 +119,7 @@ def collate_media(
     decode: bool = True,
 ) -> dict[str, Any]:
     """Inputs of encoder `name` for all its items in `samples`, in order. decode=False: meta tensors of their shapes."""
-    items: list[Media] = [item for sample in samples for item in sample.media.get(name, [])]
+    items = [item for sample in samples for item in sample.media.get(name, [])]
     return encoder.collate(items if decode else [item.without_data() for item in items])
 
 
@@ -141,9 +141,9 @@ def check_sample(
         _check_ids(sample, where, vocab_size)
     for name, items in sample.media.items():
         if name not in encoders and items:
-            near = difflib.get_close_matches(name, encoders, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where} has {name!r} media but the model's encoders are {_names(encoders)}{hint}")
+            known = ", ".join(map(repr, encoders)) or "none"
+            hint = did_you_mean(name, encoders)
+            raise ValueError(f"{where} has {name!r} media but the model's encoders are {known}{hint}")
     if max_length is not None and len(sample) > max_length:
         raise ValueError(
             f"{where} has {len(sample)} tokens but the language model has positions for {max_length}: shorten the "
@@ -195,7 +195,3 @@ def _check_ids(sample: Sample, where: str, vocab_size: int) -> None:
                 f"{where}: {what}[{at}] is {int(ids[at])}, but the language model's ids are 0 to {vocab_size - 1}"
                 f"{allowed}: use the tokenizer that belongs to the model, or enlarge its vocab_size"
             )
-
-
-def _names(encoders: Mapping[str, ModalityModule]) -> str:
-    return ", ".join(map(repr, encoders)) or "none"

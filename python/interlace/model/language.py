@@ -23,7 +23,7 @@ from interlace.model.rows import ALONE, PACKED, ROWS, Document, check_rows, docu
 from interlace.model.sample import Sample
 from interlace.model.stages.deepstack import Deepstack, handing, split_features
 from interlace.model.stages.shared import per_layer_inputs
-from interlace.model.stages.slice import ending_at, run
+from interlace.model.stages.slice import ending_at, first_layer, run
 
 Inputs = dict[str, Any]
 
@@ -64,6 +64,7 @@ class LanguageSettings:
 
     layer_path: str
     placeholders: dict[str, Ids]
+    max_length: int | None = None  # positions of the model [tokens]; None: no maximum
     merge: Callable[[Mapping[str, Tensor], Inputs], Inputs] = merge_tokens
     preprocess: Callable[[Inputs], Inputs] | None = None
     postprocess: Callable[[Inputs, Any], Any] | None = None
@@ -80,7 +81,6 @@ class LanguageSettings:
 def run_language(
     module: nn.Module,
     settings: LanguageSettings,
-    first_layer: nn.Module,
     inputs: Inputs,
     hidden: Tensor | None,
     *,
@@ -100,7 +100,8 @@ def run_language(
     """
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
-    device = next(first_layer.parameters()).device
+    entry = first_layer(module, settings.layer_path)
+    device = next(entry.parameters()).device
     plan = plan_of(inputs)
     parts = _parts(settings, plan)
     if hidden is None:
@@ -112,7 +113,7 @@ def run_language(
     if given is None:
         given, per_layer, deep = inputs["inputs_embeds"], inputs["per_layer_inputs"], inputs["deepstack"]
     positions = inputs["position_ids"].to(device)
-    call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
+    call = partial(_call, module, inputs.get("attend") or settings.backend, entry, head)
     if not parts:
         plan = plan.to(device)
         output, left_early = call(plan, positions, given, per_layer, hidden, logit_rows, columns, deep=deep)
@@ -150,7 +151,7 @@ def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Document]:
 def _call(
     module: nn.Module,
     backend: Backend,
-    first_layer: nn.Module,
+    entry: nn.Module,
     head: nn.Module | None,
     plan: AttentionPlan,
     positions: Tensor,
@@ -170,9 +171,8 @@ def _call(
     if logit_rows is not None and selects_rows:
         columns = logit_rows.any(0).nonzero().squeeze(1) if columns is None else columns
         kwargs["logits_to_keep"] = columns.to(given.device)
-    ending = nullcontext() if head is None else ending_at(head)
-    with use_plan(plan, backend=backend), handing(module, deep), ending:
-        output, left_early = run(module, first_layer, kwargs, hidden=hidden)
+    with use_plan(plan, backend=backend), handing(module, deep), nullcontext() if head is None else ending_at(head):
+        output, left_early = run(module, entry, kwargs, hidden=hidden)
     if logit_rows is None or (left_early and head is None):
         return output, left_early
     made = output if head is not None else output.logits

@@ -117,7 +117,7 @@ def _names_module(names: Names, pattern: str, path: str) -> bool:
     """True if `pattern` names the module at `path`. For the language model, the end of the name is enough."""
     if path.startswith(f"{LANGUAGE_MODEL}.") and path.endswith(f".{pattern}"):
         return True
-    return names.names_module(pattern, path)
+    return names.names(pattern, path)
 
 
 def _saved(names: Names, pattern: str, layers: Collection[str]) -> set[str]:

@@ -18,7 +18,6 @@ Some encoders mix tokens elsewhere too (pooling or convolutions between or after
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,24 +29,26 @@ from torch import Tensor, nn
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
 from interlace.masks import BitfieldMask
-from interlace.modalities import IMAGE
 from interlace.model.counting.shapes import features_after_layers, measure, tokens_before_layers
 from interlace.model.inputs import callbacks
 from interlace.model.inputs.base import NOTHING, About, Inputs, Item, Shape
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
-from interlace.model.inputs.kinds import Feed, arguments, config_of, features_of, feeds_of
-from interlace.model.inputs.patches import GRID, PatchInputs
+from interlace.model.inputs.kinds import Feed, config_of, features_of, feeds_of, kind_of
+from interlace.model.inputs.patches import PatchInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.probe.encoder import encoder_packing
 from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
 from interlace.model.rows import PACKED, full_plan, packed_plan
 from interlace.model.sample import Media
 from interlace.model.stages.attention_switch import use_bitfield_attention
-from interlace.model.stages.slice import changing_output, find_layers, leave, run
+from interlace.model.stages.slice import carve, changing_output, find_layers, leave, run
 from interlace.parallel.sending import plan_to_device
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
     from interlace.parallel.context import Context
 
 Rows = Callable[[Tensor], Tensor]
@@ -76,6 +77,9 @@ class ModalityModule(nn.Module):
     forward, and for an unknown projector. Raises TypeError for a callback that does not take these arguments.
     """
 
+    module: PreTrainedModel
+    drops_prefix = True  # features do not include those of class tokens
+
     def __init__(
         self,
         module: nn.Module,
@@ -96,16 +100,7 @@ class ModalityModule(nn.Module):
         self.num_layers = len(self.layers)
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
-        parameters = inspect.signature(module.forward).parameters
-        known = arguments()
-        argument = next((name for name in parameters if name in known), "")
-        if not argument and GRID not in parameters:
-            *others, last = dict.fromkeys(known.values())
-            raise ValueError(
-                f"{type(module).__name__}.forward takes none of {', '.join(known)}: pass a model of "
-                f"{', '.join(others)} or {last}"
-            )
-        self.kind = known.get(argument, IMAGE.name)
+        self.kind = kind_of(module)
         given = {"preprocess": preprocess, "postprocess": postprocess, "postprocess_projector": postprocess_projector}
         callbacks.check({**given, "tokens": tokens, "collate": collate})
         if downsample < 1:
@@ -136,7 +131,7 @@ class ModalityModule(nn.Module):
             return
         try:
             config = config_of(module, self.layer_path)
-            feeds = feeds_of(module, config, self.layer_path, list(parameters))
+            feeds = feeds_of(module, config, self.layer_path)
         except Exception as error:  # a config may lack any attribute
             raise self._unknown(error) from error
         self.feed: Feed = feeds[0]
@@ -158,7 +153,7 @@ class ModalityModule(nn.Module):
         self.feed = packing.feed or self.feed
         if packing.implementation:
             self.implementation = packing.implementation
-            module.set_attn_implementation(self.implementation)  # type: ignore[operator]
+            self.module.set_attn_implementation(self.implementation)
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
@@ -255,13 +250,12 @@ class ModalityModule(nn.Module):
         length = self.encoder_length(*item)
         if isinstance(self.feed, PatchInputs):
             return self.feed.features(item)
-        if self.packing == PACKED:
+        if self.packing == PACKED and self.drops_prefix:
             return length - self.prefix
         key = (item.shape, length, tuple(sorted(item.about.items())) if self.takes_item_data else ())
         if key not in self._counts:
-            count = features_after_layers(self, item, length)
-            self._counts[key] = count - self.prefix if count == length else count
-        return self._counts[key]
+            self._counts[key] = features_after_layers(self, item, length)
+        return self._counts[key] - (self.prefix if self.drops_prefix and self._counts[key] == length else 0)
 
     # ------------------------------------------------------------------ inputs
 
@@ -339,15 +333,15 @@ class ModalityModule(nn.Module):
         if not items:
             empty = like.new_zeros
             return empty(0, self.out_features) if self.is_last else empty(1, 0, self.hidden_size)
-        if self.takes_item_data:
-            pieces = self._run_with_item_data(inputs, items, lengths, like, hidden)
-        elif self.packing == PACKED:
+        if hidden is None and not self.is_first:
+            raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
+        if self.takes_item_data or self.packing != PACKED:
+            pieces = self._run_in_sets(inputs, items, lengths, like, hidden)
+        else:
             output = self._run_packed(inputs, items, lengths, like, hidden)
             if not self.is_last:
                 return output
             pieces = self.features_of(output)[0].split(lengths)
-        else:
-            pieces = self._run_separately(inputs, items, lengths, like, hidden)
         if not self.is_last:
             return torch.cat(pieces).unsqueeze(0)
         return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
@@ -359,12 +353,12 @@ class ModalityModule(nn.Module):
 
     def _run_packed(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
-    ) -> Any:
+    ) -> Tensor | ModelOutput:
         plan = inputs.get("plan")
         if plan is None or plan.q_len != sum(lengths):
             plan = packed_plan(lengths)
         with self._sharing(inputs.get("context"), plan, like.device) as take:
-            if self.is_first:
+            if hidden is None:
                 return self._run_first(inputs, items, lengths, like, take)
             return self._run_later(hidden, like, items)
 
@@ -376,20 +370,23 @@ class ModalityModule(nn.Module):
                 yield lambda rows: rows
             return
         share = context.share(BitfieldMask.from_tokens(plan.queries(), plan.sinks), plan, self.backend)
-        joined = changing_output(self.layers[self.stop - 1], share.unshard) if self.is_last else nullcontext()
-        with use_plan(plan_to_device(share.plan, device), backend=share.attend), joined:
+        last = self.layers[self.stop - 1]
+        with (
+            use_plan(plan_to_device(share.plan, device), backend=share.attend),
+            changing_output(last, share.unshard) if self.is_last else nullcontext(),
+        ):
             yield share.shard
 
-    def _run_later(self, hidden: Tensor | None, like: Tensor, items: list[Item]) -> Any:
-        if hidden is None:
-            raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
+    def _run_later(self, hidden: Tensor, like: Tensor, items: list[Item]) -> Tensor | ModelOutput:
         # The first layer replaces the hollow prologue's output.
         kwargs = self.feed.blank(items, self.packing, like)
         if self.takes_item_data:  # layers may take tokens without a batch [N, D], or tiles as a batch
             return run(self.module, self._first_layer, kwargs, enter=lambda given: hidden.reshape(given.shape))[0]
         return run(self.module, self._first_layer, kwargs, hidden=hidden)[0]
 
-    def _run_first(self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, take: Rows) -> Any:
+    def _run_first(
+        self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, take: Rows
+    ) -> Tensor | ModelOutput:
         """Run the prologue per group. The last group continues with `take` of all packed tokens; others stop before."""
         *others, (last, kwargs) = self._groups(inputs, items, like)
         if self.in_one_row:
@@ -410,51 +407,37 @@ class ModalityModule(nn.Module):
         output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
         return output
 
-    def _run_separately(
+    def _run_in_sets(
         self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
         """One call per group; returns each item's hidden state [L, D], or its features [n, D] on the last stage."""
-        given = None if hidden is None else hidden[0].split(lengths)
+        if self.takes_item_data and inputs.get("context") is not None:
+            raise ValueError(f"{type(self.module).__name__} depends on the order of tokens: use cp = 1")
+        given = () if hidden is None else hidden[0].split(lengths)
         pieces: dict[int, Tensor] = {}
         for which, kwargs in self._groups(inputs, items, like):
-            length = lengths[which[0]]
-            with use_plan(full_plan(len(which), length, like.device), backend=self.backend):
-                if self.is_first:
-                    enter = partial(_first_tokens, length=length)
+            some, length = [items[i] for i in which], lengths[which[0]]
+            with use_plan(self._plan_of(some, length, like.device), backend=self.backend):
+                if hidden is None:
+                    enter = None if self.takes_item_data else partial(_first_tokens, length=length)
                     output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
                 else:
-                    rows = None if given is None else torch.stack([given[i] for i in which])
-                    output = self._run_later(rows, like, [items[i] for i in which])
-            pieces.update(zip(which, self.features_of(output) if self.is_last else output))
-        return [pieces[i] for i in range(len(lengths))]
-
-    def _run_with_item_data(
-        self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
-    ) -> list[Tensor]:
-        """Same as `_run_separately`, for an encoder that takes numbers about each item."""
-        if inputs.get("context") is not None:
-            raise ValueError(f"{type(self.module).__name__} depends on the order of tokens: use cp = 1")
-        given = None if hidden is None else hidden[0].split(lengths)
-        pieces: dict[int, Tensor] = {}
-        for which, kwargs in self._groups(inputs, items, like):
-            some = [items[i] for i in which]
-            plan = None  # the encoder passes its own boundaries of attention to its layers
-            if isinstance(self.feed, TileInputs):
-                tiles = sum(item.shape[0] for item in some)
-                plan = full_plan(tiles, self.feed.length, like.device)
-            with use_plan(plan, backend=self.backend):
-                if self.is_first:
-                    output, _ = run(self.module, self._first_layer, kwargs)
-                else:
-                    output = self._run_later(
-                        None if given is None else torch.cat([given[i] for i in which]), like, some
-                    )
-            counts = [self._feature_count(item) for item in some] if self.is_last else [lengths[i] for i in which]
+                    join = torch.cat if self.takes_item_data else torch.stack
+                    output = self._run_later(join([given[i] for i in which]), like, some)
             output = self.features_of(output) if self.is_last else output
-            pieces.update(zip(which, output.reshape(-1, output.shape[-1]).split(counts), strict=True))
+            if self.takes_item_data:
+                counts = [self._feature_count(item) for item in some] if self.is_last else [lengths[i] for i in which]
+                output = output.reshape(-1, output.shape[-1]).split(counts)
+            pieces.update(zip(which, output))
         return [pieces[i] for i in range(len(lengths))]
 
-    def features_of(self, output: Any) -> Tensor:
+    def _plan_of(self, items: list[Item], length: int, device: torch.device) -> AttentionPlan | None:
+        """Plan of a call for these items; None if the encoder passes its own boundaries of attention to its layers."""
+        if isinstance(self.feed, TileInputs):
+            return full_plan(sum(item.shape[0] for item in items), self.feed.length, device)
+        return None if self.takes_item_data else full_plan(len(items), length, device)
+
+    def features_of(self, output: object) -> Tensor:
         """Features [B, n, D] in an encoder's output; [1, n, D] of all items if it takes numbers about each item."""
         if self.takes_item_data:  # it may merge tokens, and return the merged ones beside the tokens themselves
             pooled = isinstance(self.feed, TileInputs) or self.feed.pooled  # type: ignore[union-attr]
@@ -466,7 +449,15 @@ class ModalityModule(nn.Module):
 
     def without_prefix(self, features: Tensor, length: int) -> Tensor:
         """Features [n, D] without class tokens. Unchanged if the part after the layers has pooled the tokens."""
-        return features[self.prefix :] if len(features) == length else features
+        return features[self.prefix :] if self.drops_prefix and len(features) == length else features
+
+    def stage(self, start: int, stop: int, cut: Callable[..., nn.Module] = carve) -> ModalityModule:
+        """Layers [start, stop) as a pipeline stage. cut: `carve` with options."""
+        path = f"module.{self.layer_path}"
+        part = cut(self, path, start, stop, returned=self.returned, zeros=self.in_one_row)
+        assert isinstance(part, ModalityModule)
+        part.start, part.stop = start, stop
+        return part
 
     def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
@@ -483,3 +474,12 @@ class ModalityModule(nn.Module):
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:
     return hidden[:, :length]
+
+
+class Encoders(nn.ModuleDict):
+    """Encoder name -> ModalityModule."""
+
+    def __getitem__(self, name: str) -> ModalityModule:
+        encoder = super().__getitem__(name)
+        assert isinstance(encoder, ModalityModule)
+        return encoder

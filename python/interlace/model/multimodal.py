@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
 from interlace.model.checkpoints.module_folder import FACTS, load_projectors, read_modules, save_modules
@@ -20,8 +21,8 @@ from interlace.model.generate import generate
 from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
-from interlace.model.modality import ModalityModule
-from interlace.model.naming import LANGUAGE_MODEL, resolve
+from interlace.model.modality import Encoders, ModalityModule
+from interlace.model.naming import LANGUAGE_MODEL, did_you_mean, inside, resolve
 from interlace.model.probe.encoder import encoder_cuts
 from interlace.model.probe.language import allowed_cuts, caches_right, language_packing
 from interlace.model.rows import ROWS
@@ -31,9 +32,12 @@ from interlace.model.stages.deepstack import check_deepstack
 from interlace.model.stages.shared import check_cut
 from interlace.model.stages.slice import carve, find_layers
 from interlace.model.stages.stage import StageModule, frozen_modules, keep_frozen
-from interlace.model.whole.model import new_folder, put_together, read_whole, save_whole, take_apart
+from interlace.model.whole.model import copy_original, new_folder, read_whole, take_apart
 from interlace.model.whole.parts import check_fed, decoder_layers
 from interlace.model.whole.tower import WholeEncoder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass
@@ -48,15 +52,6 @@ class MultimodalOutput:
     loss: Tensor | None
     logits: Tensor
     targets: int
-
-
-class Encoders(nn.ModuleDict):
-    """Encoder name -> ModalityModule."""
-
-    def __getitem__(self, name: str) -> ModalityModule:
-        encoder = super().__getitem__(name)
-        assert isinstance(encoder, ModalityModule)
-        return encoder
 
 
 class MultimodalModel(nn.Module):
@@ -104,9 +99,9 @@ class MultimodalModel(nn.Module):
             path, language_model = language_model.layer_path, language_model.module
         use_bitfield_attention(language_model)
         self.encoders = Encoders(encoders)
-        self.language_model = language_model
-        whole: Any = language_model.config
-        config: Any = whole.get_text_config()
+        self.language_model: PreTrainedModel = language_model
+        whole: PretrainedConfig = language_model.config
+        config: PretrainedConfig = whole.get_text_config()
         self.vocab_size = int(config.vocab_size)
         if getattr(config, "output_router_logits", False):
             raise ValueError(
@@ -129,6 +124,7 @@ class MultimodalModel(nn.Module):
         self.language_settings = LanguageSettings(
             layer_path=find_layers(language_model, path or decoder_layers(language_model)),
             placeholders={name: placeholders[name] for name in encoders},
+            max_length=self.max_length,
             merge=preprocess,
             preprocess=before,
             postprocess=after,
@@ -137,7 +133,7 @@ class MultimodalModel(nn.Module):
             positions=positions,
             deepstack=deepstack,
         )
-        self._packing = language_packing(language_model, self.language_settings, self.max_length)
+        self._packing = language_packing(language_model, self.language_settings)
         if encoders:
             check_fed(language_model, self.language_settings.layer_path, self._packing.unread)
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
@@ -170,14 +166,14 @@ class MultimodalModel(nn.Module):
         folder = Path(folder)
         if (folder / FACTS).exists():
             made = cls(**read_modules(folder, dtype), backend=backend)
-            load_projectors({name: made.encoders[name] for name in made.encoders}, folder)
+            load_projectors(dict(made.encoders), folder)
         else:
             made = cls.of_whole(read_whole(folder, dtype), backend=backend)
         made.source = folder
         return made.to(device)
 
     @classmethod
-    def of_whole(cls, whole: Any, *, backend: str | None = None) -> MultimodalModel:
+    def of_whole(cls, whole: PreTrainedModel, *, backend: str | None = None) -> MultimodalModel:
         """Build a model from HuggingFace's; the modules share its weights. Raises ValueError as `from_pretrained`."""
         return cls(**take_apart(whole)._asdict(), backend=backend)
 
@@ -187,19 +183,19 @@ class MultimodalModel(nn.Module):
         A model that was built from modules becomes one folder per module: see module_folder.py. Raises ValueError for
         an existing folder that is not empty, and for settings that cannot be saved.
         """
-        encoders = {name: self.encoders[name] for name in self.encoders}
         with new_folder(Path(folder)) as made:
-            if any(isinstance(encoder, WholeEncoder) for encoder in encoders.values()):
-                save_whole(self.whole(), made, self.source)
+            if any(isinstance(encoder, WholeEncoder) for encoder in self.encoders.values()):
+                self.whole().save_pretrained(made)
+                copy_original(self.source, made)
             else:
-                save_modules(encoders, self.language_model, self.language_settings, made, self.source)
+                save_modules(dict(self.encoders), self.language_model, self.language_settings, made, self.source)
 
-    def whole(self) -> Any:
+    def whole(self) -> PreTrainedModel:
         """HuggingFace's whole model; it shares the weights. Raises ValueError if this model was built from modules."""
-        encoder = next((self.encoders[name] for name in self.encoders), None)
+        encoder = next(iter(self.encoders.values()), None)
         if not isinstance(encoder, WholeEncoder):
             raise ValueError("this model was built from modules: HuggingFace has no class for it")
-        return put_together(encoder, self.language_model)
+        return encoder.parts.joined(self.language_model, encoder.module.base)
 
     def name_in_whole(self, name: str) -> str:
         """Name of a parameter in HuggingFace's whole model."""
@@ -227,16 +223,21 @@ class MultimodalModel(nn.Module):
     @property
     def packing(self) -> dict[str, str]:
         """Module -> packing kind of its batch: "packed", "rows" or "alone"; see interlace.model.rows."""
-        return {**{name: self.encoders[name].packing for name in self.encoders}, LANGUAGE_MODEL: self._packing.name}
+        return {name: each.packing for name, each in dict(self.encoders).items()} | {LANGUAGE_MODEL: self._packing.name}
 
     def layer_list(self, name: str) -> nn.ModuleList:
         """The repeated layers of module `name`. Stages are slices of this list."""
-        self._check_module(name)
-        if name != LANGUAGE_MODEL:
-            return self.encoders[name].layers
-        layers = self.language_model.get_submodule(self.language_settings.layer_path)
+        root, path = self.root(name)
+        layers = root.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
         return layers
+
+    def root(self, name: str) -> tuple[nn.Module, str]:
+        """Module `name` and the path of its layers inside it."""
+        self._check_module(name)
+        if name == LANGUAGE_MODEL:
+            return self.language_model, self.language_settings.layer_path
+        return self.encoders[name], f"module.{self.encoders[name].layer_path}"
 
     def nominal_length(self, name: str) -> int:
         """Typical tokens of module `name`, for estimates without known data lengths.
@@ -298,18 +299,14 @@ class MultimodalModel(nn.Module):
         need more from earlier ones than the hidden state.
         """
         self.check_stage(name, start, stop)
-        root: nn.Module = self.language_model
-        path, returned, zeros = self.language_settings.layer_path, self._packing.returned, False
-        if name != LANGUAGE_MODEL:
-            returned, zeros = self.encoders[name].returned, self.encoders[name].in_one_row
-            root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
-        part = carve(
-            root, path, start, stop, share=copy is False, checkpointing=recompute, returned=returned, zeros=zeros,
-            memo=copy if isinstance(copy, dict) else None,
-        )  # fmt: skip
-        if isinstance(part, ModalityModule):
-            part.start, part.stop = start, stop
+        memo = copy if isinstance(copy, dict) else None
+        cut = partial(carve, share=copy is False, checkpointing=recompute, memo=memo)
+        if name == LANGUAGE_MODEL:
+            path, returned = self.language_settings.layer_path, self._packing.returned
+            part = cut(self.language_model, path, start, stop, returned=returned)
+        else:
+            part = self.encoders[name].stage(start, stop, cut)
         stage = StageModule(name, part, start, stop, len(self.layer_list(name)), self.language_settings, self._frozen)
         return stage.train(self.training)
 
@@ -321,23 +318,23 @@ class MultimodalModel(nn.Module):
         path: "vision" (an encoder without its projector), "vision.projector", "language_model", or the full name of
         any module inside. Raises ValueError with the nearest valid name.
         """
-        for name in resolve(self, path):
-            for key, parameter in self.named_parameters(remove_duplicate=False):
-                if key == name or key.startswith(f"{name}."):
-                    parameter.requires_grad_(False)
-            self._forget(name)
-            self._frozen[name] = True
+        self._train_part(path, False)
         keep_frozen(self, self._frozen)
 
     def unfreeze(self, path: str) -> None:
         """Train this part again, also inside a frozen part. Weights that are constants by design stay frozen."""
-        for name in resolve(self, path):
-            self._forget(name)
-            self._frozen[name] = False
-            for key, parameter in self.named_parameters(remove_duplicate=False):
-                if (key == name or key.startswith(f"{name}.")) and key not in self._constant:
-                    parameter.requires_grad_(True)
+        self._train_part(path, True)
         self.train(self.training)
+
+    def _train_part(self, path: str, trained: bool) -> None:
+        for name in resolve(self, path):
+            for key, parameter in self.named_parameters(remove_duplicate=False):
+                if inside(key, name) and not (trained and key in self._constant):
+                    parameter.requires_grad_(trained)
+            # In place, because stages share the dictionary.
+            for said in [said for said in self._frozen if inside(said, name)]:
+                del self._frozen[said]
+            self._frozen[name] = not trained
 
     def train_only(self, names: Collection[str]) -> None:
         """Train the parameters `names` and no others. For tied parameters, use the first name.
@@ -350,11 +347,6 @@ class MultimodalModel(nn.Module):
         self._frozen.clear()
         self._frozen.update(dict.fromkeys(frozen_modules(self), True))
         self.train(self.training)
-
-    def _forget(self, name: str) -> None:
-        """Remove the settings of `name` and its submodules. Works in place, because stages share the dictionary."""
-        for said in [said for said in self._frozen if said == name or said.startswith(f"{name}.")]:
-            del self._frozen[said]
 
     def train(self, mode: bool = True) -> MultimodalModel:
         """Switch to training or evaluation mode; frozen modules stay in evaluation mode."""
@@ -401,17 +393,16 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         check_samples("collate", samples)
         if name == LANGUAGE_MODEL:
-            encoders = {name: self.encoders[name] for name in self.encoders}
-            rows = self.language_settings.packing == ROWS
+            settings = self.language_settings
             return collate_language(
                 samples,
-                encoders,
-                self.placeholders,
+                dict(self.encoders),
+                settings.placeholders,
                 self.max_length,
                 self.vocab_size,
-                rows=rows,
-                bidirectional=self.language_settings.bidirectional,
-                positions_of=self.language_settings.positions,
+                rows=settings.packing == ROWS,
+                bidirectional=settings.bidirectional,
+                positions_of=settings.positions,
             )
         return collate_media(samples, name, self.encoders[name], decode=decode)
 
@@ -419,13 +410,12 @@ class MultimodalModel(nn.Module):
 
     def encode(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         """Features [n, D_llm] of each encoder from its collated inputs. Raises ValueError for an unknown encoder."""
-        unknown = [name for name in inputs if name not in self.encoders]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
-            raise ValueError(
-                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+        for name in inputs:
+            if name not in self.encoders:
+                raise ValueError(
+                    f"the batch has inputs for {name!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
+                    + did_you_mean(name, self.encoders)
+                )
         return {name: self.encoders[name](**given) for name, given in inputs.items()}
 
     def generate(self, prompt: Sample, **options: Any) -> list[int]:
@@ -435,7 +425,7 @@ class MultimodalModel(nn.Module):
     def caches_right(self) -> bool:
         """True if cached generation gives the same as generation that reads all tokens again for each token."""
         if self._caches is None:
-            self._caches = caches_right(self.language_model, self.language_settings, self.max_length)
+            self._caches = caches_right(self.language_model, self.language_settings)
         return self._caches
 
     def forward(
@@ -444,7 +434,7 @@ class MultimodalModel(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         mask: BitfieldMask | None = None,
-        plan: Any = None,
+        plan: AttentionPlan | None = None,
         **encoder_inputs: dict[str, Any],
     ) -> MultimodalOutput:
         """Run the whole model on a collated batch: mllm(**mllm.collate(samples)).
@@ -471,8 +461,7 @@ class MultimodalModel(nn.Module):
         if self.language_settings.positions is not None and position_ids is None and encoder_inputs:
             raise ValueError("media tokens have several positions each in this model: pass collate's position_ids")
         inputs["features"] = self.encode(encoder_inputs)
-        first_layer = self.layer_list(LANGUAGE_MODEL)[0]
-        output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
+        output = run_language(self.language_model, self.language_settings, inputs, None)
         if labels is None:
             return MultimodalOutput(None, output.logits, 0)
         targets = int((labels != IGNORE).sum())
@@ -483,22 +472,20 @@ class MultimodalModel(nn.Module):
 
     def _check_module(self, name: str) -> None:
         if name != LANGUAGE_MODEL and name not in self.encoders:
-            near = difflib.get_close_matches(name, self.modules_order(), n=1)
-            raise ValueError(
-                f"unknown module {name!r}: the model has {', '.join(self.modules_order())}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            names = self.modules_order()
+            raise ValueError(f"unknown module {name!r}: the model has {', '.join(names)}{did_you_mean(name, names)}")
 
     def _check_cuts(self, name: str, cuts: Collection[int]) -> None:
         if not cuts:
             return
-        module = self.language_model if name == LANGUAGE_MODEL else self.encoders[name].module
-        if name not in self._cuts and name == LANGUAGE_MODEL:
-            self._cuts[name] = allowed_cuts(
-                self.language_model, self.language_settings, self.max_length, self._packing.returned
+        is_language = name == LANGUAGE_MODEL
+        module = self.language_model if is_language else self.encoders[name].module
+        if name not in self._cuts:
+            self._cuts[name] = (
+                allowed_cuts(self.language_model, self.language_settings, self._packing.returned)
+                if is_language
+                else encoder_cuts(self.encoders[name])
             )
-        elif name not in self._cuts:
-            self._cuts[name] = encoder_cuts(self.encoders[name])
         allowed = self._cuts[name]
         for cut in sorted(cuts):
             if isinstance(refusal := allowed[cut], str):

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from interlace.model.multimodal import MultimodalModel
 
 LANGUAGE_MODEL = "language_model"
+
+
+def inside(name: str, place: str) -> bool:
+    """True if the parameter or module `name` is `place` or inside it."""
+    return f"{name}.".startswith(f"{place}.")
+
+
+def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message that refuses `name`: the nearest valid name, if one is close."""
+    near = difflib.get_close_matches(name, [*valid], n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def short_names(model: MultimodalModel) -> dict[str, list[str]]:
@@ -25,13 +37,11 @@ def resolve(model: MultimodalModel, path: str) -> list[str]:
     valid = short_names(model)
     if path in valid:
         return valid[path]
-    inside = {name for name, _ in model.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}
+    modules = {name for name, _ in model.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}
     for candidate in (path, f"encoders.{path}"):
-        if candidate in inside:
+        if candidate in modules:
             return [candidate]
-    near = difflib.get_close_matches(path, [*valid, *inside], n=1, cutoff=0.3)
     raise ValueError(
-        f"cannot freeze {path!r}: no such module"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-        + f" Valid names: {', '.join(map(repr, valid))} and modules inside them."
+        f"cannot freeze {path!r}: no such module{did_you_mean(path, [*valid, *modules], 0.3)} "
+        f"Valid names: {', '.join(map(repr, valid))} and modules inside them."
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from interlace.model.multimodal import MultimodalModel
-from interlace.model.naming import short_names
+from interlace.model.naming import inside, short_names
 
 ENCODERS = "encoders."
 _ADAPTER = re.compile(r"\.lora_[AB]\.default\b")  # peft's, inside the adapted layer
@@ -40,29 +40,26 @@ class Names:
         """First names of the parameters that `pattern` matches. Raises ValueError with the nearest name if none
         match.
         """
-        found = {first for name, first in self.first.items() if self._matches(pattern, name)}
+        found = {first for name, first in self.first.items() if self.names(pattern, name)}
         if not found:
             raise ValueError(f"{pattern!r} matches nothing in the model{self._nearest(pattern)}")
         return found
 
-    def names_module(self, pattern: str, module: str) -> bool:
-        """True if `pattern` names the module at path `module` or a module around it."""
-        return self._matches(pattern, module)
-
     def projectors(self) -> set[str]:
         """First names of the parameters of all projectors."""
         places = [place for name, found in self.short.items() if name.endswith(".projector") for place in found]
-        return {first for name, first in self.first.items() if any(_inside(name, place) for place in places)}
+        return {first for name, first in self.first.items() if any(inside(name, place) for place in places)}
 
-    def _matches(self, pattern: str, name: str) -> bool:
+    def names(self, pattern: str, name: str) -> bool:
+        """True if `pattern` names the parameter or module `name`, or a module around it."""
         if pattern in self.short:
-            return any(_inside(name, place) for place in self.short[pattern])
+            return any(inside(name, place) for place in self.short[pattern])
         own = {name, base_name(name)}
         if any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each)):
             return True
         # A whole model's class uses another name for its projector; "*.projector" must match it too.
         parts = (places for short, places in self.short.items() if "." in short and fnmatch.fnmatchcase(short, pattern))
-        return any(_inside(name, place) for places in parts for place in places)
+        return any(inside(name, place) for places in parts for place in places)
 
     def _nearest(self, pattern: str) -> str:
         known = {path for name in self.first for path in _paths(name)} | self.short.keys()
@@ -71,10 +68,6 @@ class Names:
         parts = {part for path in known for part in path.split(".")}
         near = near or difflib.get_close_matches(bare.split(".")[-1], sorted(parts), n=1, cutoff=0.4)
         return f"; the nearest name is {near[0]!r}" if near else ""
-
-
-def _inside(name: str, place: str) -> bool:
-    return f"{name}.".startswith(f"{place}.")
 
 
 def _paths(name: str) -> Iterator[str]:

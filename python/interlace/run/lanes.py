@@ -210,7 +210,7 @@ def _not_dealt(mllm: Any, name: str) -> str:
     settings = mllm.language_settings
     if settings.merge is not merge_tokens or settings.preprocess is not None or settings.postprocess is not None:
         return "its callbacks (preprocess, postprocess) need whole chunks"
-    if settings.packing != PACKED or not language_takes_any_order(mllm.language_model, settings, mllm.max_length):
+    if settings.packing != PACKED or not language_takes_any_order(mllm.language_model, settings):
         return mixes
     return ""
 

@@ -24,7 +24,6 @@ from interlace.data.builtin.byte_tokenizer import ByteTokenizer
 from interlace.data.dataset import SampleDataset
 from interlace.modalities import encoder_of
 from interlace.modalities.audio import AudioSpec
-from interlace.modalities.base import to_tensor
 from interlace.modalities.errors import DecodeError
 from interlace.modalities.image import ImageSpec
 from interlace.model.sample import IGNORE, Media, Sample
@@ -265,7 +264,7 @@ class MultimodalDataset(SampleDataset, Reading):
         """The item's input tensor; see `Reading.read_or_blank`."""
         spec = self.specs[item.modality]
         return self.read_or_blank(
-            item.source, lambda: to_tensor(self.read(item), spec), lambda: torch.zeros(item.shape)
+            item.source, lambda: spec.tensor(self.read(item)), lambda: torch.zeros(item.shape)
         )
 
     def fingerprint(self) -> str:

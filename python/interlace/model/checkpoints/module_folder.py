@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from interlace.model.checkpoints.config_file import copy_config
 from interlace.model.collate import check_bidirectional
 from interlace.model.inputs.placeholders import Ids
 from interlace.model.language import LanguageSettings, merge_tokens
@@ -28,7 +27,7 @@ from interlace.model.modality import ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.projector import PROJECTORS
 from interlace.model.stages.slice import find_layers
-from interlace.model.whole.model import copy_companions, read_module
+from interlace.model.whole.model import copy_original, read_module
 from interlace.model.whole.parts import decoder_layers
 
 FACTS, PROJECTOR = "interlace.json", "projector.safetensors"
@@ -70,9 +69,7 @@ def save_modules(
     modules[LANGUAGE_MODEL] = {"class": _class_of(language_model)}
     for name, module in {**{n: e.module for n, e in encoders.items()}, LANGUAGE_MODEL: language_model}.items():
         module.save_pretrained(folder / name)  # type: ignore[operator]
-        if source is not None:
-            copy_config(folder / name, source / name)
-            copy_companions(source / name, folder / name)
+        copy_original(None if source is None else source / name, folder / name)
     save_file(projector_weights(encoders), folder / PROJECTOR)
     facts = {
         "format": FORMAT,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,17 +35,8 @@ if TYPE_CHECKING:
     from interlace.model.multimodal import MultimodalModel
 
 LENGTH = 8  # tokens of a sample for a run of the language model
-PRODUCT_WORDS = (
-    "mm",
-    "matmul",
-    "conv",
-    "attention",
-    "linear",
-    "gru",
-    "lstm",
-    "rnn",
-    "fft",
-)  # in names of product operations
+PRODUCT_WORDS = ("mm", "matmul", "conv", "attention", "linear", "gru", "lstm", "rnn", "fft")
+"""Words in names of operations that are products."""
 
 
 class Uncountable(ValueError):
@@ -177,9 +168,9 @@ class _Tally(TorchDispatchMode):
             self.calls.setdefault(self.key, []).append(call)
         elif packet is _ATTENTION_BACKWARD:
             self._count_backward(args[2], args[4], args[7])
-        elif packet in _DENSE:
+        elif packet is _DENSE:
             self._add(sdpa_flop_count(*(args[i].shape for i in range(3))), args)
-        elif packet in _DENSE_BACKWARD:
+        elif packet is _DENSE_BACKWARD:
             self._add(sdpa_backward_flop_count(*(args[i].shape for i in range(4))), args)
         elif packet in flop_registry:
             self._add(flop_registry[packet](*args, **kwargs, out_val=result), args)
@@ -187,7 +178,7 @@ class _Tally(TorchDispatchMode):
             raise Uncountable(f"no FLOP formula for {func.name()}")
         return result
 
-    def _add(self, flops: Any, operands: Sequence[Any]) -> None:
+    def _add(self, flops: int, operands: Sequence[object]) -> None:
         key = self.key
         if key is None:
             storages = (x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor))
@@ -195,7 +186,7 @@ class _Tally(TorchDispatchMode):
         self.sums.setdefault(key, [0, 0])[self.in_backward] += int(flops)
 
     @contextmanager
-    def counting(self, key: Any) -> Iterator[None]:
+    def counting(self, key: Hashable) -> Iterator[None]:
         """Inside, operations count for `key`."""
         before, self.key = self.key, key
         try:
@@ -236,13 +227,8 @@ def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _ATTENTION = attention_forward._opoverload._overloadpacket
 _ATTENTION_BACKWARD = attention_backward._opoverload._overloadpacket
-_DENSE, _DENSE_BACKWARD = (
-    {packet for name in names if (packet := getattr(torch.ops.aten, name, None)) is not None}
-    for names in (
-        ("_scaled_dot_product_flash_attention_for_cpu",),
-        ("_scaled_dot_product_flash_attention_for_cpu_backward",),
-    )
-)
+_DENSE = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_DENSE_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 PLAIN = ("upsample_", "_upsample_")  # name prefixes of non-products that contain a word of PRODUCT_WORDS
 
 
@@ -251,25 +237,21 @@ class Run:
 
     def __init__(self, mllm: MultimodalModel, name: str) -> None:
         layers = mllm.layer_list(name)
-        root: Any = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
+        owner, _ = mllm.root(name)
+        root = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
         self._kinds = [
             (kind_of(root, layer, i, len(layers)), tuple(p.requires_grad for p in layer.parameters()))
             for i, layer in enumerate(layers)
         ]
-        owner = root if name == LANGUAGE_MODEL else mllm.encoders[name]
         memo = _one_of_each_kind(layers, self._kinds, {id(each): each for each in owner.parameters()})
         self.stage = mllm.slice(name, 0, len(layers), copy=memo, checkpointing="none")
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         choose_experts(self.stage)
         give_shapes(self.stage, self.mode, torch.float32)  # frozen weights may be in 16 bits
-        for index, layer in enumerate(self.stage.layers):
-            layer.__dict__["forward"] = MethodType(_segment(self._layer, index), layer)
-        self.projector: Any = None
-        if self.stage.is_encoder:
-            self.encoder: Any = self.stage.encoders[name]  # type: ignore[index]
-            self.projector = self.encoder.projector
-        if self.projector is not None:
-            self.projector.__dict__["forward"] = MethodType(_segment(self._project, -1), self.projector)
+        for kind, layer in zip(self._kinds, self.stage.layers, strict=True):
+            self._cut_out(layer, kind)
+        if self.stage.is_encoder and self.stage.encoders[name].projector is not None:
+            self._cut_out(self.stage.encoders[name].projector, PROJECTOR)
 
     def __call__(self, inputs: dict[str, Any]) -> Found:
         self.tally = tally = _Tally()
@@ -336,15 +318,19 @@ class Run:
 
         return Forward(of_layers(sums), of_layers(pairs), {name: sums.get(name, 0.0) for name in (*parts, PROJECTOR)})
 
-    def _layer(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.tally.rest = self._after
-        entering = tuple((tuple(x.shape), x.requires_grad) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
-        return self._call((self._kinds[index], entering), layer, args, kwargs)
+    def _cut_out(self, module: nn.Module, kind: Hashable) -> None:
+        """Make the calls of a layer, or of the projector, segments."""
 
-    def _project(self, _: int, projector: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._call(PROJECTOR, projector, args, kwargs)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if kind == PROJECTOR:
+                return self._call(PROJECTOR, module, args, kwargs)
+            self.tally.rest = self._after
+            tensors = (x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
+            return self._call((kind, *((tuple(x.shape), x.requires_grad) for x in tensors)), module, args, kwargs)
 
-    def _call(self, key: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        module.__dict__["forward"] = MethodType(forward, module)
+
+    def _call(self, key: Hashable, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer and return its output as tensors without history: its backward runs later, separately."""
         leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         fresh = key not in self._known
@@ -437,13 +423,6 @@ def _one_of_each_kind(layers: nn.ModuleList, kinds: Sequence[Any], memo: dict[in
         for table in ("_parameters", "_buffers", "_modules"):
             vars(own)[table] = vars(first[kind])[table].copy()
     return memo
-
-
-def _segment(run: Callable[..., Any], index: int) -> Callable[..., Any]:
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(index, module, args, kwargs)
-
-    return forward
 
 
 def _fresh(value: Any) -> Any:

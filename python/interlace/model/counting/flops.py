@@ -20,8 +20,9 @@ Norms, activations, softmax, lookups and optimizers are not counted, as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -40,6 +41,7 @@ from interlace.model.projector import unit_of
 from interlace.model.sample import Media
 
 if TYPE_CHECKING:
+    from interlace.model.modality import ModalityModule
     from interlace.model.multimodal import MultimodalModel
 
 SHAPES = 64  # maximum shapes of items to run if no rule fits, some 0.2 s each
@@ -164,20 +166,9 @@ class Encoder:
         """Linear rule for products: a constant plus a multiple of an item's tokens, inside the layers or after them."""
         for count in (self.encoder.encoder_length, self.encoder.tokens):
             numbers = [count(*item) for item in probes]
-            lines = []
-            for values in zip(*found, strict=True):
-                line = _through(numbers, values)
-                if line is None:
-                    break
-                lines.append(line)
-            else:
-                made = tuple(lines)
-
-                def products(item: Item, count: Any = count, made: Any = made) -> Products:
-                    n = count(*item)
-                    return Products(*(base + slope * n for base, slope in made))
-
-                return products
+            lines = [line for values in zip(*found, strict=True) if (line := _through(numbers, values)) is not None]
+            if len(lines) == len(Products._fields):
+                return partial(_on_lines, count, lines)
         return None
 
     def _cut(
@@ -200,13 +191,18 @@ class Encoder:
         return None
 
 
-def _key(item: Item) -> Any:
+def _key(item: Item) -> Hashable:
     return (item.shape, *sorted(item.about.items())) if item.about else item.shape
 
 
 def _work(counts: Found, documents: Sequence[tuple[int, ...]]) -> Work:
     kinds = [each._replace(limits=None) for each, _ in counts.attention]
     return Work(counts.inside.plus(counts.projected), tuple(zip(kinds, documents, strict=True)))
+
+
+def _on_lines(count: Callable[..., int], lines: Sequence[tuple[int, int]], item: Item) -> Products:
+    tokens = count(*item)
+    return Products(*(base + slope * tokens for base, slope in lines))
 
 
 def _through(numbers: Sequence[int], values: Sequence[int]) -> tuple[int, int] | None:
@@ -239,7 +235,7 @@ def _documents(plan: AttentionPlan) -> tuple[int, ...]:
     return tuple(runs)
 
 
-def _probes(encoder: Any) -> list[Item]:
+def _probes(encoder: ModalityModule) -> list[Item]:
     """Items of several sizes, including large ones: a window larger than an item has no effect."""
     feed = encoder.feed
     if isinstance(feed, PatchInputs):

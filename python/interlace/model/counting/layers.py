@@ -63,7 +63,7 @@ class LayerInfo:
 
 def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[LayerInfo]:
     """LayerInfo for each layer of module `name`. context: number of keys per token, for the FLOPs of attention."""
-    root, path = _root(mllm, name)
+    root, path = mllm.root(name)
     prefix = name if name == LANGUAGE_MODEL else f"encoders.{name}"
     before, after = _outside_layers(root, path)
     counts = counted(mllm, name)
@@ -90,36 +90,28 @@ def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[La
     return infos
 
 
-def _root(mllm: MultimodalModel, name: str) -> tuple[nn.Module, str]:
-    """Module `name` and the path of its layers in it."""
-    if name == LANGUAGE_MODEL:
-        return mllm.language_model, mllm.language_settings.layer_path
-    return mllm.encoders[name], f"module.{mllm.encoders[name].layer_path}"
+def _outside_layers(
+    root: nn.Module, path: str, at: str = ""
+) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """Modules with parameters registered before and after the list at `path`, with the same split as in carve.
 
-
-def _outside_layers(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """Modules with parameters registered before and after the list at `path`, with the same split as in carve."""
-    before: list[tuple[str, nn.Module]] = []
+    at: prefix of their names.
+    """
+    step, _, rest = path.partition(".")
+    own = nn.Module()
+    own._parameters = dict(root._parameters)
+    before = [(at.rstrip(".") or "own", own)] if any(p is not None for p in own._parameters.values()) else []
     after: list[tuple[str, nn.Module]] = []
-    node, at = root, ""
-    late: list[list[tuple[str, nn.Module]]] = []
-    for step in path.split("."):
-        passed = False
-        here: list[tuple[str, nn.Module]] = []
-        own = nn.Module()
-        own._parameters = dict(node._parameters)
-        if any(p is not None for p in own._parameters.values()):
-            before.append((at.rstrip(".") or "own", own))
-        for name, child in node.named_children():
-            if name == step:
-                passed = True
-            elif next(child.parameters(), None) is not None:
-                (here if passed else before).append((f"{at}{name}", child))
-        late.append(here)
-        node, at = getattr(node, step), f"{at}{step}."
-    for here in reversed(late):
-        after += here
-    return before, after
+    side = before
+    for name, child in root.named_children():
+        if name == step:
+            side = after
+        elif next(child.parameters(), None) is not None:
+            side.append((f"{at}{name}", child))
+    if not rest:
+        return before, after
+    inner, late = _outside_layers(getattr(root, step), rest, f"{at}{step}.")
+    return before + inner, late + after
 
 
 def _part(name: str, kind: str, module: nn.Module, flops: float) -> LayerPart:
@@ -154,7 +146,7 @@ def counted(mllm: MultimodalModel, name: str) -> Counted:
 
     A module that cannot run this way is estimated from its weights.
     """
-    root, _ = _root(mllm, name)
+    root, _ = mllm.root(name)
     structure = list(root.modules())
     kept = mllm._counted.get(name)
     if kept is None or kept[0] != structure:
@@ -213,7 +205,7 @@ def _language(mllm: MultimodalModel) -> Counted:
 def _encoder(mllm: MultimodalModel, name: str) -> Counted:
     """Count with an item of the encoder's configured size."""
     encoder, run = mllm.encoders[name], Run(mllm, name)
-    around = [dict(parts) for parts in _outside_layers(run.encoder, f"module.{encoder.layer_path}")]
+    around = [dict(parts) for parts in _outside_layers(run.stage.encoders[name], f"module.{encoder.layer_path}")]
     item = encoder.default
     media = Media(item.shape, encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
     return _per_token(run.forward(encoder.collate([media]), *around), encoder.nominal_length)
@@ -226,7 +218,7 @@ def _per_token(found: Forward, tokens: int) -> Counted:
 
 def _estimated(mllm: MultimodalModel, name: str, why: str) -> Counted:
     """Estimate: every matrix multiplies every token once, and attention is as wide as the hidden state."""
-    root, path = _root(mllm, name)
+    root, path = mllm.root(name)
     before, after = _outside_layers(root, path)
     config: Any = mllm.language_model.config
     width = config.get_text_config().hidden_size if name == LANGUAGE_MODEL else mllm.encoders[name].hidden_size

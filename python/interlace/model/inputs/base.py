@@ -3,6 +3,7 @@
 Each kind is a frozen dataclass with
 
     argument, default               name of the forward's main input; an item of the encoder's configured size
+    item_keys                       names of numbers about each item (`Media.about`) that are inputs, too
     in_one_row                      True if one call takes all items and concatenates their tokens itself
     check(item, name)               ValueError for an item that the encoder `name` does not support, with what it takes
     tokens(item)                    tokens inside the layers, without class tokens (clips.py: only the encoder can tell)
@@ -27,6 +28,8 @@ Inputs = dict[str, Any]
 Shape = tuple[int, ...]
 About = Mapping[str, tuple[float, ...]]
 NOTHING: About = {}
+NUMBERS = {"grid_thw": 3, "merge_sizes": 1, "image_sizes": 2, "spatial_shapes": 2}
+"""Count of numbers per item under these names."""
 
 
 class Item(NamedTuple):
@@ -34,6 +37,33 @@ class Item(NamedTuple):
 
     shape: Shape
     about: About = NOTHING
+
+
+class ItemInputs:
+    """Base of the kinds of inputs: items in a list under `argument`, and their numbers under `item_keys`."""
+
+    argument: str
+    item_keys: tuple[str, ...]
+    in_one_row: bool
+
+    def collate(self, items: Sequence[Media]) -> Inputs:
+        inputs: Inputs = {self.argument: [data_of(item) for item in items]}
+        for key in self.item_keys:
+            numbers = [[int(n) for n in item.about.get(key, (0,) * NUMBERS[key])] for item in items]
+            inputs[key] = torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(
+                len(items), -1 if items else NUMBERS[key]
+            )
+        return inputs
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        numbers = {key: inputs[key].tolist() for key in self.item_keys}
+        return [
+            Item(tuple(data.shape), {key: tuple(rows[i]) for key, rows in numbers.items()})
+            for i, data in enumerate(inputs[self.argument])
+        ]
+
+    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
+        return together(items, packing) if self.in_one_row else by_size(items, packing)
 
 
 def data_of(item: Media) -> Tensor:

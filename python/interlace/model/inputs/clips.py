@@ -14,14 +14,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from interlace.model.inputs.base import Inputs, Item, by_size, data_of
+from interlace.model.inputs.base import Inputs, Item, ItemInputs
 from interlace.model.rows import PACKED
-from interlace.model.sample import Media
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TOKENS = 100  # length of the clips that measure an encoder
 BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
@@ -29,7 +31,7 @@ BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_proje
 
 
 @dataclass(frozen=True)
-class ClipInputs:
+class ClipInputs(ItemInputs):
     """Clips without padding.
 
     default: a clip that the encoder takes.
@@ -42,9 +44,10 @@ class ClipInputs:
     time: int
     any_length: bool = False
     in_one_row = False
+    item_keys = ()
 
     @staticmethod
-    def of(module: nn.Module, config: Any, argument: str, layer_path: str) -> list[ClipInputs]:
+    def of(module: nn.Module, config: PretrainedConfig, argument: str, layer_path: str) -> list[ClipInputs]:
         """Candidate kinds of clips for the encoder. Raises ValueError for layer drop."""
         if getattr(config, "layerdrop", 0):
             raise ValueError(
@@ -79,18 +82,9 @@ class ClipInputs:
         """A clip with this many samples or frames."""
         return Item(tuple(length if dim == self.time else size for dim, size in enumerate(self.default.shape)))
 
-    def collate(self, items: Sequence[Media]) -> Inputs:
-        return {self.argument: [data_of(item) for item in items]}
-
-    def items(self, inputs: Inputs) -> list[Item]:
-        return [Item(tuple(clip.shape)) for clip in inputs[self.argument]]
-
     def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
         return {self.argument: torch.stack([inputs[self.argument][i].to(like) for i in which])}
 
     def blank(self, items: Sequence[Item], packing: str, like: Tensor) -> dict[str, Any]:
         one = self.default if packing == PACKED else items[0]
         return {self.argument: torch.empty((1, *one.shape), device="meta", dtype=like.dtype)}
-
-    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
-        return by_size(items, packing)

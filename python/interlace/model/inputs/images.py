@@ -12,21 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from interlace.model.inputs.base import Inputs, Item, by_size, data_of, together
+from interlace.model.inputs.base import Inputs, Item, ItemInputs
 from interlace.model.rows import PACKED
 from interlace.model.sample import Media
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Size = tuple[int, int]
 GRID = "spatial_shapes"
 
 
 @dataclass(frozen=True)
-class ImageInputs:
+class ImageInputs(ItemInputs):
     """Images of one encoder.
 
     patch, size: (height, width) in pixels of a patch, and of the encoder's configured image in whole patches.
@@ -42,7 +45,7 @@ class ImageInputs:
     argument: str = "pixel_values"
 
     @staticmethod
-    def of(config: Any, accepted: Sequence[str]) -> ImageInputs:
+    def of(config: PretrainedConfig, accepted: Sequence[str]) -> ImageInputs:
         """Inputs for this module. Raises ValueError for a config without the sizes of a patch and of an image."""
         patch, channels = _pair(config, "patch_size"), int(getattr(config, "num_channels", None) or 0)
         if getattr(config, "image_size", None) is None and isinstance(getattr(config, "num_patches", None), int):
@@ -58,7 +61,7 @@ class ImageInputs:
         return Item((self.channels, *self.size))
 
     @property
-    def in_one_row(self) -> bool:
+    def in_one_row(self) -> bool:  # type: ignore[override]
         """True if one call takes images of several sizes and concatenates their tokens itself."""
         return "image_sizes" in self.accepted
 
@@ -66,6 +69,10 @@ class ImageInputs:
     def interpolates(self) -> bool:
         """True if forward takes interpolate_pos_encoding, which adapts positions to an image's size."""
         return "interpolate_pos_encoding" in self.accepted
+
+    @property
+    def item_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (GRID,) if self.in_patches else ()
 
     @property
     def in_patches(self) -> bool:
@@ -116,20 +123,14 @@ class ImageInputs:
             )
 
     def collate(self, items: Sequence[Media]) -> Inputs:
-        data = [data_of(item) for item in items]
-        if not self.in_patches:
-            return {self.argument: data}
-        grids = [self.grid(Item(item.shape, item.about)) for item in items]
-        return {
-            self.argument: [self._patches(one[None])[0] if one.dim() == 3 else one for one in data],
-            GRID: torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(len(items), 2),
-        }
-
-    def items(self, inputs: Inputs) -> list[Item]:
-        shapes = [tuple(image.shape) for image in inputs[self.argument]]
-        if not self.in_patches:
-            return [Item(shape) for shape in shapes]
-        return [Item(shape, {GRID: tuple(grid)}) for shape, grid in zip(shapes, inputs[GRID].tolist(), strict=True)]
+        inputs = super().collate(items)
+        if self.in_patches:
+            inputs[self.argument] = [
+                self._patches(one[None])[0] if one.dim() == 3 else one for one in inputs[self.argument]
+            ]
+            grids = [self.grid(Item(item.shape, item.about)) for item in items]
+            inputs[GRID] = torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(len(items), 2)
+        return inputs
 
     def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
         images = [inputs[self.argument][i].to(like) for i in which]
@@ -148,9 +149,6 @@ class ImageInputs:
             patches = torch.empty((1, math.prod(grid), numbers), device="meta", dtype=like.dtype)
             return self._patch_arguments(patches, torch.tensor([grid], dtype=torch.int64, device="cpu"))
         return self._arguments(torch.empty((1, *one.shape), device="meta", dtype=like.dtype), [one.shape[1:]])
-
-    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
-        return together(items, packing) if self.in_one_row else by_size(items, packing)
 
     def _arguments(self, images: Tensor, sizes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """Arguments of forward for images [n, 3, H, W]. Each image fills `sizes` from the upper left corner."""
@@ -182,7 +180,7 @@ def stack_images(images: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _pair(config: Any, name: str) -> Size:
+def _pair(config: PretrainedConfig, name: str) -> Size:
     """(height, width) of a config value: one number, or two."""
     value = getattr(config, name, None)
     pair = [value, value] if isinstance(value, int) else value

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from interlace.modalities import all_modalities, of_argument
+from interlace.modalities import IMAGE, all_modalities, of_argument
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
 from interlace.model.inputs.patches import GRID, PatchInputs
 from interlace.model.inputs.spectrograms import AudioInputs
 from interlace.model.inputs.tiles import SIZES, TileInputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Feed = ImageInputs | PatchInputs | TileInputs | AudioInputs | ClipInputs
 
@@ -23,7 +26,21 @@ def arguments() -> dict[str, str]:
     return {name: each.name for each in all_modalities() for name in each.arguments} | {"input_ids": "text"}
 
 
-def config_of(module: nn.Module, layer_path: str) -> Any:
+def kind_of(module: nn.Module) -> str:
+    """Kind of a module by the arguments of its forward. Raises ValueError if it takes no known ones."""
+    parameters = inspect.signature(module.forward).parameters
+    known = arguments()
+    argument = next((name for name in parameters if name in known), "")
+    if not argument and GRID not in parameters:
+        *others, last = dict.fromkeys(known.values())
+        raise ValueError(
+            f"{type(module).__name__}.forward takes none of {', '.join(known)}: pass a model of "
+            f"{', '.join(others)} or {last}"
+        )
+    return known.get(argument, IMAGE.name)
+
+
+def config_of(module: nn.Module, layer_path: str) -> PretrainedConfig:
     """Config of the innermost module around the layers that has one: the tower's, if `module` contains more."""
     config: Any = module.config
     for name in layer_path.split("."):
@@ -32,12 +49,13 @@ def config_of(module: nn.Module, layer_path: str) -> Any:
     return config
 
 
-def feeds_of(module: nn.Module, config: Any, layer_path: str, parameters: Sequence[str]) -> Sequence[Feed]:
+def feeds_of(module: nn.Module, config: PretrainedConfig, layer_path: str) -> Sequence[Feed]:
     """Possible input kinds of a module: those of its modality, or from the arguments of its forward; several only for
     different shapes of clips.
 
     Raises the config's own error if it lacks sizes, and ValueError for an unsupported module.
     """
+    parameters = list(inspect.signature(module.forward).parameters)
     if GRID in parameters:
         return [PatchInputs.of(module, config, layer_path, parameters)]
     argument = next(name for name in parameters if name in arguments())
@@ -67,7 +85,7 @@ def _tower_takes(module: nn.Module, layer_path: str, argument: str) -> bool:
     return found
 
 
-def features_of(output: Any) -> Tensor:
+def features_of(output: object) -> Tensor:
     """The tokens in the output of a HuggingFace encoder. Raises ValueError if there are none."""
     if isinstance(output, Tensor):
         return output

@@ -14,24 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from interlace.model.inputs.base import Inputs, Item, data_of, together
-from interlace.model.sample import Media
+from interlace.model.inputs.base import NUMBERS, Inputs, Item, ItemInputs
 from interlace.parallel.sending import to_device
 
-GRID = "grid_thw"
-NUMBERS = {GRID: 3, "merge_sizes": 1}
-"""Count of numbers per item under these names."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+GRID, MERGES = "grid_thw", "merge_sizes"
 UNIT = 4  # sides of probed grids are multiples of it: encoders merge 2 x 2 patches, rarely 4 x 4
 NOMINAL = 32  # rows and columns of an item if a config has no size
 
 
 @dataclass(frozen=True)
-class PatchInputs:
+class PatchInputs(ItemInputs):
     """Patches of one encoder.
 
     patch: shape of a patch in the encoder's format.
@@ -53,7 +53,7 @@ class PatchInputs:
     in_one_row = True
 
     @staticmethod
-    def of(module: nn.Module, config: Any, layer_path: str, parameters: Collection[str]) -> PatchInputs:
+    def of(module: nn.Module, config: PretrainedConfig, layer_path: str, parameters: Collection[str]) -> PatchInputs:
         """Inputs of an encoder whose forward takes grid_thw. Raises ValueError without a map of patches to tokens."""
         embeddings = (
             part.weight
@@ -67,7 +67,7 @@ class PatchInputs:
         side = NOMINAL
         if isinstance(image, int) and isinstance(patch, int):
             side = max(UNIT, image // patch // UNIT * UNIT)
-        item_keys = tuple(name for name in parameters if name in NUMBERS)
+        item_keys = tuple(name for name in parameters if name in (GRID, MERGES))
         return PatchInputs(next(iter(parameters)), item_keys, (weight[0].numel(),), weight.shape[0], side)
 
     def patches(self, module: nn.Module) -> list[tuple[int, ...]]:
@@ -77,7 +77,7 @@ class PatchInputs:
 
     def item(self, *grid: int, merge: int = 1) -> Item:
         """An image or a video of this grid of patches (frames, rows, columns)."""
-        numbers = {GRID: grid, "merge_sizes": (merge,)}
+        numbers = {GRID: grid, MERGES: (merge,)}
         return Item((math.prod(grid), *self.patch), {name: numbers[name] for name in self.item_keys})
 
     @property
@@ -87,7 +87,7 @@ class PatchInputs:
 
     def _merge(self, item: Item) -> int:
         """Rows (and columns) of patches that become one feature."""
-        return math.isqrt(self.merged) * (int(item.about["merge_sizes"][0]) if "merge_sizes" in self.item_keys else 1)
+        return math.isqrt(self.merged) * (int(item.about[MERGES][0]) if MERGES in self.item_keys else 1)
 
     def check(self, item: Item, name: str) -> None:
         """Raise ValueError unless the item (patches, numbers of a patch) matches its grid and other numbers."""
@@ -120,20 +120,6 @@ class PatchInputs:
         """Number of features of an item."""
         return item.shape[0] // self._merge(item) ** 2
 
-    def collate(self, items: Sequence[Media]) -> Inputs:
-        inputs: Inputs = {self.argument: [data_of(item) for item in items]}
-        for key in self.item_keys:
-            numbers = [[int(n) for n in item.about.get(key, ())] for item in items]
-            inputs[key] = torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(len(items), -1)
-        return inputs
-
-    def items(self, inputs: Inputs) -> list[Item]:
-        numbers = {key: inputs[key].tolist() for key in self.item_keys}
-        return [
-            Item(tuple(data.shape), {key: tuple(numbers[key][i]) for key in self.item_keys})
-            for i, data in enumerate(inputs[self.argument])
-        ]
-
     def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
         return {
             self.argument: torch.cat([inputs[self.argument][i].to(like) for i in which]),
@@ -152,6 +138,3 @@ class PatchInputs:
             tensor = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
             made[key] = tensor[:, 0] if NUMBERS[key] == 1 else tensor
         return made
-
-    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
-        return together(items, packing)

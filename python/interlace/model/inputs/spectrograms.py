@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from interlace.model.inputs.base import Inputs, Item, data_of, together
+from interlace.model.inputs.base import Inputs, Item, ItemInputs, data_of, together
 from interlace.model.sample import Media
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FRAMES = "frames"
 
 
 @dataclass(frozen=True)
-class AudioInputs:
+class AudioInputs(ItemInputs):
     """Spectrograms of one encoder.
 
     channels: mel bins.
@@ -35,9 +38,10 @@ class AudioInputs:
     stride: int
     argument: str = "input_features"
     in_one_row = False
+    item_keys = ()
 
     @staticmethod
-    def of(module: nn.Module, config: Any) -> AudioInputs:
+    def of(module: nn.Module, config: PretrainedConfig) -> AudioInputs:
         """Inputs for this module. Raises AttributeError for a config without the encoder's number of positions."""
         channels = int(getattr(config, "num_channels", None) or getattr(config, "num_mel_bins", None) or 0)
         convolutions = [m for m in module.modules() if isinstance(m, nn.Conv1d)]

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.model.inputs.base import Inputs, Item, data_of
+from interlace.model.inputs.base import Inputs, Item, ItemInputs
 from interlace.model.rows import ALONE
-from interlace.model.sample import Media
 
 SIZES = "image_sizes"
 
@@ -26,7 +25,7 @@ MOST = 16  # maximum tiles of an example
 
 
 @dataclass(frozen=True)
-class TileInputs:
+class TileInputs(ItemInputs):
     """Tiles of one encoder. length and examples are measured by running it.
 
     tile: shape of a tile (3, height, width).
@@ -39,6 +38,7 @@ class TileInputs:
     examples: tuple[Item, ...] = ()
     argument: str = "pixel_values"
     in_one_row = True
+    item_keys = (SIZES,)
 
     def item(self, tiles: int, height: int, width: int) -> Item:
         """An image of this size with this many tiles."""
@@ -66,17 +66,6 @@ class TileInputs:
 
     def tokens(self, item: Item) -> int:
         return item.shape[0] * self.length
-
-    def collate(self, items: Sequence[Media]) -> Inputs:
-        sizes = [[int(n) for n in item.about.get(SIZES, (0, 0))] for item in items]
-        sizes_of_all = torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(len(items), 2)
-        return {self.argument: [data_of(item) for item in items], SIZES: sizes_of_all}
-
-    def items(self, inputs: Inputs) -> list[Item]:
-        sizes = inputs[SIZES].tolist()
-        return [
-            Item(tuple(x.shape), {SIZES: tuple(size)}) for x, size in zip(inputs[self.argument], sizes, strict=True)
-        ]
 
     def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
         tiles = torch.cat([inputs[self.argument][i].to(like) for i in which])

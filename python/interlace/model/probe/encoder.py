@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
-from interlace.model.inputs.base import Item
+from interlace.model.inputs.base import Inputs, Item
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
 from interlace.model.inputs.kinds import Feed
@@ -20,7 +20,7 @@ from interlace.model.inputs.patches import UNIT, PatchInputs
 from interlace.model.inputs.spectrograms import AudioInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.probe.cache import remembered, spelled
-from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
+from interlace.model.probe.inconclusive import attempt, raise_if_no_memory, record_failure
 from interlace.model.probe.separation import (
     TOLERANCE,
     Packing,
@@ -28,16 +28,17 @@ from interlace.model.probe.separation import (
     far,
     fastest,
     find_cuts,
+    holds,
     note_returns,
     one_by_one,
     one_line,
     random_rows,
 )
-from interlace.model.probe.stand_in import Unanswerable, cheaply, stand_in
+from interlace.model.probe.stand_in import KEPT, Unanswerable, cheaply, stand_in
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.stages.attention_switch import NAMES
-from interlace.model.stages.slice import carve, clone
+from interlace.model.stages.slice import clone
 
 if TYPE_CHECKING:
     from interlace.model.modality import ModalityModule
@@ -97,12 +98,11 @@ def _packing_with(encoder: ModalityModule, implementation: str) -> Packing:
 
 
 class _Trial:
-    def __init__(self, encoder: ModalityModule, keep: int | None = None, implementation: str | None = None):
-        options = {} if keep is None else {"keep": keep}
+    def __init__(self, encoder: ModalityModule, keep: int = KEPT, implementation: str | None = None):
         self.encoder = clone(encoder)
-        self.encoder.module = stand_in(encoder.module, encoder.layer_path, **options)
+        self.encoder.module = stand_in(encoder.module, encoder.layer_path, keep=keep)
         self.encoder.implementation = implementation or encoder.implementation
-        self.encoder.module.set_attn_implementation(self.encoder.implementation)  # type: ignore[operator]
+        self.encoder.module.set_attn_implementation(self.encoder.implementation)
         self.encoder.projector, self.encoder.downsample, self.encoder.backend = nn.Identity(), 1, None
         self.encoder.preprocess = self.encoder.postprocess = self.encoder.postprocess_projector = None
         self.encoder._collate = self.encoder._tokens = None
@@ -148,12 +148,8 @@ class _Trial:
         self.encoder.feed = replace(self.encoder.feed, merged=int(merged.pop()))
         video = self.encoder.feed.item(2, UNIT, UNIT)
         self.choose([video])
-        try:
-            many = len(self._reference_features(self.items[0])) == self.encoder.feed.features(video)
-        except Exception as problem:  # a model may raise anything
-            record_failure(problem)
-            many = False
-        self.encoder.feed = replace(self.encoder.feed, videos=many)
+        frames = attempt(lambda: len(self._reference_features(self.items[0])), None)
+        self.encoder.feed = replace(self.encoder.feed, videos=frames == self.encoder.feed.features(video))
         self.choose(_items(self.encoder.feed)[0])
 
     def _reference_features(self, one: Media) -> Tensor:
@@ -161,12 +157,12 @@ class _Trial:
         return self.encoder.features_of(self._reference_output(one))[0]
 
     def _reference_output(self, one: Media) -> Any:
-        encoder: Any = self.encoder
+        module = self.encoder.module
         try:
-            encoder.module.set_attn_implementation(OWN)
-            return encoder.module(**encoder.kwargs_of([one]))
+            module.set_attn_implementation(OWN)
+            return module(**self.encoder.kwargs_of([one]))
         finally:
-            encoder.module.set_attn_implementation(encoder.implementation)
+            module.set_attn_implementation(self.encoder.implementation)
 
     def check(self) -> None:
         """Raise ValueError unless each of `items` gets the same features as from the module's own forward."""
@@ -205,10 +201,8 @@ class _Trial:
     def check_counts(self) -> None:
         """Raise ValueError if an item's number of features differs from the output of the modules after the layers."""
         encoder, one = self.encoder, self.items[0]
-        try:
-            count = len(self._run(ALONE, [one], training=False))
-        except Exception as problem:  # a model may raise anything; the error shows again in a real run
-            record_failure(problem)
+        count = attempt(lambda: len(self._run(ALONE, [one], training=False)), None)
+        if count is None:  # the error shows again in a real run
             return
         encoder.returned = tuple(self.returned)
         expected = encoder.tokens(one.shape, one.about)
@@ -281,53 +275,37 @@ def encoder_takes_any_order(encoder: ModalityModule) -> bool:
 
     See language_takes_any_order of probe/language.py.
     """
-    return remembered("order", encoder.module, known(encoder), lambda: _order(encoder))
+
+    def order() -> bool:
+        whole, inputs = _collated(encoder, PACKED)
+        expected, shuffled = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
+        return far([shuffled], [expected]) <= TOLERANCE
+
+    return remembered("order", encoder.module, known(encoder), lambda: holds(order))
 
 
-def _order(encoder: ModalityModule) -> bool:
-    with cheaply():
-        try:
-            trial = _Trial(encoder)
-            trial.choose(_items(encoder.feed)[0])
-            whole = trial.encoder
-            whole.packing = PACKED
-            inputs = whole.collate(trial.items)
-            expected, shuffled = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
-        except Exception as problem:  # a model may raise anything
-            record_failure(problem)
-            return False
-    return far([shuffled], [expected]) <= TOLERANCE
+def _collated(encoder: ModalityModule, packing: str, keep: int = KEPT) -> tuple[ModalityModule, Inputs]:
+    """A stand-in of this packing, and its inputs for random items."""
+    trial = _Trial(encoder, keep)
+    trial.choose(_items(encoder.feed)[0])
+    trial.encoder.packing = packing
+    return trial.encoder, trial.encoder.collate(trial.items)
 
 
 def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
     """For each layer: True if a stage may start with it; as allowed_cuts of probe/language.py."""
     said = (*known(encoder), encoder.packing, tuple(encoder.returned))
-    return remembered("cuts", encoder.module, said, lambda: _cuts(encoder))
 
-
-def _cuts(encoder: ModalityModule) -> list[bool | str]:
-    count = encoder.num_layers
-    with cheaply():
-        try:
-            trial = _Trial(encoder, keep=count)
-        except Unanswerable as problem:
-            record_failure(problem)
-            return [True] * count
-        trial.choose(_items(encoder.feed)[0])
-        whole = trial.encoder
-        whole.packing = encoder.packing
-        inputs = whole.collate(trial.items)
+    def prepare() -> Callable[[Sequence[int]], Tensor]:
+        whole, inputs = _collated(encoder, encoder.packing, keep=encoder.num_layers)
 
         def run(bounds: Sequence[int]) -> Tensor:
             hidden = None
             for start, stop in pairwise(bounds):
-                part: Any = carve(
-                    whole, f"module.{encoder.layer_path}", start, stop, returned=encoder.returned,
-                    zeros=encoder.in_one_row,
-                )  # fmt: skip
-                part.start, part.stop = start, stop
-                hidden = part.run(inputs, hidden)
+                hidden = whole.stage(start, stop).run(inputs, hidden)
             assert hidden is not None
             return hidden
 
-        return find_cuts(count, run)
+        return run
+
+    return remembered("cuts", encoder.module, said, lambda: find_cuts(encoder.num_layers, prepare))

@@ -7,11 +7,14 @@ only and is not cached (cache.py). Lack of memory gives no result at all: the er
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 NO_MEMORY = ("out of memory", "not enough memory", "allocate memory")
 
@@ -29,6 +32,15 @@ def failures() -> Iterator[list[str]]:
         _failures.reset(token)
         if around is not None:
             around += mine
+
+
+def attempt(run: Callable[[], T], otherwise: T) -> T:
+    """The result of `run`; `otherwise` if it raises an error, which is recorded."""
+    try:
+        return run()
+    except Exception as problem:  # a model may raise anything
+        record_failure(problem)
+        return otherwise
 
 
 def record_failure(problem: Exception) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from interlace.model.generate import Reading, Readings
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import head_of
 from interlace.model.probe.cache import remembered
-from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
+from interlace.model.probe.inconclusive import attempt, raise_if_no_memory, record_failure
 from interlace.model.probe.separation import (
     TOLERANCE,
     Case,
@@ -27,6 +27,7 @@ from interlace.model.probe.separation import (
     far,
     fastest,
     find_cuts,
+    holds,
     note_returns,
     one_by_one,
 )
@@ -35,41 +36,41 @@ from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import IGNORE, Sample
 from interlace.model.stages.slice import carve, takes
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 LENGTHS = ((9, 5), (70, 37))  # tokens of two samples; the longer ones reveal mixing of tokens up to 106 apart
 WORDS = 512  # number of logits of a stand-in for a large vocabulary
 CUT_LENGTH = 5
 STEPS = 3
 
 
-def language_packing(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Packing:
+def language_packing(module: PreTrainedModel, settings: LanguageSettings) -> Packing:
     """Packing kind of this language model.
 
     Raises ValueError if its logits for token ids, by its own eager attention, differ from those in a MultimodalModel,
     which passes embeddings and a causal mask. Possible causes: it uses the ids in other ways, it is not causal, or its
     masks or scores contain something unknown to bitfield attention.
     """
-    return remembered(
-        "packing", module, (settings.layer_path, max_length), lambda: _packing(module, settings, max_length)
-    )
+    return remembered("packing", module, (settings.layer_path, settings.max_length), lambda: _packing(module, settings))
 
 
-def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Packing:
+def _packing(module: PreTrainedModel, settings: LanguageSettings) -> Packing:
     with cheaply():
         for words in (WORDS, None):
             try:
-                model = stand_in(module, settings.layer_path)
+                model: PreTrainedModel = stand_in(module, settings.layer_path)
             except Unanswerable as error:
                 return one_by_one(type(module).__name__, error)
             if words is not None:
                 trim(model, words)
             few, many = (
-                _Trial(model, settings, plain_ids(module, [min(n, max_length or n) for n in lengths]))
-                for lengths in LENGTHS
+                _Trial(model, settings, plain_ids(module, lengths, settings.max_length)) for lengths in LENGTHS
             )
             own = few.own()
             if own is not None:
                 break
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        model.set_attn_implementation(NAME)
         if own is None:
             record_failure(Unanswerable("it does not run by itself"))
         else:
@@ -83,17 +84,16 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             Case("longer samples", many.together, many.alone, needed=False),
         ]
         packing = fastest(type(module).__name__, (PACKED, ROWS), cases)
-        packing = (
-            few.limited(packing, max_length)
-            if packing.name != ALONE
-            else replace(packing, limit=_original_length(module.config))
-        )
+        if packing.name == ALONE:
+            packing = replace(packing, limit=_original_length(module.config))
+        else:
+            packing = few.limited(packing)
         ends_with_head = few.ends_with_head()
         unread = set(range(len(layers))) - read if read else ()
         return replace(packing, returned=tuple(returned), ends_with_head=ends_with_head, unread=tuple(sorted(unread)))
 
 
-def trim(model: Any, words: int) -> None:
+def trim(model: PreTrainedModel, words: int) -> None:
     """Reduce the head of a stand-in to the first logits: a full vocabulary costs more than everything else."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.numel() > SMALL and head.out_features > words:
@@ -102,17 +102,15 @@ def trim(model: Any, words: int) -> None:
 
 
 class _Trial:
-    def __init__(self, model: nn.Module, settings: LanguageSettings, ids: list[Tensor]):
-        self.model, self.ids = model, ids
-        self.settings = settings
-        self.first: Any = model.get_submodule(settings.layer_path)[0]  # type: ignore[index]
+    def __init__(self, model: PreTrainedModel, settings: LanguageSettings, ids: list[Tensor]):
+        self.model, self.settings, self.ids = model, settings, ids
         self._alone: list[Tensor] | None = None
 
     def own(self) -> list[Tensor] | None:
         """Logits [T, V] of each sample by the model's own eager attention; None if it cannot run this way."""
         options = {"use_cache": False} if takes(self.model, "use_cache") else {}
         try:
-            self.model.set_attn_implementation("eager")  # type: ignore[operator]
+            self.model.set_attn_implementation("eager")
             logits = [self.model(input_ids=row[None], **options).logits[0] for row in self.ids]
         except Exception as problem:  # a model may raise anything; without result there is no comparison
             raise_if_no_memory(problem)
@@ -145,9 +143,9 @@ class _Trial:
         """Logits [T, V] of all samples in one batch."""
         return self._run(packing, self.ids, training)
 
-    def limited(self, packing: Packing, max_length: int | None) -> Packing:
+    def limited(self, packing: Packing) -> Packing:
         """`packing` with its limit: the length of other samples up to which a sample gets the same logits as alone."""
-        length = len(self.ids[1])
+        length, max_length = len(self.ids[1]), self.settings.max_length
         wanted = self.alone()[:1]
 
         def right(end: int) -> bool:
@@ -169,121 +167,89 @@ class _Trial:
         head = head_of(self.model)
         given: list[Tensor] = []
 
-        def answer(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        def answer(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             given.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)) * 100)
             return given[-1]
 
         if head is None:
             return False
-        hook = head.register_forward_hook(answer)
-        try:
-            logits = self._run(ALONE, self.ids[:1], False)[0]
-        except Exception as problem:  # a model may raise anything
-            record_failure(problem)
-            return False
-        finally:
-            hook.remove()
-        return len(given) == 1 and torch.equal(logits, given[0][0])
+        with head.register_forward_hook(answer):
+            logits = attempt(lambda: self._run(ALONE, self.ids[:1], False)[0], None)
+        return logits is not None and len(given) == 1 and torch.equal(logits, given[0][0])
 
     def _run(self, packing: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
         self.model.train(training)
         inputs = _batch(ids, packing, shift)
-        logits = run_language(self.model, _plain(self.settings, packing), self.first, inputs, None).logits
+        logits = run_language(self.model, _plain(self.settings, packing), inputs, None).logits
         return list(logits[inputs["mask"].doc >= 0].split([len(row) for row in ids]))
 
 
-def language_takes_any_order(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+def language_takes_any_order(module: PreTrainedModel, settings: LanguageSettings) -> bool:
     """True if tokens get the same logits in any order of a row, as long as they keep their positions.
 
     This holds if layers mix tokens by attention alone. A rank may then hold any subset of the tokens. False if the
     probe fails.
     """
-    return remembered("order", module, (settings.layer_path, max_length), lambda: _order(module, settings, max_length))
+    known = (settings.layer_path, settings.max_length)
+    return remembered("order", module, known, lambda: holds(lambda: _order(module, settings)))
 
 
-def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
-    with cheaply():
-        try:
-            model = stand_in(module, settings.layer_path)
-            model.set_attn_implementation(NAME)  # type: ignore[operator]
-            plain = _plain(settings, PACKED)
-            first: Any = model.get_submodule(settings.layer_path)[0]  # type: ignore[index]
-            batch = _batch(plain_ids(module, [min(n, max_length or n) for n in LENGTHS[0]]), PACKED)
-            ids, positions = batch["input_ids"], batch["position_ids"]
-            order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
-            plan = AttentionPlan.build(batch["mask"].select(order[None]))
-            other = {"input_ids": ids[:, order], "position_ids": positions[:, order], "plan": plan}
-            expected, shuffled = (run_language(model, plain, first, given, None).logits[0] for given in (batch, other))
-        except Exception as problem:  # a model may raise anything
-            record_failure(problem)
-            return False
+def _order(module: PreTrainedModel, settings: LanguageSettings) -> bool:
+    model = _switched(module, settings)
+    batch = _batch(plain_ids(module, LENGTHS[0], settings.max_length), PACKED)
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
+    plan = AttentionPlan.build(batch["mask"].select(order[None]))
+    other = {"input_ids": ids[:, order], "position_ids": positions[:, order], "plan": plan}
+    plain = _plain(settings, PACKED)
+    expected, shuffled = (run_language(model, plain, given, None).logits[0] for given in (batch, other))
     return far([shuffled], [expected[order]]) <= TOLERANCE
 
 
 def allowed_cuts(
-    module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
+    module: PreTrainedModel, settings: LanguageSettings, returned: Sequence[int | None]
 ) -> list[bool | str]:
     """For each layer: True if a stage may start with it, because later layers need only the hidden state.
 
     returned: see Packing.
-    True if the probe cannot run: the real run then raises the error.
     """
-    known = (settings.layer_path, max_length, tuple(returned))
-    return remembered("cuts", module, known, lambda: _cuts(module, settings, max_length, returned))
+    count = _count(module, settings)
 
-
-def _cuts(
-    module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
-) -> list[bool | str]:
-    layers: Any = module.get_submodule(settings.layer_path)
-    count = len(layers)
-    plain = _plain(settings, ALONE)
-    with cheaply():
-        try:
-            model = stand_in(module, settings.layer_path, keep=count)
-        except Unanswerable as problem:
-            record_failure(problem)
-            return [True] * count
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-        inputs = _batch(plain_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
+    def prepare() -> Callable[[Sequence[int]], Tensor]:
+        model, plain = _switched(module, settings, keep=count), _plain(settings, ALONE)
+        inputs = _batch(plain_ids(module, [CUT_LENGTH], settings.max_length), ALONE)
 
         def run(bounds: Sequence[int]) -> Tensor:
-            hidden = None
+            hidden: Any = None
             for start, stop in pairwise(bounds):
                 part = carve(model, settings.layer_path, start, stop, returned=returned)
-                first: Any = part.get_submodule(settings.layer_path)[start]  # type: ignore[index]
-                hidden = run_language(part, plain, first, inputs, hidden)
-            logits: Tensor = hidden.logits  # type: ignore[union-attr]
+                hidden = run_language(part, plain, inputs, hidden)
+            logits: Tensor = hidden.logits
             return logits[0]
 
-        return find_cuts(count, run)
+        return run
+
+    known = (settings.layer_path, settings.max_length, tuple(returned))
+    return remembered("cuts", module, known, lambda: find_cuts(count, prepare))
 
 
-def caches_right(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+def caches_right(module: PreTrainedModel, settings: LanguageSettings) -> bool:
     """True if cached generation gives the same logits as uncached generation, for the model's packing."""
-    known = (settings.layer_path, settings.packing, settings.limit, max_length)
-    return remembered("cache", module, known, lambda: _caches(module, settings, max_length))
+    known = (settings.layer_path, settings.packing, settings.limit, settings.max_length)
+    return remembered("cache", module, known, lambda: holds(lambda: _caches(module, settings)))
 
 
-def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
-    longest = max(1, min(CUT_LENGTH, (max_length or CUT_LENGTH) - STEPS))
-    layers: Any = module.get_submodule(settings.layer_path)
-    plain = _plain(settings, settings.packing)
-    with cheaply():
-        try:
-            model = stand_in(module, settings.layer_path, keep=len(layers))
-            model.set_attn_implementation(NAME)  # type: ignore[operator]
-            ids = plain_ids(module, [longest, max(1, longest - 3)])
-            groups = [ids] if settings.packing == PACKED else [[row] for row in ids]
-            readings = [Reading(model, plain, _batch(group, settings.packing), True) for group in groups]
-            # Prompt after prompt in every step, as in generate: some models keep their own state.
-            cached = _steps(readings[0] if len(groups) == 1 else Readings(readings), len(ids))
-            for i, row in enumerate(ids):
-                again = _steps(Reading(model, plain, _batch([row], settings.packing), False), 1)
-                if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
-                    return False
-        except Exception as problem:  # a model may raise anything
-            record_failure(problem)
+def _caches(module: PreTrainedModel, settings: LanguageSettings) -> bool:
+    longest = max(1, min(CUT_LENGTH, (settings.max_length or CUT_LENGTH) - STEPS))
+    model, plain = _switched(module, settings, keep=_count(module, settings)), _plain(settings, settings.packing)
+    ids = plain_ids(module, [longest, max(1, longest - 3)])
+    groups = [ids] if settings.packing == PACKED else [[row] for row in ids]
+    readings = [Reading(model, plain, _batch(group, settings.packing), True) for group in groups]
+    # Prompt after prompt in every step, as in generate: some models keep their own state.
+    cached = _steps(readings[0] if len(groups) == 1 else Readings(readings), len(ids))
+    for i, row in enumerate(ids):
+        again = _steps(Reading(model, plain, _batch([row], settings.packing), False), 1)
+        if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
             return False
     return True
 
@@ -294,37 +260,43 @@ def _steps(reading: Reading | Readings, prompts: int) -> Tensor:
     return torch.stack([reading.read(), *(reading.add(every, [step + 1] * prompts) for step in range(STEPS))])
 
 
+def _count(module: PreTrainedModel, settings: LanguageSettings) -> int:
+    """Number of layers."""
+    return len(list(module.get_submodule(settings.layer_path).children()))
+
+
+def _switched(module: PreTrainedModel, settings: LanguageSettings, **options: int) -> PreTrainedModel:
+    """A stand-in with this package's attention."""
+    model: PreTrainedModel = stand_in(module, settings.layer_path, **options)
+    model.set_attn_implementation(NAME)
+    return model
+
+
 def _plain(settings: LanguageSettings, packing: str) -> LanguageSettings:
     """The settings without user callbacks and media options."""
     return replace(settings, placeholders={}, merge=merge_tokens, preprocess=None, postprocess=None, packing=packing)
 
 
-def plain_ids(module: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
-    """Token ids without a special meaning for the model."""
-    config: Any = module.config
-    text = config.get_text_config()
-    named = set(_numbers(config)) | set(_numbers(text))
+def plain_ids(module: PreTrainedModel, lengths: Sequence[int], most: int | None = None) -> list[Tensor]:
+    """Token ids without a special meaning for the model, at most `most` per row."""
+    text = module.config.get_text_config()
+    named = set(_numbers(module.config)) | set(_numbers(text))
     plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in named] or [0]
     g = torch.Generator().manual_seed(1)
-    return [torch.tensor(plain)[torch.randint(len(plain), (n,), generator=g)] for n in lengths]
+    return [torch.tensor(plain)[torch.randint(len(plain), (min(n, most or n),), generator=g)] for n in lengths]
 
 
-def _numbers(config: Any) -> list[int]:
+def _numbers(config: PretrainedConfig) -> list[int]:
     values = [value for key, value in vars(config).items() if "token" in key or key.endswith(("_id", "_index"))]
     flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
     return [item for item in flat if isinstance(item, int)]
 
 
-def _original_length(config: Any) -> int | None:
+def _original_length(config: PretrainedConfig) -> int | None:
     """Maximum length with the original rotary frequencies, if the config has it."""
-    text = config.get_text_config()
-    settings = [text, *(x for x in vars(text).values() if isinstance(x, dict))]
-    lengths = [
-        x.get("original_max_position_embeddings")
-        if isinstance(x, dict)
-        else getattr(x, "original_max_position_embeddings", None)
-        for x in settings
-    ]
+    text = vars(config.get_text_config())
+    tables = [text, *(table for table in text.values() if isinstance(table, dict))]
+    lengths = [table.get("original_max_position_embeddings") for table in tables]
     return min((int(value) for value in lengths if value), default=None)
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from interlace.model.inputs.kinds import Feed
-from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
+from interlace.model.probe.inconclusive import attempt, raise_if_no_memory, record_failure
+from interlace.model.probe.stand_in import cheaply
 from interlace.model.rows import ALONE
 
 log = logging.getLogger(__name__)
@@ -144,11 +145,17 @@ def _raises(problem: Exception, run: Callable[[], object]) -> bool:
     return False
 
 
-def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool | str]:
+def holds(probe: Callable[[], bool]) -> bool:
+    """The result of a probe that runs stand-ins; False if it fails."""
+    with cheaply():
+        return attempt(probe, False)
+
+
+def find_cuts(count: int, prepare: Callable[[], Callable[[Sequence[int]], Tensor]]) -> list[bool | str]:
     """For each layer: True if a stage may start with it; otherwise False, or the reason of the refusal.
 
-    Probes all cuts at once, and each cut alone if outputs differ. run(bounds) returns outputs [T, D] of stages with
-    these bounds.
+    Probes all cuts at once, and each cut alone if outputs differ. prepare() returns run, and run(bounds) the outputs
+    [T, D] of stages with these bounds. True if this fails: the real run then raises the error.
     """
 
     def right(*bounds: int) -> bool | str:
@@ -160,14 +167,16 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool |
             record_failure(problem)
             return False
 
-    try:
-        whole = run([0, count])
-    except Exception as problem:  # as above
-        record_failure(problem)
-        return [True] * count
-    if right(*range(count + 1)) is True:
-        return [True] * count
-    return [cut == 0 or right(0, cut, count) for cut in range(count)]
+    with cheaply():
+        try:
+            run = prepare()
+            whole = run([0, count])
+        except Exception as problem:  # as above
+            record_failure(problem)
+            return [True] * count
+        if right(*range(count + 1)) is True:
+            return [True] * count
+        return [cut == 0 or right(0, cut, count) for cut in range(count)]
 
 
 def note_returns(layers: nn.ModuleList) -> list[int | None]:

@@ -9,10 +9,10 @@ directions (Gemma 3); in others they are causal, like text (LLaVA). The variant 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from interlace.attention.hf import NAME
 from interlace.model.collate import JOINED, collate_language
@@ -23,7 +23,7 @@ from interlace.model.inputs.placeholders import Ids, token_ids
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.probe.cache import remembered
-from interlace.model.probe.inconclusive import raise_if_no_memory, record_failure
+from interlace.model.probe.inconclusive import attempt, raise_if_no_memory
 from interlace.model.probe.language import WORDS, plain_ids, trim
 from interlace.model.probe.separation import TOLERANCE, far, one_line, random_rows
 from interlace.model.probe.stand_in import Unanswerable, cheaply, stand_in
@@ -31,7 +31,10 @@ from interlace.model.sample import IGNORE, Media, Sample
 from interlace.model.stages.slice import find_layers, takes
 from interlace.model.whole.parts import decoder_layers
 from interlace.model.whole.positions import RopeIndex
-from interlace.model.whole.tower import Tower, WholeEncoder, tower_of
+from interlace.model.whole.tower import WholeEncoder, tower_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRID_OF_IMAGES = "image_grid_thw"
 TEXT = (3, 2, 4)  # tokens before, between and after two items
@@ -41,14 +44,14 @@ class TakenApart(NamedTuple):
     """Arguments of a MultimodalModel for the modules of a whole model."""
 
     encoders: dict[str, WholeEncoder]
-    language_model: nn.Module
+    language_model: PreTrainedModel
     placeholders: dict[str, Ids]
     bidirectional: bool | str
     positions: RopeIndex | None
     deepstack: int
 
 
-def bidirectional_media(whole: Any, given: TakenApart) -> bool | str:
+def bidirectional_media(whole: PreTrainedModel, given: TakenApart) -> bool | str:
     """Attention direction inside media: True = both directions, False = causal, JOINED = also across adjacent items.
 
     given: its modules, without this setting.
@@ -59,7 +62,7 @@ def bidirectional_media(whole: Any, given: TakenApart) -> bool | str:
     return remembered("whole", whole, known, lambda: _bidirectional(whole, encoder, given))
 
 
-def _bidirectional(whole: Any, encoder: WholeEncoder, given: TakenApart) -> bool | str:
+def _bidirectional(whole: PreTrainedModel, encoder: WholeEncoder, given: TakenApart) -> bool | str:
     name = type(whole).__name__
     with cheaply():
         try:
@@ -86,31 +89,33 @@ def _bidirectional(whole: Any, encoder: WholeEncoder, given: TakenApart) -> bool
     return JOINED if joined else errors[0] > TOLERANCE
 
 
-def _joins(twin: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> bool:
+def _joins(twin: PreTrainedModel, layers: str, encoder: WholeEncoder, given: TakenApart) -> bool:
     """True if adjacent items attend to each other: Gemma 3 separates items only by runs of placeholders."""
-    try:
+
+    def joins() -> bool:
         twin.set_attn_implementation("eager")
         touching = _Trial(twin, encoder, given, between=0)
         apart, joined = _errors(twin, layers, touching, touching.own(), (True, JOINED))
-    except Exception as problem:  # a model may raise anything if it does not support adjacent items
-        record_failure(problem)
-        return False
-    return joined <= TOLERANCE < apart
+        return joined <= TOLERANCE < apart
+
+    return attempt(joins, False)  # a model may not support adjacent items
 
 
-def _errors(twin: Any, layers: str, trial: _Trial, own: Tensor, ways: Sequence[bool | str]) -> list[float]:
+def _errors(twin: PreTrainedModel, layers: str, trial: _Trial, own: Tensor, ways: Sequence[bool | str]) -> list[float]:
     """Error of the modules' logits against `own`, those of the whole, for each attention direction inside items."""
     parts = trial.encoder.parts
-    tower, language_model = tower_of(twin, parts), parts.language_model(twin)
-    features = trial.features(tower)
+    language_model = parts.language_model(twin)
+    features: Tensor = tower_of(twin, parts)(**trial.batch).last_hidden_state.flatten(0, 1)
     language_model.set_attn_implementation(NAME)
     return [far([trial.logits(language_model, layers, features, way)], [own]) for way in ways]
 
 
-def _reference(whole: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> tuple[Any, _Trial, Tensor]:
+def _reference(
+    whole: PreTrainedModel, layers: str, encoder: WholeEncoder, given: TakenApart
+) -> tuple[PreTrainedModel, _Trial, Tensor]:
     """A stand-in of the whole, its probe, and its logits; only the first WORDS logits if possible."""
     for words in (WORDS, None):
-        twin: Any = stand_in(whole, layers, encoder.layer_path)
+        twin: PreTrainedModel = stand_in(whole, layers, encoder.layer_path)
         twin.set_attn_implementation("eager")
         if words is not None:
             trim(twin, words)
@@ -125,7 +130,7 @@ def _reference(whole: Any, layers: str, encoder: WholeEncoder, given: TakenApart
 
 
 class _Trial:
-    def __init__(self, twin: Any, encoder: WholeEncoder, given: TakenApart, between: int = TEXT[1]):
+    def __init__(self, twin: PreTrainedModel, encoder: WholeEncoder, given: TakenApart, between: int = TEXT[1]):
         self.twin, self.encoder, self.given = twin, encoder, given
         [(self.name, ids)] = given.placeholders.items()
         self.token = token_ids(ids)[0]
@@ -159,12 +164,9 @@ class _Trial:
             logits = self.twin(**given, **{**items, argument: items[argument][None]}).logits[0]
         return logits
 
-    def features(self, tower: Tower) -> Tensor:
-        """[n, D_llm] of all items."""
-        made: Tensor = tower(**self.batch).last_hidden_state
-        return made.flatten(0, 1)
-
-    def logits(self, language_model: Any, layers: str, features: Tensor, bidirectional: bool | str) -> Tensor:
+    def logits(
+        self, language_model: PreTrainedModel, layers: str, features: Tensor, bidirectional: bool | str
+    ) -> Tensor:
         """Logits [T, V] by the modules."""
         settings = LanguageSettings(layers, self.given.placeholders, deepstack=self.given.deepstack)
         sample = Sample(self.ids, torch.full_like(self.ids, IGNORE), {self.name: self.items})
@@ -175,9 +177,8 @@ class _Trial:
             bidirectional=bidirectional,
             positions_of=self.given.positions,
         )
-        first = language_model.get_submodule(layers)[0]
         inputs = {**batch, "features": {self.name: features}}
-        logits: Tensor = run_language(language_model, settings, first, inputs, None).logits[0]
+        logits: Tensor = run_language(language_model, settings, inputs, None).logits[0]
         return logits
 
 

@@ -9,13 +9,17 @@ them, so it is refused (`check_deepstack`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from interlace.model.inputs.placeholders import is_placeholder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MASK, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 """Arguments of a decoder's forward: bool [B, T], and a list of k tensors [n, D]."""
@@ -59,24 +63,18 @@ def split_features(
     return {name: given[:, :width]}, Deepstack(mask, given[:, width:])
 
 
-@contextmanager
-def handing(module: Any, deep: Deepstack | None) -> Iterator[None]:
+def handing(module: PreTrainedModel, deep: Deepstack | None) -> AbstractContextManager[object]:
     """Inside, the decoder of `module` gets `deep` as additional arguments."""
     if deep is None:
-        yield
-        return
-    decoder: nn.Module = module.get_decoder()
-    width = decoder.config.hidden_size  # type: ignore[union-attr]
-    features = list(deep.rows.split(int(width), dim=1))  # type: ignore[arg-type]
+        return nullcontext()
+    decoder: PreTrainedModel = module.get_decoder()
+    features = list(deep.rows.split(int(decoder.config.hidden_size), dim=1))
 
-    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, MASK: deep.mask, FEATURES: features}
 
-    hook = decoder.register_forward_pre_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    handle: RemovableHandle = decoder.register_forward_pre_hook(add, with_kwargs=True)
+    return handle
 
 
 def check_deepstack(name: str, layers: int, start: int, stop: int, total: int) -> None:
@@ -89,7 +87,7 @@ def check_deepstack(name: str, layers: int, start: int, stop: int, total: int) -
             )
 
 
-def layers_of(tower: Any, decoder: Any) -> int:
+def layers_of(tower: PreTrainedModel, decoder: PreTrainedModel) -> int:
     """Number of layers of `decoder` that add features of `tower`, from the tower's config.
 
     Raises ValueError if the tower has such features and the decoder does not take them.

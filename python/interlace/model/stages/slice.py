@@ -16,10 +16,9 @@ the cut, which raises a private exception that `run` catches. So the epilogue ru
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -28,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from interlace.model.checkpointing import Checkpointing, check_entry, set_checkpointing
@@ -131,6 +131,11 @@ def find_layers(module: nn.Module, path: str | None = None) -> str:
     return best
 
 
+def first_layer(module: nn.Module, path: str) -> nn.Module:
+    """The first layer in the list at `path` that belongs to this stage."""
+    return next(layer for layer in module.get_submodule(path).children() if not isinstance(layer, Absent))
+
+
 def carve(
     module: nn.Module,
     path: str,
@@ -203,12 +208,7 @@ def carve(
 
 def prologue(module: nn.Module, path: str) -> nn.Module:
     """A hollow copy of `module` that stops at its first layer: computes the shape of the layers' input."""
-    shell = _hollow(module)
-    layers = shell.get_submodule(path)
-    for key, layer in layers._modules.items():
-        assert layer is not None
-        layers._modules[key] = _Exit(layer)
-    return _with_dtype(shell, layers, module)
+    return _hollow_around(module, path, lambda i, layer: _Exit(layer))
 
 
 def epilogue(module: nn.Module, path: str, returned: Sequence[int | None]) -> nn.Module:
@@ -216,20 +216,22 @@ def epilogue(module: nn.Module, path: str, returned: Sequence[int | None]) -> nn
 
     returned: as for `carve`.
     """
+    return _hollow_around(module, path, lambda i, layer: Absent(layer, returned[i] if returned else None))
+
+
+def _hollow_around(module: nn.Module, path: str, instead: Callable[[int, nn.Module], nn.Module]) -> nn.Module:
+    """A hollow copy of `module` with other layers, `instead(index, layer)`.
+
+    The first one gets a parameter, since hollow parts have none: models look up their own dtype.
+    """
     shell = _hollow(module)
     layers = shell.get_submodule(path)
     for i, (key, layer) in enumerate(layers._modules.items()):
         assert layer is not None
-        layers._modules[key] = Absent(layer, returned[i] if returned else None)
-    return _with_dtype(shell, layers, module)
-
-
-def _with_dtype(shell: nn.Module, layers: nn.Module, module: nn.Module) -> nn.Module:
-    """Add one parameter to the layers of `shell`, whose hollow parts have none: models look up their own dtype."""
+        layers._modules[key] = instead(i, layer)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    for layer in layers.children():
-        layer.register_parameter("dtype_of_the_model", nn.Parameter(torch.empty((), dtype=dtype, device="meta")))
-        break
+    first = next(layers.children())
+    first.register_parameter("dtype_of_the_model", nn.Parameter(torch.empty((), dtype=dtype, device="meta")))
     return shell
 
 
@@ -323,32 +325,22 @@ def leave(hidden: Tensor) -> NoReturn:
     raise _Leave(hidden)
 
 
-@contextlib.contextmanager
-def ending_at(layer: nn.Module) -> Iterator[None]:
+def ending_at(layer: nn.Module) -> RemovableHandle:
     """Inside, `run` ends at the call of `layer` and returns its input."""
 
     def end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         leave(args[0] if args else next(iter(kwargs.values())))
 
-    hook = layer.register_forward_pre_hook(end, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return layer.register_forward_pre_hook(end, with_kwargs=True)
 
 
-@contextlib.contextmanager
-def changing_output(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def changing_output(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Inside, change(hidden state) replaces the hidden state that `layer` returns, alone or first in a tuple."""
 
     def replace(_: nn.Module, _args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
-    hook = layer.register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return layer.register_forward_hook(replace)
 
 
 def clone(module: M) -> M:

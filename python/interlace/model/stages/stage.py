@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from interlace.model.inputs.places import targets_in
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.loss import cross_entropy_sum, head_cross_entropy, head_of
-from interlace.model.modality import ModalityModule
+from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.sample import IGNORE
 
 
@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         self._frozen = frozen
         self.is_encoder = isinstance(part, ModalityModule)
         if self.is_encoder:
-            self.encoders = nn.ModuleDict({name: part})
+            self.encoders = Encoders({name: part})
         else:
             self.language_model = part
 
@@ -51,10 +51,9 @@ class StageModule(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Layers [start, stop) of the module."""
         if self.is_encoder:
-            encoder = self.encoders[self.name]
-            assert isinstance(encoder, ModalityModule)
-            return list(encoder.layers)[self.start : self.stop]
-        layers = self.language_model.get_submodule(self._settings.layer_path)
+            layers: nn.Module = self.encoders[self.name].layers
+        else:
+            layers = self.language_model.get_submodule(self._settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return list(layers)[self.start : self.stop]
 
@@ -76,28 +75,26 @@ class StageModule(nn.Module):
         """
         self._check(hidden)
         if self.is_encoder:
-            encoder = self.encoders[self.name]
-            assert isinstance(encoder, ModalityModule)
-            return encoder.run(inputs, hidden)
+            return self.encoders[self.name].run(inputs, hidden)
         logit_rows = columns = head = None
         if self.is_last and self._settings.postprocess is None:
             # The head runs only for positions with a target: in a packed row with media, most have none.
-            labels = inputs["labels"]
-            logit_rows, columns = labels != IGNORE, targets_in(inputs)
+            logit_rows, columns = inputs["labels"] != IGNORE, targets_in(inputs)
             head = head_of(self.language_model) if self.ends_with_head else None
-            if head is not None:
-                rows = self._run_language(inputs, hidden, logit_rows, columns, head)
-                targets = labels[logit_rows] if columns is None else labels[0][columns]
-                return head_cross_entropy(rows, head, targets.to(rows.device))
-        output = self._run_language(inputs, hidden, logit_rows, columns)
-        if not self.is_last and not isinstance(output, Tensor):
+        output = run_language(
+            self.language_model, self._settings, inputs, hidden, logit_rows=logit_rows, columns=columns, head=head
+        )
+        if not self.is_last:
+            if isinstance(output, Tensor):
+                return output
             raise ValueError(
                 f"{self.name}: its forward does not reach layer {self.stop} of {self._settings.layer_path!r}: pass "
                 "the list of text layers, ModalityModule(llm, projector=None, layers=...)"
             )
-        if not self.is_last:
-            return output
         labels = inputs["labels"]
+        if head is not None:
+            targets = labels[logit_rows] if columns is None else labels[0][columns]
+            return head_cross_entropy(output, head, targets.to(output.device))
         return cross_entropy_sum(output.logits, labels if columns is None else labels[0][columns])
 
     def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
@@ -107,27 +104,7 @@ class StageModule(nn.Module):
                 f"{self.name} [{self.start}:{self.stop}] has no logits: use the language model's last stage"
             )
         self._check(hidden)
-        return self._run_language(inputs, hidden, None).logits
-
-    def _run_language(
-        self,
-        inputs: dict[str, Any],
-        hidden: Tensor | None,
-        logit_rows: Tensor | None,
-        columns: Tensor | None = None,
-        head: nn.Module | None = None,
-    ) -> Any:
-        first = self.layers[0]
-        return run_language(
-            self.language_model,
-            self._settings,
-            first,
-            inputs,
-            hidden,
-            logit_rows=logit_rows,
-            columns=columns,
-            head=head,
-        )
+        return run_language(self.language_model, self._settings, inputs, hidden).logits
 
     def _check(self, hidden: Tensor | None) -> None:
         if self.is_first == (hidden is not None):

@@ -2,7 +2,7 @@
 
 whole = read_whole(folder)                   # HuggingFace's own model
 given = take_apart(whole)                    # its encoder and its language model, which share its weights
-put_together(encoder, language_model)        # HuggingFace's own model again, which it saves key for key
+encoder.parts.joined(language_model, encoder.module.base)  # HuggingFace's own model again
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
@@ -188,14 +187,8 @@ def take_apart(whole: Any) -> TakenApart:
     return made._replace(bidirectional=bidirectional_media(whole, made))
 
 
-def put_together(encoder: WholeEncoder, language_model: nn.Module) -> Any:
-    """HuggingFace's whole model again, which shares the weights of both."""
-    return encoder.parts.joined(language_model, encoder.module.base)
-
-
-def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
-    """Write a HuggingFace checkpoint into `folder`, with config, tokenizer and processor of `source`."""
-    whole.save_pretrained(folder)
+def copy_original(source: Path | None, folder: Path) -> None:
+    """Copy config, tokenizer and processor of `source`, if given, to the folder of the saved weights."""
     if source is not None:
         copy_config(folder, source)
         copy_companions(source, folder)

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from interlace.modalities import AUDIO
-from interlace.model.counting.shapes import features_after_layers
 from interlace.model.inputs.base import Item
 from interlace.model.inputs.kinds import Feed
-from interlace.model.inputs.patches import PatchInputs
 from interlace.model.modality import ModalityModule
 from interlace.model.stages.deepstack import INDEXES
 from interlace.model.whole.parts import Parts
@@ -133,6 +131,8 @@ def tower_of(whole: Any, parts: Parts) -> Tower:
 class WholeEncoder(ModalityModule):
     """A ModalityModule of a `Tower`. Its features are HuggingFace's own: no class token is dropped here."""
 
+    drops_prefix = False
+
     def __init__(self, whole: Any, parts: Parts):
         module = tower_of(whole, parts)
         super().__init__(module, projector=nn.Identity(), layers=f"{parts.base}.{parts.tower}.{parts.layers}")
@@ -168,16 +168,3 @@ class WholeEncoder(ModalityModule):
                 self._feature_count(Item((channels, 2 * tall, wide)))
             except Exception:  # a model may raise anything for a size that it does not support
                 self.feed = replace(self.images, any_size=False)
-
-    def _feature_count(self, item: Item) -> int:
-        length = self.encoder_length(*item)
-        if isinstance(self.feed, PatchInputs):
-            return self.feed.features(item)
-        key = (item.shape, length, tuple(sorted(item.about.items())) if self.takes_item_data else ())
-        if key not in self._counts:
-            self._counts[key] = features_after_layers(self, item, length)
-        return self._counts[key]
-
-    def without_prefix(self, features: Tensor, length: int) -> Tensor:
-        """All features: no class token is dropped here."""
-        return features
