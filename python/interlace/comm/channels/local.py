@@ -130,8 +130,7 @@ class LocalChannel(TaggedReceiver):
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
             return Pending()
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
+        wait = self._join_with("all_reduce", f"REDUCE {key}", ranks, key, tensor.detach(), _sum)
 
         def finish() -> None:
             tensor.detach().copy_(wait())
@@ -139,14 +138,11 @@ class LocalChannel(TaggedReceiver):
         return Pending(finish)
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("reduce_scatter", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
+        wait = self._join_with("reduce_scatter", f"REDUCE {key}", ranks, key, tensor.detach(), _sum)
         return Pending(lambda: wait()[ranks.index(self.rank)].clone())
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("gather", f"GATHER {key}", tuple(ranks), subject, tensor.detach().clone(), torch.stack)
-        return Pending(wait)
+        return Pending(self._join_with("gather", f"GATHER {key}", ranks, key, tensor.detach().clone(), torch.stack))
 
     def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         # Mismatched sums cannot occur here: their keys are compared when ranks join.
@@ -221,6 +217,13 @@ class LocalChannel(TaggedReceiver):
     def _wait_for(self, operation: str, missing: Callable[[], Sequence[int]]) -> None:
         if missing_ranks := self.network.wait_for(self.rank, operation, missing, self.timeout):
             raise CommError(f"rank {self.rank}, {operation}: lost {named(missing_ranks)} ({SLOW.format(self.timeout)})")
+
+    def _join_with(
+        self, kind: str, operation: str, ranks: Sequence[int], key: str, tensor: Tensor, make: Callable[[Any], Any]
+    ) -> Callable[[], Any]:
+        """`_join` with a tensor, of one shape and dtype on all ranks."""
+        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return self._join(kind, operation, tuple(ranks), subject, tensor, make)
 
     def _join(
         self, kind: str, operation: str, ranks: tuple[int, ...], subject: str, value: T, make: Callable[[list[T]], Any]

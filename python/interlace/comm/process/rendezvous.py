@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.process.abort_reports import named, private_store
-from interlace.comm.process.errors import CommError
+from interlace.comm.process.errors import CommError, one_line
 from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.recorder import page_in_use
 
@@ -122,11 +122,11 @@ class Rendezvous(Rounds):
 
             def watch(missing: Sequence[int | str]) -> None:
                 if time.monotonic() > deadline:
+                    lost = [self.global_ranks[int(rank)] for rank in missing]
                     raise CommError(
-                        f"rank {self.global_rank}, {operation}: no message from "
-                        f"{named([self.global_ranks[int(rank)] for rank in missing])} within {self.timeout:g} s: "
-                        "every rank of the process group must connect",
-                        [self.global_ranks[int(rank)] for rank in missing],
+                        f"rank {self.global_rank}, {operation}: no message from {named(lost)} within "
+                        f"{self.timeout:g} s: every rank of the process group must connect",
+                        lost,
                     )
 
             self.wait_for(range(self.world), operation, watch)
@@ -153,9 +153,8 @@ class Rendezvous(Rounds):
             raise
         except (RuntimeError, OSError) as error:
             self.failed = True
-            reason = " ".join(str(error).split())[:200]
             raise CommError(
-                f"rank {self.global_rank}, {operation}: lost the store of the process group ({reason})"
+                f"rank {self.global_rank}, {operation}: lost the store of the process group ({one_line(error)})"
             ) from error
 
     @contextmanager
@@ -165,7 +164,7 @@ class Rendezvous(Rounds):
         try:
             yield
         except Exception as error:  # any error: the other ranks wait for this rank's result
-            failure = " ".join(str(error).split())[:300] or type(error).__name__
+            failure = one_line(error, 300)
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
                 failure = f"{type(error).__name__}: {failure}"
         failures = {rank: text for rank, text in enumerate(self.exchange(failure, operation, start)) if text}

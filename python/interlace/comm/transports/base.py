@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ class Copy(NamedTuple):
 
     peer: int
     tensor: Tensor
+
+
+Copies = Sequence[Copy]
+Then = Callable[[], None] | None
+"""Called when a batch has arrived, see `Transport.copy_batch`."""
+T = TypeVar("T", bound="Transport")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,24 @@ class Ticket(Protocol):
         """True if `wait` would return at once (on the host)."""
 
 
+class EndedTicket:
+    """Ticket of a batch that ran on the caller's thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.error: CommError | None = None
+        self.event: torch.Event | None = None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error.copy() from self.error
+        if self.event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+
 class Transport(ABC):
     """A group of ranks that exchange bytes. Also the `group` argument of every operation."""
 
@@ -85,18 +109,13 @@ class Transport(ABC):
     device: torch.device
     trace: Trace | None = None
 
-    @property
+    @cached_property
     def paths(self) -> Paths:
-        """Kind of operation (prefix of its labels) -> the paths that its bytes took so far."""
-        paths: Paths | None = self.__dict__.get("_paths")
-        if paths is None:
-            paths = self.__dict__["_paths"] = Paths(self.rank)
-        return paths
+        """Kind of operation (prefix of its labels) -> the paths that its bytes took so far.
 
-    @paths.setter
-    def paths(self, paths: Paths) -> None:
-        """Several transports may share one `Paths`."""
-        self.__dict__["_paths"] = paths
+        May be set: several transports may share one `Paths`.
+        """
+        return Paths(self.rank)
 
     @classmethod
     @abstractmethod
@@ -112,12 +131,7 @@ class Transport(ABC):
 
     @abstractmethod
     def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
+        self, outgoing: Copies, incoming: Copies, label: str, then: Then = None, arguments: Arguments = NO_ARGUMENTS
     ) -> Ticket:
         """Starts one batch of copies; collective (see the module). Copies of one pair of ranks match in their order.
 
@@ -153,7 +167,7 @@ class Transport(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises CommError after the timeout."""
-        peers = [peer for peer in range(self.world) if peer != self.rank]
+        peers = peers_of(self.rank, self.world)
         with self.used_for("barrier"):
             for peer in peers:
                 self.signal(peer)
@@ -164,12 +178,12 @@ class Transport(ABC):
     def close(self) -> None:
         """Ends the transport and frees its memory; a second call is a no-op. Waiting peers get an error."""
 
-    @property
+    @cached_property
     def closed_with_it(self) -> contextlib.ExitStack:
         """Resources of operations that `close` also closes, such as threads."""
-        return self.__dict__.setdefault("_closed_with_it", contextlib.ExitStack())
+        return contextlib.ExitStack()
 
-    def __enter__(self) -> Any:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.groups import use
 from interlace.comm.process.thread_ranks import ThreadRanks
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Copy, peers_of
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, peers_of
 from interlace.comm.transports.copiers import Copier, plain_copies
-from interlace.comm.transports.header import Header, check, header_of
-from interlace.comm.transports.queued import QueueTransport
+from interlace.comm.transports.header import Header, check
+from interlace.comm.transports.queued import Batch, QueueTransport
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ class LocalHub(ThreadRanks):
         super().__init__(world, global_ranks)
         self.before = before or (lambda rank, step: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
-        self.taken: dict[tuple[int, int], deque[tuple[torch.Event | None]]] = defaultdict(deque)  # (from, to)
+        self.taken: dict[tuple[int, int], deque[torch.Event | None]] = defaultdict(deque)  # (from, to)
         self.signals: dict[tuple[int, int], int] = defaultdict(int)
 
     def first(self, rank: int, peer: int, operation: str, timeout: float, waiting: deque[T]) -> T:
@@ -92,31 +91,22 @@ class LocalTransport(QueueTransport):
     def capabilities(cls) -> Capabilities:
         return Capabilities("local", "any", one_host=True)
 
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
-        hub, rank = self.hub, self.rank
+    def _run(self, batch: Batch) -> None:
+        hub, rank, operation = self.hub, self.rank, batch.label
         hub.before(rank, "post")
         ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
         with hub.changed:
             for peer in peers:  # also empty parcels: a peer that expects data gets an error instead of waiting
-                tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(
-                    _Parcel(header_of(sequence, operation, arguments, tensors), tensors, ready)
-                )
+                tensors = [tensor for to, tensor in batch.outgoing if to == peer]
+                hub.posted[rank, peer].append(_Parcel(batch.header_to(peer), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
             edge = (peer, rank)
             parcel = hub.first(rank, peer, operation, self.timeout, hub.posted[edge])
-            expected = [tensor for source, tensor in incoming if source == peer]
-            check(
-                self.global_ranks[rank],
-                self.global_ranks[peer],
-                header_of(sequence, operation, arguments, expected),
-                parcel.header,
-            )
+            check(self.global_ranks[rank], self.global_ranks[peer], batch.header_from(peer), parcel.header)
+            expected = [tensor for source, tensor in batch.incoming if source == peer]
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.accelerator.current_stream().wait_event(parcel.ready)
@@ -125,12 +115,12 @@ class LocalTransport(QueueTransport):
             with hub.changed:
                 self._progress.note()
                 hub.posted[edge].popleft()
-                hub.taken[edge].append((taken,))
+                hub.taken[edge].append(taken)
                 hub.changed.notify_all()
 
         for peer in peers:
             edge = (rank, peer)
-            (taken,) = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
+            taken = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
             hub.before(rank, "taken")
             with hub.changed:
                 hub.taken[edge].popleft()

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.process.abort_reports import SLOW
-from interlace.comm.process.agreement import Arguments
-from interlace.comm.process.errors import CommError
+from interlace.comm.process.errors import CommError, one_line
 from interlace.comm.process.rendezvous import Rendezvous
-from interlace.comm.transports.base import Capabilities, Copy, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_abort
-from interlace.comm.transports.queued import QueueTransport
+from interlace.comm.transports.base import Capabilities, Copies, Copy, peers_of
+from interlace.comm.transports.header import HEADER_BYTES, pack, pack_abort
+from interlace.comm.transports.queued import Batch, QueueTransport
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
 _AHEAD = 64  # maximum number of signals ahead of the peer's waits
@@ -72,53 +72,42 @@ class GlooTransport(QueueTransport):
     def _try(self) -> None:
         """Probe: raises RuntimeError if the connected group cannot move bytes."""
 
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
+    def _run(self, batch: Batch) -> None:
         self.before(self.rank, "post")
-        self._announce(outgoing, incoming, operation, arguments, sequence)
+        self._announce(batch)
         self.before(self.rank, "take")
-        self._move(outgoing, incoming, operation)
+        self._move(batch.outgoing, batch.incoming, batch.label)
 
-    def _announce(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
+    def _announce(self, batch: Batch) -> None:
         """Exchanges headers with every peer; raises CommError if one differs from the expected header."""
         sent: list[tuple[int, Work, Tensor]] = []
         received: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
         for peer in self._peers:
-            own_header = _bytes(
-                pack(header_of(sequence, operation, arguments, [tensor for to, tensor in outgoing if to == peer]))
-            )
+            own_header = _bytes(pack(batch.header_to(peer)))
             peer_header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             try:
-                sent.append((peer, self._start(peer, operation, "send", own_header, _HEADER), own_header))
-                received.append((peer, self._start(peer, operation, "recv", peer_header, _HEADER), peer_header))
+                sent.append((peer, self._start(peer, batch.label, "send", own_header, _HEADER), own_header))
+                received.append((peer, self._start(peer, batch.label, "recv", peer_header, _HEADER), peer_header))
             except CommError as error:
                 lost = lost or error
         for peer, work, peer_header in received:
             try:
-                self._finish(peer, operation, work, self.timeout if lost is None else _FAREWELL)
+                self._finish(peer, batch.label, work, self.timeout if lost is None else _FAREWELL)
             except CommError as error:  # another peer may have sent the reason
                 lost = lost or error
                 continue
-            expected = header_of(
-                sequence, operation, arguments, [tensor for source, tensor in incoming if source == peer]
-            )
-            check_packed(self.global_ranks[self.rank], self.global_ranks[peer], expected, peer_header.numpy().tobytes())
+            self._check_header(batch, peer, peer_header.numpy().tobytes())
         if lost is not None:
             raise lost
         for peer, work, _ in sent:
-            self._finish(peer, operation, work)
+            self._finish(peer, batch.label, work)
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
-        sent = [
-            (peer, self._start(peer, operation, "send", tensor, _BYTES)) for peer, tensor in outgoing if tensor.numel()
-        ]
-        received = [
-            (peer, self._start(peer, operation, "recv", tensor, _BYTES)) for peer, tensor in incoming if tensor.numel()
-        ]
+    def _move(self, outgoing: Copies, incoming: Copies, operation: str) -> None:
+        sent, received = (
+            [(peer, self._start(peer, operation, direction, t, _BYTES)) for peer, t in copies if t.numel()]
+            for direction, copies in (("send", outgoing), ("recv", incoming))
+        )
         for peer, work in received:
             self._finish(peer, operation, work)
         self.before(self.rank, "taken")
@@ -128,7 +117,7 @@ class GlooTransport(QueueTransport):
     def _start(self, peer: int, operation: str, direction: str, tensor: Tensor, tag: int) -> Work:
         control = self._control
         if control is None:
-            raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
+            raise self._error(operation, "the transport was closed meanwhile")
         try:
             return getattr(control, direction)([tensor.view(torch.uint8)], peer, tag)
         except RuntimeError as error:
@@ -142,48 +131,34 @@ class GlooTransport(QueueTransport):
         self._progress.note()
 
     def _lost(self, peer: int, operation: str, error: RuntimeError) -> CommError:
-        reason = " ".join(str(error).split())[:200]
-        own_rank, peer_rank = self.global_ranks[self.rank], self.global_ranks[peer]
+        reason, peer_rank = one_line(error), self.global_ranks[peer]
         if "imed out" in reason or "imeout" in reason:
-            text = f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {self.timeout:g} s ({reason})"
-            return CommError(text, [peer_rank], SLOW.format(self.timeout))
-        return CommError(
-            f"rank {own_rank}, {operation}: lost rank {peer_rank} ({reason})",
-            [peer_rank],
-            f"its connection closed: {reason}",
-        )
+            text = f"no answer from rank {peer_rank} within {self.timeout:g} s ({reason})"
+            return self._error(operation, text, [peer], SLOW.format(self.timeout))
+        return self._error(operation, f"lost rank {peer_rank} ({reason})", [peer], f"its connection closed: {reason}")
 
     def signal(self, peer: int) -> None:
         self._check_open("signal")
         flag, sent = torch.ones(1, dtype=torch.uint8), self._signals[peer]
-        try:
+        with self._aborting():
             # A send lasts until its receiver waits. Only waiting here shows whether it has completed.
             if len(sent) == _AHEAD:
                 self._finish(peer, "signal", sent.popleft()[0])
             sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
-        except CommError as error:
-            self._abort(error)
-            raise
 
     def wait(self, peer: int) -> None:
         self._check_open("wait")
         flag = torch.empty(1, dtype=torch.uint8)
-        try:
+        with self._aborting():
             self._finish(peer, "wait", self._start(peer, "wait", "recv", flag, _SIGNAL))
-        except CommError as error:
-            self._abort(error)
-            raise
 
     def barrier(self) -> None:
         super().barrier()
         # Closing drops messages in flight: a peer may not have read its signal yet.
-        try:
+        with self._aborting():
             for peer, sent in self._signals.items():
                 while sent:
                     self._finish(peer, "barrier", sent.popleft()[0])
-        except CommError as error:
-            self._abort(error)
-            raise
 
     def _notify(self, reason: str) -> None:
         # Send a refusal to peers that wait for a header. The others see the connection close.
@@ -247,15 +222,11 @@ class NcclTransport(GlooTransport):
             self._move(copies, [Copy(peer, torch.empty_like(byte)) for peer, byte in copies], "connecting")
             self._wait_for_last_batch()
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
+    def _move(self, outgoing: Copies, incoming: Copies, operation: str) -> None:
         self._wait_for_last_batch()
-        # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
-        outgoing_rounds, incoming_rounds = _rounds(outgoing), _rounds(incoming)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for number in range(max(len(outgoing_rounds), len(incoming_rounds))):
-            give, take = (
-                rounds[number] if number < len(rounds) else {} for rounds in (outgoing_rounds, incoming_rounds)
-            )
+        # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
+        for give, take in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue={}):
             work = self._payload.alltoall(
                 [take.get(peer, nothing) for peer in range(self.world)],
                 [give.get(peer, nothing) for peer in range(self.world)],
@@ -273,12 +244,9 @@ class NcclTransport(GlooTransport):
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if self._closed:
-                raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
+                raise self._error(operation, "the transport was closed meanwhile")
             if time.monotonic() > deadline:
-                own_rank, peers = self.global_ranks[self.rank], [self.global_ranks[peer] for peer in self._peers]
-                raise CommError(
-                    f"rank {own_rank}, {operation}: the copies did not end within {self.timeout:g} s", peers
-                )
+                raise self._error(operation, f"the copies did not end within {self.timeout:g} s", self._peers)
             time.sleep(50e-6)
         self._last = None
 
@@ -297,7 +265,7 @@ def _wait_until_read(works: Sequence[Work], seconds: float) -> None:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
-def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
+def _rounds(copies: Copies) -> list[dict[int, Tensor]]:
     """Peer -> bytes, for the first copies of all peers, then for the second ones, ..."""
     rounds: list[dict[int, Tensor]] = []
     count: dict[int, int] = defaultdict(int)
@@ -316,10 +284,9 @@ def _gloo(rendezvous: Rendezvous) -> Any:
     try:
         return dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.world, timedelta(seconds=rendezvous.timeout))
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
         raise CommError(
             f"rank {rendezvous.rank}, connecting by gloo: not all ranks joined within {rendezvous.timeout:g} s "
-            f"({reason})"
+            f"({one_line(error)})"
         ) from error
 
 
