@@ -50,12 +50,6 @@ class Mirror(QueueTransport):
     def _run(self, batch: Batch) -> None:
         self.copier([(to.tensor, source.tensor) for to, source in zip(batch.incoming, batch.outgoing, strict=True)])
 
-    def signal(self, peer: int) -> None:
-        pass
-
-    def wait(self, peer: int) -> None:
-        pass
-
 
 class Volume(Serial):
     """Counts the data that an operation moves: a (to, from) pair per copy, of fresh memory."""

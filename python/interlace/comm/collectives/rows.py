@@ -20,7 +20,8 @@ rank's piece of the other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
 from interlace.comm.process.agreement import Arguments, arguments_of
 from interlace.comm.process.groups import Group
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Ticket, Transport, swap
 from interlace.comm.transports.choose import resolve
 
 SUM = dist.ReduceOp.SUM
@@ -156,12 +157,13 @@ def all_to_all_single(
 
 def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
     transport, size, flat, source = call.transport, input.numel(), _flat(output), _flat(input)
-    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-    if output.data_ptr() + rank * input.nbytes != input.data_ptr():
-        flat[rank * size : (rank + 1) * size].copy_(source)
-    outgoing = [Copy(peer, source) for peer in peers]
-    incoming = [Copy(peer, flat[peer * size : (peer + 1) * size]) for peer in peers]  # cheaper than narrow
-    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
+
+    def piece(rank: int) -> Tensor:
+        return flat[rank * size : (rank + 1) * size]  # cheaper than narrow
+
+    if output.data_ptr() + transport.rank * input.nbytes != input.data_ptr():
+        piece(transport.rank).copy_(source)
+    return [swap(transport, lambda _: [source], lambda peer: [piece(peer)], call.name, call.arguments)]
 
 
 def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:
@@ -181,20 +183,7 @@ def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int
     transport, (takes, gives) = call.transport, splits
     to, source = output.split(takes), input.split(gives)
     to[transport.rank].copy_(source[transport.rank])
-    peers = peers_of(transport.rank, transport.world)
-    outgoing = [Copy(peer, source[peer]) for peer in peers]
-    incoming = [Copy(peer, to[peer]) for peer in peers]
-    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
-
-
-def gather_pieces(
-    transport: Transport, source: Tensor, pieces: Sequence[Tensor] | Mapping[int, Tensor], label: str,
-    arguments: Arguments,
-) -> Ticket:  # fmt: skip
-    """Starts filling pieces[r] with the source of every other rank r; contiguous. pieces[own rank] is not changed."""
-    peers = peers_of(transport.rank, transport.world)
-    outgoing = [Copy(peer, source) for peer in peers]
-    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label, None, arguments)
+    return [swap(transport, lambda peer: [source[peer]], lambda peer: [to[peer]], call.name, call.arguments)]
 
 
 def reduce_pieces(
@@ -204,15 +193,9 @@ def reduce_pieces(
 
     `output` may be one of the pieces: it is written after all have been sent.
     """
-    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-    arrived = [pieces[rank] if r == rank else torch.empty_like(output) for r in range(transport.world)]
-    return transport.copy_batch(
-        [Copy(peer, pieces[peer]) for peer in peers],
-        [Copy(peer, arrived[peer]) for peer in peers],
-        label,
-        lambda: reduce_in_order(arrived, output, op),
-        arguments,
-    )
+    arrived = [pieces[r] if r == transport.rank else torch.empty_like(output) for r in range(transport.world)]
+    add_up = partial(reduce_in_order, arrived, output, op)
+    return swap(transport, lambda peer: [pieces[peer]], lambda peer: [arrived[peer]], label, arguments, add_up)
 
 
 def reduce_whole(transport: Transport, flat: Tensor, label: str, arguments: Arguments, op: str = "sum") -> list[Ticket]:
@@ -222,7 +205,7 @@ def reduce_whole(transport: Transport, flat: Tensor, label: str, arguments: Argu
     pieces = list(flat.tensor_split(transport.world))
     mine = pieces[transport.rank]
     first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", arguments, op)
-    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather", arguments)]
+    return [first, swap(transport, lambda _: [mine], lambda peer: [pieces[peer]], f"{label}, gather", arguments)]
 
 
 def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:

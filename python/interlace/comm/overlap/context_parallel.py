@@ -65,7 +65,7 @@ from interlace.comm.process.agreement import (
 )
 from interlace.comm.process.groups import Group
 from interlace.comm.process.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Ticket, Transport, swap
 from interlace.comm.transports.choose import resolve
 from interlace.masks import BitfieldMask
 
@@ -360,17 +360,17 @@ class _GatheredHeads:
     def _start(self, number: int) -> None:
         transport, chunk = self.transport, self.chunks[number]
         start = time.perf_counter()
-        outgoing, incoming = [], []
-        peers = peers_of(transport.rank, transport.world)
-        for source, destination in zip(self.sources, self._buffer(number)):
-            own = source[:, chunk]
-            destination[:, :, transport.rank].copy_(own)
-            outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(own)]
-            incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(destination[:, :, peer])]
+        own = [source[:, chunk] for source in self.sources]
+        gathered = [destination.unbind(2) for destination in self._buffer(number)]
+        for source, destination in zip(own, gathered):
+            destination[transport.rank].copy_(source)
         trace = transport.trace
         filled = None if trace is None else lambda: trace.add("write", self._name(number), start, time.perf_counter())
         label = f"{_NAME}, gather of {_named(chunk)}"
-        self.tickets[number] = transport.copy_batch(outgoing, incoming, label, filled, self.arguments)
+        self.tickets[number] = swap(
+            transport, lambda _: _pieces(*own), lambda peer: _pieces(*(part[peer] for part in gathered)),
+            label, self.arguments, filled,
+        )  # fmt: skip
 
     def _buffer(self, number: int) -> list[Tensor]:
         """k and v of a chunk, [B, heads, world, tokens, D or Dv]; every rank's tokens of a head are contiguous."""
@@ -402,20 +402,20 @@ class _ScatteredGradients:
             for part, result in zip(parts, results):
                 result.copy_(part)
             return
-        peers = peers_of(rank, world)
         by_rank = [part.unflatten(2, (world, -1)).unbind(2) for part in parts]
         received = [part.new_empty(world, *result.shape) for part, result in zip(parts, results)]
         for destination, part in zip(received, by_rank):
             destination[rank].copy_(part[rank])
-        outgoing = [Copy(peer, piece) for peer in peers for part in by_rank for piece in _pieces(part[peer])]
-        incoming = [Copy(peer, piece) for peer in peers for part in received for piece in _pieces(part[peer])]
 
         def add_up() -> None:
             for part, result in zip(received, results):
                 reduce_in_order(part.unbind(), result)
 
-        label = f"{_NAME}, gradients of {chunk}"
-        ticket = self.transport.copy_batch(outgoing, incoming, label, add_up, self.arguments)
+        ticket = swap(
+            self.transport, lambda peer: _pieces(*(part[peer] for part in by_rank)),
+            lambda peer: _pieces(*(part[peer] for part in received)),
+            f"{_NAME}, gradients of {chunk}", self.arguments, add_up,
+        )  # fmt: skip
         self.finish()  # limits memory to the parts of two chunks
         self.last = ticket
 
@@ -425,9 +425,9 @@ class _ScatteredGradients:
             self.last = None
 
 
-def _pieces(parts: Tensor) -> list[Tensor]:
-    """The [tokens, D] slices of [..., tokens, D], which are contiguous even if the whole is not."""
-    return [parts] if parts.dim() == 2 else [piece for part in parts.unbind(0) for piece in _pieces(part)]
+def _pieces(*parts: Tensor) -> list[Tensor]:
+    """The [tokens, D] slices of each [B, heads, tokens, D], which are contiguous even if the whole is not."""
+    return [piece for part in parts for sequence in part.unbind() for piece in sequence.unbind()]
 
 
 def _named(chunk: slice) -> str:

@@ -34,7 +34,7 @@ from interlace.comm.overlap.tiles import Chunking, gather_products, scatter_prod
 from interlace.comm.process.agreement import arguments_of
 from interlace.comm.process.groups import Group
 from interlace.comm.process.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Transport, swap
 from interlace.comm.transports.choose import resolve
 
 Layout = Literal["auto", "direct", "remap"]
@@ -237,8 +237,11 @@ class _AllGatherMatmul(torch.autograd.Function):
         d_weights: list[Tensor | None] = [None] * len(weights)
         regather = _Regather(transport, kept_rows[0], chunking) if kept_rows and ctx.regather else None
 
+        def gathered_rows() -> Tensor:
+            return kept_rows[0] if regather is None else regather.wait()
+
         def weight_gradients() -> None:
-            rows = regather.wait() if regather is not None else kept_rows[0]
+            rows = gathered_rows()
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
                     if needs_weights[i] and grad is not None:
@@ -257,8 +260,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             weight_gradients()
         for index, (weight, grad) in enumerate(zip(ctx.deferred.weights, grads, strict=True)):
             if weight is not None and grad is not None:
-                whole = regather.wait() if regather is not None else kept_rows[0]
-                ctx.deferred.add(index, partial(weight_gradient, grad, whole))
+                ctx.deferred.add(index, partial(weight_gradient, grad, gathered_rows()))
         return d_x, None, None, None, None, None, *d_weights
 
 
@@ -313,13 +315,12 @@ class _Regather:
     """The gather of x [B, m, K] that runs while the input gradient is computed."""
 
     def __init__(self, transport: Transport, x: Tensor, chunking: Chunking) -> None:
-        rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-        self._rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
-        outgoing = [Copy(peer, part) for peer in peers for part in x.unbind()]
-        incoming = [Copy(peer, part) for peer in peers for part in self._rows[:, peer].unbind()]
+        self._rows = rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
         label = f"{chunking.label}, gather again"
-        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, label, None, chunking.arguments)
-        self._rows[:, rank].copy_(x)
+        self._ticket = swap(
+            transport, lambda _: x.unbind(), lambda peer: rows[:, peer].unbind(), label, chunking.arguments
+        )
+        rows[:, transport.rank].copy_(x)
 
     def wait(self) -> Tensor:
         self._ticket.wait()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -157,22 +157,10 @@ class Transport(ABC):
         """Notifies the peers that this rank aborts."""
         self.close()
 
-    @abstractmethod
-    def signal(self, peer: int) -> None:
-        """Increments this rank's flag at `peer`."""
-
-    @abstractmethod
-    def wait(self, peer: int) -> None:
-        """The n-th call returns after the n-th `signal` of `peer`. Raises CommError after the timeout."""
-
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises CommError after the timeout."""
-        peers = peers_of(self.rank, self.world)
-        with self.used_for("barrier"):
-            for peer in peers:
-                self.signal(peer)
-            for peer in peers:
-                self.wait(peer)
+        with self.used_for("barrier", at_once=True):
+            self.copy_batch([], [], "barrier").wait()
 
     @abstractmethod
     def close(self) -> None:
@@ -207,11 +195,8 @@ class Forwarding(Transport):
     def _abort(self, error: CommError) -> None:
         self.inner._abort(error)
 
-    def signal(self, peer: int) -> None:
-        self.inner.signal(peer)
-
-    def wait(self, peer: int) -> None:
-        self.inner.wait(peer)
+    def barrier(self) -> None:
+        self.inner.barrier()
 
     def close(self) -> None:
         self.inner.close()
@@ -252,6 +237,17 @@ class _Use:
 
 
 _NO_LOCK = contextlib.nullcontext()  # a single rank has no peers, and a thread may reenter its own block
+
+
+def swap(
+    transport: Transport, gives: Callable[[int], Iterable[Tensor]], takes: Callable[[int], Iterable[Tensor]],
+    label: str, arguments: Arguments = NO_ARGUMENTS, then: Then = None,
+) -> Ticket:  # fmt: skip
+    """Starts one batch with every other rank r: gives(r) to it, takes(r) from it. Otherwise as `copy_batch`."""
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, tensor) for peer in peers for tensor in gives(peer)]
+    incoming = [Copy(peer, tensor) for peer in peers for tensor in takes(peer)]
+    return transport.copy_batch(outgoing, incoming, label, then, arguments)
 
 
 @lru_cache

@@ -51,21 +51,16 @@ class LocalHub(ThreadRanks):
         self.before = before or (lambda rank, step: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[torch.Event | None]] = defaultdict(deque)  # (from, to)
-        self.signals: dict[tuple[int, int], int] = defaultdict(int)
 
     def first(self, rank: int, peer: int, operation: str, timeout: float, waiting: deque[T]) -> T:
         """The first entry of a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
         with self.changed:
-            self.expect(rank, peer, operation, timeout, lambda: bool(waiting))
+            if self.wait_for(rank, operation, lambda: () if waiting else (peer,), timeout):
+                own_rank, peer_rank = self.global_ranks[rank], self.global_ranks[peer]
+                raise CommError(
+                    f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {timeout:g} s", [peer_rank]
+                )
             return waiting[0]
-
-    def expect(self, rank: int, peer: int, operation: str, timeout: float, condition: Callable[[], bool]) -> None:
-        """Waits, with `changed` held, until `condition` is true for an action of `peer`; errors as in `first`."""
-        if self.wait_for(rank, operation, lambda: () if condition() else (peer,), timeout):
-            own_rank, peer_rank = self.global_ranks[rank], self.global_ranks[peer]
-            raise CommError(
-                f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {timeout:g} s", [peer_rank]
-            )
 
 
 class LocalTransport(QueueTransport):
@@ -85,7 +80,6 @@ class LocalTransport(QueueTransport):
         super().__init__(rank, hub.world, device=_device.indexed(torch.device(device)), timeout=timeout)
         self.hub, self.global_ranks = hub, hub.global_ranks
         self.copier = copier
-        self._waits: dict[int, int] = defaultdict(int)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -126,17 +120,6 @@ class LocalTransport(QueueTransport):
                 hub.taken[edge].popleft()
             if taken is not None:
                 torch.accelerator.current_stream().wait_event(taken)
-
-    def signal(self, peer: int) -> None:
-        with self.hub.changed:
-            self.hub.signals[self.rank, peer] += 1
-            self.hub.changed.notify_all()
-
-    def wait(self, peer: int) -> None:
-        self._waits[peer] += 1
-        edge, count = (peer, self.rank), self._waits[peer]
-        with self.hub.changed:
-            self.hub.expect(self.rank, peer, "wait", self.timeout, lambda: self.hub.signals[edge] >= count)
 
     def _notify(self, reason: str) -> None:
         self.hub.leave(self.rank, reason)

@@ -1,7 +1,7 @@
 """Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors, both across hosts.
 
-Both use private process groups, so their messages never mix with the user's. Headers and signals go over gloo in both:
-they concern the host, and a closed connection shows at once that a peer died. Gloo messages carry a tag with their
+Both use private process groups, so their messages never mix with the user's. Headers go over gloo in both: they
+concern the host, and a closed connection shows at once that a peer died. Gloo messages carry a tag with their
 type. A message of another size than expected ends the process in gloo. So bytes are requested only after the header has
 announced them.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -28,10 +27,8 @@ from interlace.comm.transports.base import Capabilities, Copies, Copy, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, pack, pack_abort
 from interlace.comm.transports.queued import Batch, QueueTransport
 
-_HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
-_AHEAD = 64  # maximum number of signals ahead of the peer's waits
+_HEADER, _BYTES, _NEVER = 1, 2, 3  # tags
 _FAREWELL = 0.5  # seconds in which peers may receive the reason of an abort
-_LINGER = 5.0  # seconds in which peers may read messages sent before the close
 Work = Any  # torch.distributed.Work: its stub lacks methods used here
 
 
@@ -45,7 +42,6 @@ class GlooTransport(QueueTransport):
         self._control = _gloo(rendezvous)
         super().__init__(rendezvous.rank, rendezvous.world, device=torch.device(device), timeout=rendezvous.timeout)
         self._peers = peers_of(self.rank, self.world)
-        self._signals: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -137,44 +133,22 @@ class GlooTransport(QueueTransport):
             return self._error(operation, text, [peer], SLOW.format(self.timeout))
         return self._error(operation, f"lost rank {peer_rank} ({reason})", [peer], f"its connection closed: {reason}")
 
-    def signal(self, peer: int) -> None:
-        self._check_open("signal")
-        flag, sent = torch.ones(1, dtype=torch.uint8), self._signals[peer]
-        with self._aborting():
-            # A send lasts until its receiver waits. Only waiting here shows whether it has completed.
-            if len(sent) == _AHEAD:
-                self._finish(peer, "signal", sent.popleft()[0])
-            sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
-
-    def wait(self, peer: int) -> None:
-        self._check_open("wait")
-        flag = torch.empty(1, dtype=torch.uint8)
-        with self._aborting():
-            self._finish(peer, "wait", self._start(peer, "wait", "recv", flag, _SIGNAL))
-
-    def barrier(self) -> None:
-        super().barrier()
-        # Closing drops messages in flight: a peer may not have read its signal yet.
-        with self._aborting():
-            for peer, sent in self._signals.items():
-                while sent:
-                    self._finish(peer, "barrier", sent.popleft()[0])
-
     def _notify(self, reason: str) -> None:
         # Send a refusal to peers that wait for a header. The others see the connection close.
         head, sent = _bytes(pack_abort(reason)), []
         for peer in self._peers:
             with contextlib.suppress(CommError):
                 sent.append(self._start(peer, "farewell", "send", head, _HEADER))
-        _wait_until_read(sent, _FAREWELL)
+        deadline = time.monotonic() + _FAREWELL
+        for work in sent:  # a timeout closes all connections; a failed message closes only its own
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
         sent.clear()
         self._disconnect()
 
     def _shut(self) -> None:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._break_off()
-        elif self.failed is None:
-            _wait_until_read([work for sent in self._signals.values() for work, _ in sent], _LINGER)
         self._disconnect()
 
     def _break_off(self) -> None:
@@ -188,7 +162,6 @@ class GlooTransport(QueueTransport):
 
     def _disconnect(self) -> None:
         # Gloo's sockets close with the last reference to it and to messages in flight (its abort does nothing).
-        self._signals.clear()
         self._control = None
 
 
@@ -255,14 +228,6 @@ class NcclTransport(GlooTransport):
         payload, self._payload = self._payload, None
         if payload is not None:
             payload.abort() if self.failed is not None else payload.shutdown()
-
-
-def _wait_until_read(works: Sequence[Work], seconds: float) -> None:
-    """Waits until messages are read. A timeout closes all connections; a failed message closes only its own."""
-    deadline = time.monotonic() + seconds
-    for work in works:
-        with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
 def _rounds(copies: Copies) -> list[dict[int, Tensor]]:

@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ def no_step(rank: int, operation: str) -> None:
 class QueueTransport(Transport):
     """A transport that runs batches on a thread, one after another, in call order.
 
-    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free its resources. After the first error every
+    A subclass implements `_run`, and `_shut` to free its resources. After the first error every
     later batch fails with the same reason: the order of batches is lost, so later results could not be trusted.
 
     A transport without references is closed. Those still open when the interpreter exits are closed too.
@@ -227,15 +227,6 @@ class QueueTransport(Transport):
         """An error of this rank. peers: the missing ranks."""
         missing = [self.global_ranks[peer] for peer in peers]
         return CommError(f"rank {self.global_ranks[self.rank]}, {operation}: {text}", missing, reason)
-
-    @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """A block outside of a batch that ends the transport if it fails."""
-        try:
-            yield
-        except CommError as error:
-            self._abort(error)
-            raise
 
     def close(self) -> None:
         if self._closed:

@@ -121,7 +121,6 @@ class ShmTransport(QueueTransport):
         self.processes = list(processes)
         self._exchange: Exchange | None = segment.exchange(rank)
         self._regions = Regions(self._exchange, self._memory_for_peers())
-        self._signals = [0] * segment.world
         super().__init__(rank, segment.world, device=torch.device(device), timeout=timeout)
         self._peers = peers_of(rank, self.world)
 
@@ -166,7 +165,9 @@ class ShmTransport(QueueTransport):
         return segment, processes
 
     def _run(self, batch: Batch) -> None:
-        exchange = self._exchange or self._open_exchange(batch.label)
+        exchange = self._exchange
+        if exchange is None:
+            raise self._error(batch.label, f"the {self.name} transport is closed")
         before = None if self.before is no_step else partial(self.before, self.rank)
         if before is not None:
             before("post")
@@ -178,33 +179,22 @@ class ShmTransport(QueueTransport):
         sends, receives = ([(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in side] for side in sides)
         status = exchange.run(batch.sequence, own_headers, peer_headers, sends, receives, before, LOOK)
         if status != Exchange.DONE:
-            self._finish(exchange, status, exchange.advance, exchange.lacking, batch.label, batch)
+            self._finish(exchange, status, batch)
 
     def path_taken(self) -> str:
         return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
 
-    def _finish(
-        self,
-        exchange: Exchange,
-        status: int,
-        run_driver: Callable[[float], int],
-        lacking: Callable[[], Sequence[int]],
-        operation: str,
-        batch: Batch | None = None,
-    ) -> None:
+    def _finish(self, exchange: Exchange, status: int, batch: Batch) -> None:
         """Runs the driver until it is done, and handles its early returns.
 
         status: of its first run, of at most LOOK seconds.
-        run_driver: runs the driver for so many seconds without progress.
-        lacking: the peers that are waited for.
-        batch: the batch that it runs, if any.
 
         Raises CommError if an awaited peer is lost, any rank has aborted, or nothing moved within the timeout.
         """
         lost: CommError | None = None
         moves, last_move, last_look = exchange.moves, time.monotonic(), 0.0
         while status != Exchange.DONE:
-            if status == Exchange.HEADER and batch is not None:
+            if status == Exchange.HEADER:
                 self._check_header(batch, exchange.peer, exchange.header_from(exchange.peer))
             elif status == Exchange.MAP:
                 self._regions.map(exchange.peer, exchange.number)
@@ -219,15 +209,15 @@ class ShmTransport(QueueTransport):
                 self._progress.note()
             elif lost is not None:  # lost before the last check for progress: no more data will come
                 raise lost
-            waiting = lacking()
-            lost = self._lost(exchange, waiting, operation, look=now - last_look > LOOK)
+            waiting = exchange.lacking()
+            lost = self._lost(exchange, waiting, batch.label, look=now - last_look > LOOK)
             if lost is None and now - last_move > self.timeout:
                 ranks = named([self.global_ranks[peer] for peer in waiting])
                 text = f"no answer from {ranks} within {self.timeout:g} s"
-                lost = self._error(operation, text, waiting, SLOW.format(self.timeout))
+                lost = self._error(batch.label, text, waiting, SLOW.format(self.timeout))
             if now - last_look > LOOK:
                 last_look = now
-            status = run_driver(LOOK if lost is None else 0.0)
+            status = exchange.advance(LOOK if lost is None else 0.0)
 
     def _lost(self, exchange: Exchange, waiting: Sequence[int], operation: str, look: bool) -> CommError | None:
         """The reason why waiting is futile, if any. `look`: also check whether the processes are alive."""
@@ -246,23 +236,6 @@ class ShmTransport(QueueTransport):
             if loss:
                 return self._error(operation, f"lost rank {self.global_ranks[peer]} ({loss})", [peer], loss)
         return None
-
-    def signal(self, peer: int) -> None:
-        self._open_exchange("signal").signal(peer)
-
-    def wait(self, peer: int) -> None:
-        exchange = self._open_exchange("wait")
-        self._signals[peer] += 1
-        wait = partial(exchange.wait, peer, self._signals[peer])
-        with self._aborting():
-            self._finish(exchange, wait(LOOK), wait, lambda: [peer], "wait")
-
-    def _open_exchange(self, operation: str) -> Exchange:
-        self._check_open(operation)
-        exchange = self._exchange
-        if exchange is None:
-            raise self._error(operation, f"the {self.name} transport is closed")
-        return exchange
 
     def _notify(self, reason: str) -> None:
         self._leave(Exchange.FAILED, reason)

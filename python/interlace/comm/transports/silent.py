@@ -46,11 +46,5 @@ class SilentTransport(Transport):
                 then()
         return EndedTicket(self.device)
 
-    def signal(self, peer: int) -> None:
-        """No-op."""
-
-    def wait(self, peer: int) -> None:
-        """No-op."""
-
     def close(self) -> None:
         """No-op: there are no resources."""

@@ -45,23 +45,6 @@ class Stall:
     def to_table(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_table(cls, table: dict[str, Any]) -> Stall:
-        """Raises ValueError."""
-        try:
-            return cls(
-                int(table["local_rank"]),
-                int(table["generation"]),
-                table["state"],
-                tuple(map(int, table["ranks"])),
-                bool(table["stopped"]),
-                float(table["seconds"]),
-                str(table["what"]),
-                bool(table["at_work"]),
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"invalid stall report ({type(error).__name__}: {error})") from error
-
 
 @dataclass(frozen=True)
 class Look:
