@@ -99,12 +99,11 @@ class AbortReports:
             bounded(lambda: self._store.add(_DONE, 1), 1.0)
         elif self.traced:
 
-            def stay() -> bool:
+            def stay() -> None:
                 deadline, pause = time.monotonic() + grace, _POLL
                 while self._store.add(_DONE, 0) < self.world - 1 - silent and time.monotonic() < deadline:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.5)
-                return True
 
             bounded(stay, grace + 1.0)
 
@@ -151,7 +150,7 @@ class AbortReports:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
 
-        answered = _run_while_progressing(listen, lambda: time.monotonic() - last_answer[0] < grace + 1.0)
+        answered = _while_progressing(listen, lambda: time.monotonic() - last_answer[0] < grace + 1.0)
         aborted = next((rank for rank, report in list(reports.items()) if not report.missing), None)
         if aborted is not None:
             return f"lost rank {aborted} (it aborted: {reports[aborted].reason})", [aborted]
@@ -161,12 +160,9 @@ class AbortReports:
             culprits = [0]  # it holds the store, which no longer answers
         self._silent = sum(rank not in reports for rank in culprits)
         all_reports = [own_report, *reports.values()]
-        cause = next((report for report in all_reports if set(culprits) & set(report.missing)), own_report)
-        if not is_slow(cause.reason):  # a closed connection, perhaps by a rank whose wait timed out
-            cause = next(
-                (report for report in all_reports if is_slow(report.reason) and set(culprits) & set(report.missing)),
-                cause,
-            )
+        causes = [report for report in all_reports if set(culprits) & set(report.missing)] or [own_report]
+        # A connection may have been closed by a rank whose wait timed out.
+        cause = next((report for report in causes if is_slow(report.reason)), causes[0])
         return f"lost {named(culprits)} ({cause.reason})", culprits
 
     def _publish(self, report: AbortReport) -> None:
@@ -205,22 +201,22 @@ def _follow_reports(
     return list(silent), dead, all_slow
 
 
-def _run_while_progressing(call: Callable[[], bool], progresses: Callable[[], bool]) -> bool:
-    """The result of `call`; False if it fails or `progresses` turns False.
+def _while_progressing(call: Callable[[], T], progresses: Callable[[], bool]) -> T | None:
+    """The result of `call`; None if it fails or `progresses` turns False.
 
     Torch may block forever on a store whose host hangs.
     """
-    ended, result = threading.Event(), [False]
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            result[0] = call()
-        ended.set()
+            results.append(call())
 
-    threading.Thread(target=run, name="asking-the-store", daemon=True).start()
-    while not ended.wait(0.1) and progresses():
-        pass
-    return result[0]
+    thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
+    thread.start()
+    while thread.is_alive() and progresses():
+        thread.join(0.1)
+    return results[0] if results else None
 
 
 def _store_outlives_ranks() -> bool:
@@ -229,19 +225,9 @@ def _store_outlives_ranks() -> bool:
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T | None:
-    """The result of `call`; None if it fails or takes longer (torch may block forever on a store whose host hangs)."""
-    results: list[T] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except (RuntimeError, OSError):
-            return
-
-    thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+    """The result of `call`; None if it fails or takes longer."""
+    deadline = time.monotonic() + seconds
+    return _while_progressing(call, lambda: time.monotonic() < deadline)
 
 
 def _key(rank: int) -> str:

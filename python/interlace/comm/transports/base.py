@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Capabilities:
     """Capabilities of a transport on this machine.
 
     missing: the reason why it cannot run here ("" if it can).
-    device: "cpu" or "cuda", the device of its tensors.
+    device: "cpu" or "cuda", the device of its tensors; "any": no restriction.
     one_host: all ranks must be processes of one host.
     copy_engine: transfers occupy no SM.
     """
@@ -61,28 +61,12 @@ class Capabilities:
     missing: str = ""
 
 
-class Ticket(Protocol):
-    """A batch in flight. Do not modify its tensors until `wait` has returned.
+class Ticket:
+    """A batch. Do not modify its tensors until `wait` has returned. This class: of a batch that has ended.
 
     error: raised by `wait`, once the batch is `done`.
     event: `wait` makes the current stream wait for it; None on CPUs.
     """
-
-    error: CommError | None
-    event: torch.Event | None
-
-    def wait(self) -> None:
-        """CPU: returns when all copies of the batch are complete, in and out. CUDA: the current stream waits for them.
-
-        Raises CommError if a peer is lost, late or in another part of its program.
-        """
-
-    def done(self) -> bool:
-        """True if `wait` would return at once (on the host)."""
-
-
-class EndedTicket:
-    """Ticket of a batch that ran on the caller's thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,9 +74,14 @@ class EndedTicket:
         self.event: torch.Event | None = None
 
     def done(self) -> bool:
+        """True if `wait` would return at once (on the host)."""
         return True
 
     def wait(self) -> None:
+        """CPU: returns when all copies of the batch are complete, in and out. CUDA: the current stream waits for them.
+
+        Raises CommError if a peer is lost, late or in another part of its program.
+        """
         if self.error is not None:
             raise self.error.copy() from self.error
         if self.event is not None:
@@ -118,9 +107,9 @@ class Transport(ABC):
         return Paths(self.rank)
 
     @classmethod
-    @abstractmethod
     def capabilities(cls) -> Capabilities:
-        """Capabilities in this process. Probes all requirements and never raises."""
+        """Capabilities in this process. Probes all requirements and never raises. Default: of one process only."""
+        return Capabilities(cls.name, "any", one_host=True)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor that peers can read without an intermediate copy, if the transport supports that.
@@ -184,10 +173,6 @@ class Forwarding(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner, self.name = inner, inner.name
         self.rank, self.world, self.device, self.timeout = inner.rank, inner.world, inner.device, inner.timeout
-
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities(cls.__name__, "cpu")
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.inner.allocate(shape, dtype)

@@ -23,7 +23,7 @@ from interlace import _device
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.groups import use
 from interlace.comm.process.thread_ranks import ThreadRanks
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, peers_of
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, peers_of
 from interlace.comm.transports.copiers import Copier, plain_copies
 from interlace.comm.transports.header import Header, check
 from interlace.comm.transports.queued import Batch, QueueTransport
@@ -80,10 +80,6 @@ class LocalTransport(QueueTransport):
         super().__init__(rank, hub.world, device=_device.indexed(torch.device(device)), timeout=timeout)
         self.hub, self.global_ranks = hub, hub.global_ranks
         self.copier = copier
-
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities("local", "any", one_host=True)
 
     def _run(self, batch: Batch) -> None:
         hub, rank, operation = self.hub, self.rank, batch.label

@@ -22,7 +22,7 @@ import torch
 from interlace import _device
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.process.errors import CommError
-from interlace.comm.transports.base import Copies, Copy, EndedTicket, Then, Ticket, Transport
+from interlace.comm.transports.base import Copies, Copy, Then, Ticket, Transport
 from interlace.comm.transports.header import Header, check_packed, header_of
 
 _NO_STREAM = contextlib.nullcontext()
@@ -61,7 +61,7 @@ class _LastProgress:
         self.time = time.monotonic()
 
 
-class _QueuedTicket(EndedTicket):
+class _QueuedTicket(Ticket):
     def __init__(self, operation: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
         super().__init__(device)
         self.what, self.timeout, self.progress = operation, timeout, progress
@@ -178,7 +178,7 @@ class QueueTransport(Transport):
             return ticket
 
     def _run_here(self, batch: Batch) -> Ticket:
-        ticket = EndedTicket(self.device)
+        ticket = Ticket(self.device)
         with self._here:
             try:
                 ticket.event = self._run_batch(batch)

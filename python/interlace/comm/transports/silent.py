@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
-from interlace.comm.transports.base import Capabilities, Copies, EndedTicket, Then, Ticket, Transport
+from interlace.comm.transports.base import Copies, Then, Ticket, Transport
 
 
 class SilentTransport(Transport):
@@ -25,10 +25,6 @@ class SilentTransport(Transport):
         self._computes = computes
         self.messages = self.bytes = 0
 
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities(cls.name, "cpu")
-
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros if the tensor is used in computations: other content might be NaN, which takes a different time."""
         make = torch.zeros if self._computes else torch.empty
@@ -44,7 +40,7 @@ class SilentTransport(Transport):
                 copy.tensor.zero_()
             if then is not None:
                 then()
-        return EndedTicket(self.device)
+        return Ticket(self.device)
 
     def close(self) -> None:
         """No-op: there are no resources."""
