@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
+from bench.copy_engines import sm_copies
 from bench.measure import command, device, machine, reason, versions, write_json
 from bench.overlap import Serial
 from interlace import comm
 from interlace.comm.transports.base import Capabilities, Copy, Transport
-from interlace.comm.transports.copiers import Copier, engine_copies, plain_copies, sm_copies
+from interlace.comm.transports.copiers import Copier, engine_copies, plain_copies
 from interlace.comm.transports.queued import Batch, QueueTransport
 
 WIDTH = 4096

@@ -16,16 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.channels.base import (
-    Part,
-    Pending,
-    Sent,
-    Tag,
-    TaggedReceiver,
-    check_digest,
-    check_numbers,
-    check_tag,
-)
+from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.messages import decode, encode
@@ -79,7 +70,7 @@ class LocalNetwork(ThreadRanks):
             return self.hubs.setdefault(lane, LocalHub(len(lane), global_ranks=lane))
 
 
-class LocalChannel(TaggedReceiver):
+class LocalChannel(BaseChannel):
     """Channel of one virtual rank; see `interlace.comm.channels.base.Channel`."""
 
     def __init__(
@@ -92,19 +83,9 @@ class LocalChannel(TaggedReceiver):
     ) -> None:
         if not 0 <= rank < network.world:
             raise ValueError(f"rank must be 0 to {network.world - 1}, got {rank}")
-        self.rank, self.world, self.timeout = rank, network.world, network.timeout
-        self.device = torch.device(device)
+        super().__init__(rank, network.world, network.timeout, device, recorder)
         self.network = network
-        self.collectives = 0
-        self.recorder = recorder or FlightRecorder(rank, world=network.world)
-        self._digest = 0
-        self._sent = Sent()
         self._sends: list[int] = []  # recorder tokens
-        self._early = {}
-        self._lanes: dict[tuple[int, ...], Transport] = {}
-
-    def begin(self, digest: int) -> None:
-        self._digest = digest
 
     def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
         self._sends.append(self.recorder.begin("send", tag, (peer,)))
@@ -121,9 +102,7 @@ class LocalChannel(TaggedReceiver):
             self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
             digest, received, tensor, rows = queue.popleft()
             self.network.changed.notify_all()
-        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        if received not in others:
-            check_tag(self.rank, peer, tag, received)
+        self._check_message(peer, tag, others, digest, received)
         self._sent.check(self.rank, peer, received, tensor.shape, tensor.dtype)
         return received, Part(tensor, rows)
 
@@ -203,10 +182,6 @@ class LocalChannel(TaggedReceiver):
 
     def connect_all(self) -> Transport:
         return LocalTransport(self.rank, self.network.hub_of_all, timeout=self.timeout)
-
-    def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """No-op."""

@@ -30,16 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.channels.base import (
-    Part,
-    Pending,
-    Sent,
-    Tag,
-    TaggedReceiver,
-    check_digest,
-    check_numbers,
-    check_tag,
-)
+from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
 from interlace.comm.process.abort_reports import AbortReports, first_line, is_slow, named, reason_of
@@ -80,7 +71,7 @@ class _Send(NamedTuple):
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
-class GroupChannel(TaggedReceiver):
+class GroupChannel(BaseChannel):
     """Channel of this process's rank in the default process group; see `interlace.comm.channels.base.Channel`.
 
     Created by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be
@@ -99,8 +90,8 @@ class GroupChannel(TaggedReceiver):
     ) -> None:
         if not dist.is_initialized():
             raise CommError("torch.distributed is not initialised: call init_process_group before parallelize")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.modules, self.timeout, self.device = list(modules), timeout, torch.device(device)
+        super().__init__(dist.get_rank(), dist.get_world_size(), timeout, device, recorder)
+        self.modules = list(modules)
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise CommError(
                 "the weights are on a GPU, but this torch has no NCCL: install a torch with NCCL, or move the model to "
@@ -108,14 +99,11 @@ class GroupChannel(TaggedReceiver):
             )
         world = dist.group.WORLD
         assert world is not None
-        self.collectives = 0
-        self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
         self.paths = Paths(self.rank)
         self._reports = AbortReports(world, "pipeline", coordinated=coordinated)
         self._separate = self.device.type in EDGES  # tensors use other connections than data read on the host
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._separate else None
         self._star = Star(self._host, self._reports)
-        self._digest = 0
         self._sends: deque[_Send] = deque()
         # (done, ranks, operation) of each arrival. Not torch's Work, which with NCCL keeps the received tensors alive.
         self._arrivals: list[tuple[Callable[[], bool], tuple[int, ...], str]] = []
@@ -125,13 +113,7 @@ class GroupChannel(TaggedReceiver):
         self._headers = GroupEdge(self._host, self.paths)
         self._introductions: list[dict[str, Any]] = []  # of all ranks
         self._reductions = Reductions()
-        self._sent = Sent()
-        self._early = {}
-        self._lanes: dict[tuple[int, ...], Transport] = {}
         self._connected: list[tuple[int, ...]] | None = None
-
-    def begin(self, digest: int) -> None:
-        self._digest = digest
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         needed = {tuple(group) for group in groups if len(group) > 1}
@@ -203,8 +185,7 @@ class GroupChannel(TaggedReceiver):
         return connect(group, device=_HOST, timeout=self.timeout)
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
+        super().close()
         while self._edges:
             self._edges.popitem()[1].close()
 
@@ -266,10 +247,8 @@ class GroupChannel(TaggedReceiver):
         shape = shape[: max(dims, 0)]
         if not valid or min(shape, default=0) < 0 or rows < 0 or not 0 <= digest < 1 << BITS:
             raise CommError(f"rank {self.rank}: the header of {tag} from rank {peer} is damaged")
-        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
         received = Tag(self.modules[module], stage, chunk, other, bool(grad))
-        if received not in others:
-            check_tag(self.rank, peer, tag, received)
+        self._check_message(peer, tag, others, digest, received)
         kind, size = DTYPES[dtype], torch.Size(shape)
         if math.prod(shape) * kind.itemsize > _device.memory(self.device):
             raise CommError(
