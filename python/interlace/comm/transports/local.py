@@ -26,7 +26,7 @@ from interlace.comm.process.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, peers_of
 from interlace.comm.transports.copiers import Copier, plain_copies
 from interlace.comm.transports.header import Header, check
-from interlace.comm.transports.queued import Batch, QueueTransport
+from interlace.comm.transports.queued import Batch, QueueTransport, no_step
 
 T = TypeVar("T")
 
@@ -40,15 +40,11 @@ class _Parcel(NamedTuple):
 class LocalHub(ThreadRanks):
     """Shared state of the virtual ranks of one process.
 
-    before: called as before(rank, step) at every step of a transfer ("post", "take", "taken"): tests delay there.
     global_ranks: see `ThreadRanks`.
     """
 
-    def __init__(
-        self, world: int, before: Callable[[int, str], None] | None = None, global_ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, world: int, global_ranks: Sequence[int] | None = None) -> None:
         super().__init__(world, global_ranks)
-        self.before = before or (lambda rank, step: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[torch.Event | None]] = defaultdict(deque)  # (from, to)
 
@@ -83,7 +79,7 @@ class LocalTransport(QueueTransport):
 
     def _run(self, batch: Batch) -> None:
         hub, rank, operation = self.hub, self.rank, batch.label
-        hub.before(rank, "post")
+        self.before(rank, "post")
         ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
         with hub.changed:
@@ -97,7 +93,7 @@ class LocalTransport(QueueTransport):
             parcel = hub.first(rank, peer, operation, self.timeout, hub.posted[edge])
             check(self.global_ranks[rank], self.global_ranks[peer], batch.header_from(peer), parcel.header)
             expected = [tensor for source, tensor in batch.incoming if source == peer]
-            hub.before(rank, "take")
+            self.before(rank, "take")
             if parcel.ready is not None:
                 torch.accelerator.current_stream().wait_event(parcel.ready)
             self.copier([(to, source) for to, source in zip(expected, parcel.tensors) if to.numel()])
@@ -111,7 +107,7 @@ class LocalTransport(QueueTransport):
         for peer in peers:
             edge = (rank, peer)
             taken = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
-            hub.before(rank, "taken")
+            self.before(rank, "taken")
             with hub.changed:
                 hub.taken[edge].popleft()
             if taken is not None:
@@ -140,12 +136,13 @@ def run_local(
 
     Raises the exception of the first rank that failed on its own, after all have ended.
     """
-    hub = LocalHub(world, before)
+    hub = LocalHub(world)
     results: list[Any] = [None] * world
     errors: list[tuple[int, BaseException]] = []
 
     def main(rank: int) -> None:
         transport = LocalTransport(rank, hub, device=device, timeout=timeout, copier=copier)
+        transport.before = before or no_step
         try:
             with use(transport), torch.autograd.set_multithreading_enabled(False):
                 if _device.on_gpu(transport.device):

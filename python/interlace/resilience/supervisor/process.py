@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -255,7 +256,7 @@ class Supervisor:
     def _report(self, line: Line, stalls: list[Stall]) -> None:
         """Reports stalled ranks at every poll, and once more when none is left."""
         if stalls or self._reported:
-            line.say("stalled", ranks=[stall.to_table() for stall in stalls])
+            line.say("stalled", ranks=[asdict(stall) for stall in stalls])
         self._reported = stalls
 
     # -- signals ---------------------------------------------------------------------------------------------

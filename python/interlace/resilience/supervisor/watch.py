@@ -11,9 +11,8 @@ Time in which the supervisor was suspended is not counted, because the ranks wer
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from interlace.resilience.supervisor.progress import Progress, ProgressReader, State
 
@@ -41,9 +40,6 @@ class Stall:
     seconds: float
     what: str
     at_work: bool = False
-
-    def to_table(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
