@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ __all__ = [
     "check_digest",
     "check_numbers",
 ]
+
+T = TypeVar("T")
 
 
 class Tag(NamedTuple):
@@ -137,7 +139,7 @@ class Channel(Protocol):
         end of a step, where these must agree.
         """
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         """Every rank's ``value`` by rank (small, JSON-serializable, same form everywhere). Slow: goes through rank 0.
 
         An error names the lost rank. Also compared: whether the ranks of each group have begun the same sums so far.

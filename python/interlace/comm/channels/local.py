@@ -19,6 +19,7 @@ from torch import Tensor
 from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
+from interlace.comm.process.groups import Device
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.thread_ranks import ThreadRanks
@@ -74,12 +75,7 @@ class LocalChannel(BaseChannel):
     """Channel of one virtual rank; see `interlace.comm.channels.base.Channel`."""
 
     def __init__(
-        self,
-        rank: int,
-        network: LocalNetwork,
-        *,
-        device: torch.device | str = "cpu",
-        recorder: FlightRecorder | None = None,
+        self, rank: int, network: LocalNetwork, *, device: Device = "cpu", recorder: FlightRecorder | None = None
     ) -> None:
         if not 0 <= rank < network.world:
             raise ValueError(f"rank must be 0 to {network.world - 1}, got {rank}")
@@ -139,7 +135,7 @@ class LocalChannel(BaseChannel):
 
         return Pending(finish)
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         self.collectives += 1
         wait = self._join("exchange", operation, tuple(range(self.world)), operation, encode(operation, value), list)
         values = []

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from interlace.comm.process.reductions import BITS, Reductions, digest_of
 from interlace.comm.transports.base import Transport
 from interlace.comm.transports.choose import connect, edge_transports, introduction_of, sharing
 
+T = TypeVar("T")
 MAGIC = 0x1A7E71ACE  # first number of a tensor header
 MAX_DIMS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -381,10 +382,10 @@ class GroupChannel(BaseChannel):
 
         return Pending(finish)
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         self.collectives += 1
         token = self.recorder.begin("exchange", operation, tuple(range(self.world)))
-        answers = self._star.exchange([value, self._reductions.text()], operation, self.timeout)
+        answers: list[Any] = self._star.exchange([value, self._reductions.text()], operation, self.timeout)
         self._compare_sums([text for _, text in answers], operation)
         self.finish()
         self.recorder.end(token)

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from interlace.comm.process.errors import CommError
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import page_in_use
 
+T = TypeVar("T")
 HEADER = 18  # numbers in a header; tensors of `channels.process_group` on the same edges use the same size
 MESSAGE = 0x1A7E71ACF  # first number of a message header
 LONGEST = 1 << 28  # bytes of a message
@@ -41,7 +42,7 @@ class Star:
         self.group, self.reports = group, reports
         self._in_flight: list[tuple[dist.Work, Tensor, int]] = []
 
-    def exchange(self, value: Any, operation: str, timeout: float) -> list[Any]:
+    def exchange(self, value: T, operation: str, timeout: float) -> list[T]:
         """Every rank's ``value`` by rank; JSON-serializable, with the same types, keys and lengths on every rank.
 
         timeout: seconds that one rank may be behind another. Raises CommError, on all ranks that still answer.
@@ -77,7 +78,7 @@ class Star:
                 work.wait(timedelta(seconds=timeout))
         return values
 
-    def _send(self, operation: str, value: Any, peer: int, timeout: float) -> None:
+    def _send(self, operation: str, value: object, peer: int, timeout: float) -> None:
         raw = encode(operation, value)
         if len(raw) > LONGEST:
             raise CommError(
@@ -89,7 +90,7 @@ class Star:
             assert work is not None
             self._in_flight.append((work, tensor, peer))
 
-    def _receive_value(self, operation: str, like: Any, peer: int, patience: float, timeout: float) -> Any:
+    def _receive_value(self, operation: str, like: object, peer: int, patience: float, timeout: float) -> Any:
         """The message of `peer`, of the form of `like`, within `patience` seconds; errors mention `timeout` seconds."""
         head = header()
         self._receive(head, peer, operation, patience, timeout)
@@ -126,10 +127,10 @@ class Star:
             if page is not None:
                 page.computing()
         except RuntimeError as error:
+            reason = reason_of(error, timeout)
             if self.rank == 0:
-                reason = reason_of(error, timeout)
                 self.reports.report_abort(reason, [peer])
                 lost = f"lost rank {peer} ({reason})"
             else:
-                lost, _ = self.reports.lost(range(self.world), error, timeout)
+                lost, _ = self.reports.trace(reason, range(self.world), timeout)
             raise CommError(f"rank {self.rank}, {operation}: {lost}") from error

@@ -20,9 +20,9 @@ rank's piece of the other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,11 @@ from interlace.comm.process.groups import Group
 from interlace.comm.transports.base import Ticket, Transport, swap
 from interlace.comm.transports.choose import resolve
 
+if TYPE_CHECKING:
+    Reduction = dist.ReduceOp.RedOpType
+
 SUM = dist.ReduceOp.SUM
+Body = Callable[..., list[Ticket]]  # of a collective on contiguous tensors
 _NAMES = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
 }  # fmt: skip
@@ -89,7 +93,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, a
 
 @torch.compiler.disable
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+    output: Tensor, input: Tensor, op: Reduction = SUM, group: Group = None, async_op: bool = False
 ) -> Handle | None:
     """output = this rank's piece of the sum (or AVG, MAX, MIN) of all ranks' inputs.
 
@@ -106,7 +110,7 @@ def reduce_scatter_tensor(
 
 
 @torch.compiler.disable
-def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Handle | None:
+def all_reduce(tensor: Tensor, op: Reduction = SUM, group: Group = None, async_op: bool = False) -> Handle | None:
     """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, bitwise identical on every rank.
 
     Arguments and errors as for `reduce_scatter_tensor`.
@@ -259,7 +263,7 @@ class _Call(NamedTuple):
 
 
 def _run(
-    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any,
+    body: Body, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: object,
     **agreed: object,
 ) -> Handle | None:  # fmt: skip
     """agreed: further arguments that must be equal on all ranks, besides those derived from the tensors."""
@@ -288,7 +292,7 @@ def _run(
         return None
 
 
-def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> Handle:
+def _start(body: Body, call: _Call, output: Tensor, input: Tensor, options: object) -> Handle:
     """Runs inside an autograd function if gradients are recorded; that function records nothing else."""
     source = input.contiguous()
     if source.is_conj() or source.is_neg():
@@ -308,7 +312,7 @@ def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) 
     return Handle(tickets, None if to is output else (output, to))
 
 
-def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None:
+def _check_memory(body: Body, call: _Call, output: Tensor, input: Tensor) -> None:
     """Raises ValueError if bytes would be read after being overwritten; both contiguous."""
     start, other = output.data_ptr(), input.data_ptr()
     if min(start + output.nbytes, other + input.nbytes) <= max(start, other):
@@ -328,7 +332,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, input: Tensor, body: Any, call: _Call, options: Any, works: list[Handle]
+        ctx: Any, output: Tensor, input: Tensor, body: Body, call: _Call, options: object, works: list[Handle]
     ) -> Tensor:
         ctx.mark_dirty(output)
         ctx.saved = body, call.transport, options, input.shape, input is output
@@ -357,7 +361,7 @@ class _Differentiable(torch.autograd.Function):
         return (result if in_place else None, None if in_place else result, None, None, None, None)
 
 
-def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
+def _reduction(name: str, op: Reduction, dtype: torch.dtype) -> str:
     if op not in _NAMES:
         raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
     if dtype not in _REDUCED:

@@ -182,7 +182,7 @@ def context_parallel_attention(
     q, k, v = cast_for_autocast(q, k, v)
     check_dtypes(q, k, v)
     chunks = _chunks(q, k, v, transport.world, heads_per_chunk)
-    cp_plan = _plan(mask, shards, transport, q, k, len(chunks))
+    cp_plan = _plan(mask, shards, transport.rank, q, k, len(chunks))
     arguments = arguments_of(
         q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         q=q.shape, k=k.shape, v=v.shape, shards=fingerprint_of_shards(shards), mask=cp_plan.fingerprint,
@@ -194,22 +194,17 @@ def context_parallel_attention(
 
 
 def _plan(
-    mask: BitfieldMask | ContextParallelPlan,
-    shards: TokenShards,
-    transport: Transport,
-    q: Tensor,
-    k: Tensor,
-    chunks: int,
+    mask: BitfieldMask | ContextParallelPlan, shards: TokenShards, rank: int, q: Tensor, k: Tensor, chunks: int
 ) -> ContextParallelPlan:
     if isinstance(mask, BitfieldMask):
         heads, kv_heads = -(-q.shape[1] // chunks), -(-k.shape[1] // chunks)
-        mask = ContextParallelPlan.build(mask, shards, transport.rank, heads=heads, kv_heads=kv_heads)
+        mask = ContextParallelPlan.build(mask, shards, rank, heads=heads, kv_heads=kv_heads)
     elif not isinstance(mask, ContextParallelPlan):
         raise TypeError(f"mask must be a BitfieldMask or a ContextParallelPlan, got {type(mask).__name__}")
     if mask.shards is not shards:
         raise ValueError("mask was built for other shards: use one TokenShards for all parts of a microbatch")
-    if mask.rank != transport.rank:
-        raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {transport.rank} of the group")
+    if mask.rank != rank:
+        raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {rank} of the group")
     if mask.plan.device != q.device:
         raise ValueError(f"the mask is on {mask.plan.device} but q is on {q.device}: build it from mask.to(q.device)")
     return mask
@@ -254,59 +249,49 @@ class _Job:
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
-        out, lse = as_one_operation(lambda: _ContextParallel._forward(job, q, k, v), q)
+        def compute() -> list[Tensor]:
+            out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
+            with torch.autocast(q.device.type, enabled=False):
+                keys = _GatheredHeads(job, k, v)
+                for number, chunk in enumerate(job.chunks):
+                    rows = job.queries(chunk, q, k)
+                    with keys.ready(number) as (k_all, v_all), computing(job.transport, f"attention, {_named(chunk)}"):
+                        out[:, rows], lse[:, rows] = run_forward(
+                            q[:, rows], k_all, v_all, job.plan, job.scale, job.softcap, job.backend
+                        )
+            return [out, lse]
+
+        out, lse = as_one_operation(compute, q)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def _forward(job: _Job, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
-        with torch.autocast(q.device.type, enabled=False):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        job: _Job = ctx.job
+        in_use = job.transport.used_for(f"backward of {_NAME}")
+        with in_use, torch.no_grad(), torch.autocast(job.transport.device.type, enabled=False):
+            q, k, v, out, lse = ctx.saved_tensors
+            # Other ranks may use an output that this rank does not: all ranks must join the collectives.
+            dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+            grads = dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
             keys = _GatheredHeads(job, k, v)
+            owners = _ScatteredGradients(job)
             for number, chunk in enumerate(job.chunks):
                 rows = job.queries(chunk, q, k)
-                with keys.ready(number) as (k_all, v_all), computing(job.transport, f"attention, {_named(chunk)}"):
-                    out[:, rows], lse[:, rows] = run_forward(
-                        q[:, rows], k_all, v_all, job.plan, job.scale, job.softcap, job.backend
-                    )
-        return [out, lse]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport = ctx.job.transport
-        with (
-            transport.used_for(f"backward of {_NAME}"),
-            torch.no_grad(),
-            torch.autocast(transport.device.type, enabled=False),
-        ):
-            grads = _ContextParallel._backward(ctx.job, dout, dlse, *ctx.saved_tensors)
+                with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
+                    dq[:, rows], *parts = run_backward(
+                        dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
+                        out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
+                        wide=True,
+                    )  # fmt: skip
+                owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
+            owners.finish()
         if torch.is_grad_enabled():  # create_graph=True
             grads = _NoSecondDerivative.apply(*(grad.requires_grad_() for grad in grads))
         return *grads, None
-
-    @staticmethod
-    def _backward(
-        job: _Job, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # Other ranks may use an output that this rank does not: all ranks must join the collectives.
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        keys = _GatheredHeads(job, k, v)
-        owners = _ScatteredGradients(job)
-        for number, chunk in enumerate(job.chunks):
-            rows = job.queries(chunk, q, k)
-            with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
-                dq[:, rows], *parts = run_backward(
-                    dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
-                    out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
-                    wide=True,
-                )  # fmt: skip
-            owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
-        owners.finish()
-        return dq, dk, dv
 
 
 class _NoSecondDerivative(torch.autograd.Function):

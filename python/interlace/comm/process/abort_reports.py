@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def named(ranks: Sequence[int | str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in ranks)}"
 
 
-def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, Any]:
+def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, dist.Store]:
     """(name, store) shared by the ranks of a group for one purpose. All ranks request them in the same order.
 
     A counter in the group's own store numbers them, so a group created again under its old name finds no old keys.
@@ -111,15 +111,12 @@ class AbortReports:
         """This rank stops waiting for the ranks `missing`. reason: as from `reason_of`."""
         self._publish(AbortReport(reason, tuple(rank for rank in missing if rank != self.rank)))
 
-    def lost(self, ranks: Sequence[int], error: BaseException, timeout: float) -> tuple[str, list[int]]:
+    def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
         """Reports that this rank stops waiting for `ranks`, and returns (description of the lost ranks, lost ranks).
 
-        Takes seconds: live ranks have to notice the failure too, for which each has its `timeout`.
+        reason: as from `reason_of`. Takes seconds: live ranks have to notice the failure too, for which each has its
+        `timeout`.
         """
-        return self.trace(reason_of(error, timeout), ranks, timeout)
-
-    def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
-        """As `lost`, for a known `reason`."""
         self.report_abort(reason, ranks)
         self.traced = True
         if self._coordinated:
@@ -169,7 +166,7 @@ class AbortReports:
         if self._published is None and not self._coordinated:
             self._published = report
             raw = encode(_WHAT, [report.reason[:500], " ".join(map(str, report.missing))])
-            bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)
+            bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)  # type: ignore[arg-type]
 
 
 def _grace(timeout: float) -> float:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from interlace.comm.transports.base import Transport
 
 Group = Any  # Transport | ProcessGroup | DeviceMesh | None
+Device = torch.device | str
 
 _here = threading.local()
 

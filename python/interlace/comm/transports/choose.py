@@ -24,6 +24,7 @@ from interlace._hints import imported
 from interlace.comm.process import groups
 from interlace.comm.process.abort_reports import named
 from interlace.comm.process.errors import CommError
+from interlace.comm.process.groups import Device, Group
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
@@ -42,18 +43,14 @@ PREFERENCE = {
 }
 
 
-_connected: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 _single_rank: dict[torch.device, Transport] = {}
-_connecting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_connecting: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # guards these tables; never held while ranks wait for each other
 
 
 def connect(
-    process_group: Any = None,
-    *,
-    device: torch.device | str = "cpu",
-    transport: str = "auto",
-    timeout: float | None = None,
+    process_group: Group = None, *, device: Device = "cpu", transport: str = "auto", timeout: float | None = None
 ) -> Transport:
     """Connects the ranks of a process group; collective, with the same arguments on each.
 
@@ -167,7 +164,7 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
 
 def edge_transports(
     introductions: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], group_backend: str
-) -> dict[Any, str]:
+) -> dict[tuple[int, int], str]:
     """Edge -> the transport that `connect` must create for it; "" if the group of torch.distributed carries it.
 
     torch.distributed is used where it can carry the edge, unless another transport is named. A named transport for a
@@ -178,7 +175,8 @@ def edge_transports(
 
     Raises ValueError, identically on all ranks, for an edge that the named transport, or no transport, can carry.
     """
-    requested, chosen = _agreed(introductions, range(len(introductions))), {}
+    requested = _agreed(introductions, range(len(introductions)))
+    chosen: dict[tuple[int, int], str] = {}
     for edge in edges:
         reasons = _reasons([introductions[rank] for rank in edge], edge)
         shared = sharing(introductions, edge)
@@ -269,7 +267,7 @@ def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return ranks
 
 
-def members(group: groups.Group) -> tuple[int, int]:
+def members(group: Group) -> tuple[int, int]:
     """(rank of this process, number of ranks) of `group`, without connecting anything. Errors as for `resolve`."""
     group = groups.current_transport() if group is None else group
     if isinstance(group, Transport):
@@ -280,7 +278,7 @@ def members(group: groups.Group) -> tuple[int, int]:
     return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
-def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transport:
+def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
     """The transport of `group` for tensors of `device`.
 
     The first use of a process group connects its ranks (`connect`, collective). The transport is kept until the process
@@ -308,7 +306,7 @@ def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transpor
     return transports[device.type]
 
 
-def disconnect(group: groups.Group = None) -> None:
+def disconnect(group: Group = None) -> None:
     """Closes the transports that `resolve` created for `group`; the next use connects again, on every rank.
 
     Until then, a failed transport stays failed.

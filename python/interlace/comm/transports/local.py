@@ -48,16 +48,6 @@ class LocalHub(ThreadRanks):
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[torch.Event | None]] = defaultdict(deque)  # (from, to)
 
-    def first(self, rank: int, peer: int, operation: str, timeout: float, waiting: deque[T]) -> T:
-        """The first entry of a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
-        with self.changed:
-            if self.wait_for(rank, operation, lambda: () if waiting else (peer,), timeout):
-                own_rank, peer_rank = self.global_ranks[rank], self.global_ranks[peer]
-                raise CommError(
-                    f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {timeout:g} s", [peer_rank]
-                )
-            return waiting[0]
-
 
 class LocalTransport(QueueTransport):
     """One virtual rank. Made by `run_local`, or from a `LocalHub` that all ranks of the process share."""
@@ -78,7 +68,7 @@ class LocalTransport(QueueTransport):
         self.copier = copier
 
     def _run(self, batch: Batch) -> None:
-        hub, rank, operation = self.hub, self.rank, batch.label
+        hub, rank = self.hub, self.rank
         self.before(rank, "post")
         ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
@@ -89,8 +79,7 @@ class LocalTransport(QueueTransport):
             hub.changed.notify_all()
 
         for peer in peers:
-            edge = (peer, rank)
-            parcel = hub.first(rank, peer, operation, self.timeout, hub.posted[edge])
+            parcel = self._take(peer, batch.label, hub.posted[peer, rank])
             check(self.global_ranks[rank], self.global_ranks[peer], batch.header_from(peer), parcel.header)
             expected = [tensor for source, tensor in batch.incoming if source == peer]
             self.before(rank, "take")
@@ -100,18 +89,22 @@ class LocalTransport(QueueTransport):
             taken = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
             with hub.changed:
                 self._progress.note()
-                hub.posted[edge].popleft()
-                hub.taken[edge].append(taken)
+                hub.taken[peer, rank].append(taken)
                 hub.changed.notify_all()
 
         for peer in peers:
-            edge = (rank, peer)
-            taken = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
+            taken = self._take(peer, batch.label, hub.taken[rank, peer])
             self.before(rank, "taken")
-            with hub.changed:
-                hub.taken[edge].popleft()
             if taken is not None:
                 torch.accelerator.current_stream().wait_event(taken)
+
+    def _take(self, peer: int, operation: str, waiting: deque[T]) -> T:
+        """The first entry of a queue that `peer` fills. Raises CommError if the peer is gone or too slow."""
+        with self.hub.changed:
+            if self.hub.wait_for(self.rank, operation, lambda: () if waiting else (peer,), self.timeout):
+                text = f"no answer from rank {self.global_ranks[peer]} within {self.timeout:g} s"
+                raise self._error(operation, text, [peer])
+            return waiting.popleft()
 
     def _notify(self, reason: str) -> None:
         self.hub.leave(self.rank, reason)

@@ -199,7 +199,7 @@ class NcclTransport(GlooTransport):
         self._wait_for_last_batch()
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
-        for give, take in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue={}):
+        for give, take in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue=dict[int, Tensor]()):
             work = self._payload.alltoall(
                 [take.get(peer, nothing) for peer in range(self.world)],
                 [give.get(peer, nothing) for peer in range(self.world)],

@@ -9,10 +9,10 @@ fault among stalled ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from interlace.resilience.coordinator.hangs import Hangs, Removal
+from interlace.resilience.coordinator.hangs import Hangs, Removal, Report
 from interlace.resilience.coordinator.roster import Roster, Templates
 from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
@@ -39,6 +39,9 @@ from interlace.resilience.member import (
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor.watch import Stall
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 TOGETHER = 0.05  # seconds: losses within it are one event
 SEARCH = 1.0  # seconds beyond a heartbeat to find out why a rank aborted the generation
 LATE = 60.0  # seconds that a rank has to enter a generation that another rank aborts
@@ -60,7 +63,12 @@ class Authority:
     """
 
     def __init__(
-        self, settings: Settings, store: Any, report: Callable[..., None], now: float, state: StateFile | None = None
+        self,
+        settings: Settings,
+        store: dist.Store,
+        report: Report,
+        now: float,
+        state: StateFile | None = None,
     ) -> None:
         self.roster, self._store, self._report_event, self._began = Roster(settings), store, report, now
         self._state = state
@@ -87,7 +95,7 @@ class Authority:
     # -- state file and restart ------------------------------------------------------------------------------
 
     @classmethod
-    def resumed(cls, state: StateFile, store: Any, report: Callable[..., None], now: float) -> Authority:
+    def resumed(cls, state: StateFile, store: dist.Store, report: Report, now: float) -> Authority:
         """Authority of a restarted coordinator, from its state file and with an empty store.
 
         A generation with a committed step continues: all of its ranks have connected to each other, and no longer need

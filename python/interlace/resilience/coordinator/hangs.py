@@ -9,6 +9,8 @@ from interlace.resilience.generation import Generation, Noticed
 from interlace.resilience.supervisor.faults import CIRCLE, WAITS, culprits
 from interlace.resilience.supervisor.watch import Stall
 
+Report = Callable[..., None]
+"""Logs an event: report(event, key=value, ...)."""
 SURE = 0.5  # seconds that a suspected rank has to make progress
 
 
@@ -27,7 +29,7 @@ class Hangs:
     false_alarms: number of suspected ranks that made progress before they were removed.
     """
 
-    def __init__(self, heartbeat: float, report: Callable[..., None]) -> None:
+    def __init__(self, heartbeat: float, report: Report) -> None:
         self._heartbeat, self._report_event = heartbeat, report
         self.false_alarms = 0
         self._suspects: dict[tuple[str, int], float] = {}

@@ -84,8 +84,8 @@ class Coordinator:
         self._listening = listen_on(host, port)
         self._listening.setblocking(False)
         self.port = int(self._listening.getsockname()[1])
-        self._store: Any = tcp_store(host, store_port or (kept.store_port if kept else 0), 0, 1, 60.0, wait=False)
-        self.store_port = int(self._store.port)
+        self._store = tcp_store(host, store_port or (kept.store_port if kept else 0), 0, 1, 60.0, wait=False)
+        self.store_port = self._store.port
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._supervised: dict[int, Supervised] = {}
