@@ -125,9 +125,8 @@ class Authority:
         generation, decided, roster = self.generation, self._decided, self.roster
         if roster.templates is not None:
             self._store.set(TEMPLATES, roster.templates.to_json())
-        for spare in roster.ready:
-            if generation is not None and spare not in generation.nodes:
-                self._store.set(f"{SPARE}/{spare}", "1")
+        if generation is not None:
+            self._mark_spares(generation)
         if decided is not None:
             self._store.set(f"{prefix_of_number(decided.generation)}/{DECISION}/{decided.step}", decided.answer)
         if generation is None or self.over:
@@ -378,11 +377,7 @@ class Authority:
         self._broken = self._aborted = None
         self._since = now
         self._save()
-        for node in self.roster.ready:
-            if node in generation.nodes:
-                self._store.delete_key(f"{SPARE}/{node}")
-            else:
-                self._store.set(f"{SPARE}/{node}", "1")
+        self._mark_spares(generation)
         self._forget_keys(generation.number - 2)
         self._announce(generation)
         pipelines = [list(pipeline) for pipeline in generation.pipelines]
@@ -395,6 +390,13 @@ class Authority:
             cause=cause,
             leaving=list(generation.leaving),
         )
+
+    def _mark_spares(self, generation: Generation) -> None:
+        for node in self.roster.ready:
+            if node in generation.nodes:
+                self._store.delete_key(f"{SPARE}/{node}")
+            else:
+                self._store.set(f"{SPARE}/{node}", "1")
 
     def _announce(self, generation: Generation) -> None:
         self._store.set(f"{GENERATION}/{generation.number}", generation.to_json())

@@ -229,22 +229,18 @@ class Supervisor:
             if self._leave_deadline is not None and now > self._leave_deadline:
                 break
             try:
-                connection = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
-            except OSError:
-                time.sleep(0.2)
-                continue
-            try:
-                self._handshake(connection, ATTEMPT)
+                line = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
+                self._handshake(line, ATTEMPT)
             except Refused:
                 raise
-            except ResilienceError:
-                connection.close()
+            except (OSError, ResilienceError):
+                line.close()
                 time.sleep(0.2)
                 continue
             self._log(f"node {self.id} has reconnected to the coordinator")
             if self._leave_deadline is not None:
-                connection.say("leaving", seconds=max(self._leave_deadline - time.monotonic(), 0.0))
-            return connection
+                line.say("leaving", seconds=max(self._leave_deadline - time.monotonic(), 0.0))
+            return line
         waited = (
             f", which was not restarted within {patience:g} s (resilience.coordinator_patience)" if patience else ""
         )
