@@ -90,8 +90,8 @@ def no_step(rank: int, operation: str) -> None:
 class QueueTransport(Transport):
     """A transport that runs batches on a thread, one after another, in call order.
 
-    A subclass implements `_run`, and `_shut` to free its resources. After the first error every
-    later batch fails with the same reason: the order of batches is lost, so later results could not be trusted.
+    A subclass implements `_run`, and `_shut` to free its resources. After the first error every later batch fails with
+    the same reason: the order of batches is lost, so later results could not be trusted.
 
     A transport without references is closed. Those still open when the interpreter exits are closed too.
     """
