@@ -174,7 +174,7 @@ class QueueTransport(Transport):
             ticket = _QueuedTicket(self._named(batch), self.timeout, self.device, self._progress)
             ticket.keep = batch
             self._newest = weakref.ref(ticket)
-            self._queue.put(_Queued(self, batch, ticket, torch.is_inference_mode_enabled()))
+            self._queue.put((self, batch, ticket, torch.is_inference_mode_enabled()))
             return ticket
 
     def _run_here(self, batch: Batch) -> Ticket:
@@ -257,13 +257,8 @@ class QueueTransport(Transport):
             raise error
 
 
-class _Queued(NamedTuple):
-    """A batch in the queue. inference: inference mode of the caller, whose tensors are writable only in it."""
-
-    transport: QueueTransport
-    batch: Batch
-    ticket: _QueuedTicket
-    inference: bool
+# The last one: inference mode of the caller, whose tensors are writable only in it.
+_Queued = tuple[QueueTransport, Batch, _QueuedTicket, bool]
 
 
 def _work(batches: queue.SimpleQueue[_Queued | None]) -> None:
