@@ -22,18 +22,37 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.measure import command, device, machine, reason, versions, write_json
-from interlace.comm.transports.copiers import engine_copies, engine_missing, plain_copies, sm_copies
+from interlace.comm.transports.copiers import Copier, engine_copies, engine_missing, plain_copies
 
 Arm = Callable[[], object]
 SM_PROGRAMS = (8, 16, 32)
 PIECE = 8 << 20  # bytes of one copy of a batch
+
+
+def sm_copies(programs: int) -> Copier:
+    """Copies by a kernel of `programs` programs, each on its own SM if there are enough."""
+    if programs < 1:
+        raise ValueError(f"programs must be at least 1, got {programs}")
+
+    def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        from interlace.kernels.ranks import copy_call
+
+        for to, source in pairs:
+            words = to.nbytes // 4
+            if to.nbytes % 4 or (to.data_ptr() | source.data_ptr()) % 16:
+                to.copy_(source)
+            elif words:
+                copy_call(to.view(-1).view(torch.int32), source.view(-1).view(torch.int32), programs).run()
+
+    return copy
 
 
 class Bench:

@@ -35,9 +35,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
+from bench.overlap_picture import plot_traces
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
-from interlace.comm.overlap.picture import plot_traces
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.transports.base import Copy, Forwarding, Ticket, Transport
 from interlace.comm.transports.emulated import EmulatedTransport

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from bench.copy_engines import sm_copies
 from bench.measure import command, device, machine, reason, versions, write_json
 from bench.overlap import Serial
 from interlace import comm
-from interlace.comm.process.agreement import Arguments
 from interlace.comm.transports.base import Capabilities, Copy, Transport
-from interlace.comm.transports.copiers import Copier, engine_copies, plain_copies, sm_copies
-from interlace.comm.transports.queued import QueueTransport
+from interlace.comm.transports.copiers import Copier, engine_copies, plain_copies
+from interlace.comm.transports.queued import Batch, QueueTransport
 
 WIDTH = 4096
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -48,16 +48,8 @@ class Mirror(QueueTransport):
     def capabilities(cls) -> Capabilities:
         return Capabilities("mirror", "any")
 
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
-    ) -> None:
-        self.copier([(to.tensor, source.tensor) for to, source in zip(incoming, outgoing, strict=True)])
-
-    def signal(self, peer: int) -> None:
-        pass
-
-    def wait(self, peer: int) -> None:
-        pass
+    def _run(self, batch: Batch) -> None:
+        self.copier([(to.tensor, source.tensor) for to, source in zip(batch.incoming, batch.outgoing, strict=True)])
 
 
 class Volume(Serial):

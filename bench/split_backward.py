@@ -144,7 +144,8 @@ def kept_between(stack: Stack) -> int:
         output = stack.forward()
     with stack.linears.backward() as waiting:
         output.backward(stack.gradient)
-    return waiting.nbytes
+    storages = [operand.untyped_storage() for _, operand in waiting.operands()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_a_peer_lost_within_a_message_is_named(pool: Any, victim: str, how: str)
 def introductions(cards: Sequence[str], wanted: str = "auto", lacks: str = "", hosts: int = 1) -> list[dict[str, Any]]:
     """Introductions of ranks on GPUs, where everything works except a feature of the last rank."""
     cuda = ("cuda_ipc", "symm_mem", "nccl")
-    can = {name: ["cuda" if name in cuda else "cpu", name not in ("nccl", "gloo"), ""] for name, *_ in PREFERENCE}
+    can = {name: ["cuda" if name in cuda else "cpu", name not in ("nccl", "gloo"), ""] for name in PREFERENCE}
     said = [
         {"wanted": wanted, "device": "cuda", "host": str(rank % hosts), "card": card,
          "can": {name: list(each) for name, each in can.items()}}

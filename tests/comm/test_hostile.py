@@ -18,11 +18,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace._core import Exchange
 from interlace.comm import CommError, connect
 from interlace.comm.process.agreement import NO_ARGUMENTS
 from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.store import is_loopback, tcp_store
-from interlace.comm.transports import shm
+from interlace.comm.transports import Copy, shm
 from interlace.comm.transports.header import header_of, pack
 from interlace.comm.transports.shm import Segment, ShmTransport, start_time_of
 from tests.comm.jobs import TIMEOUT
@@ -129,7 +130,7 @@ def test_what_a_hostile_peer_says_is_not_executed(pool: Any) -> None:
 def test_only_memory_of_this_user_that_has_no_name_is_opened(tmp_path: Path) -> None:
     """A peer passes the number under which it holds the memory. The memory is inspected before it is opened."""
     descriptor = Segment.create(2, 4096)
-    size, me = Segment.size(2, 4096), os.getpid()
+    size, me = Exchange.size(2, 4096), os.getpid()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
     os.close(shm._opened(me, descriptor, size))
 
@@ -167,7 +168,7 @@ def test_a_place_that_is_none_is_refused(place: int) -> None:
     write(0, 1)  # headers
     with ShmTransport(1, segment, [me, me], timeout=TIMEOUT) as there:
         with pytest.raises(CommError, match=f"rank 1: rank 0 refers to region {place}: its memory is damaged"):
-            there.copy_batch([], [shm.Copy(0, torch.empty(8))], "a test").wait()
+            there.copy_batch([], [Copy(0, torch.empty(8))], "a test").wait()
 
 
 # ---------------------------------------------------------------------- the store

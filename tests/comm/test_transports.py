@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from typing import Any
@@ -79,35 +78,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_moves() -> None:
     run_local(2, rank)
 
 
-# ---------------------------------------------------------------------- signals
-
-
-def signals(group: Transport) -> list[str]:
-    """Rank 0 raises its flag at rank 1 a hundred times; rank 1 waits for it as often, and once more."""
-    said = []
-    if group.rank == 0:
-        for _ in range(100):
-            group.signal(1)
-        group.wait(1)
-    else:
-        for _ in range(100):
-            group.wait(0)
-        group.signal(0)
-        with contextlib.suppress(CommError):
-            group.timeout = 0.3
-            group.wait(0)
-            said.append("waited for a signal that nobody gave")
-        with pytest.raises(CommError, match="failed before") as error:
-            group.signal(0)
-        said.append(str(error.value))
-    dist.barrier()  # until then rank 0 is present, but sends no signal
-    return said
-
-
-@pytest.mark.parametrize("kind", ["shm", "gloo"])
-def test_each_wait_takes_one_signal(pool: Any, kind: str) -> None:
-    nothing, (said,) = on_ranks(pool, kind, 2, signals)
-    assert nothing == [] and re.search(r"rank 1, wait: no answer from rank 0 within 0.3 s", said), said
+# ---------------------------------------------------------------------- barriers
 
 
 def barriers(group: Transport) -> list[float]:

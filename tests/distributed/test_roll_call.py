@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from interlace.comm.process.abort_reports import AbortReports
+from interlace.comm.process.abort_reports import AbortReports, reason_of
 from tests.distributed.workers import run_ranks
 
 TIMEOUT = 3.0
@@ -22,7 +22,7 @@ def _notice(rank: int) -> str:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep({0: 0.0, 2: TIMEOUT / 2, 3: 2 * TIMEOUT}[rank])
-    words, _ = roll.lost([1], RuntimeError("connection reset by peer"), TIMEOUT)
+    words, _ = roll.trace(reason_of(RuntimeError("connection reset by peer"), TIMEOUT), [1], TIMEOUT)
     roll.leave(words, TIMEOUT)
     return words
 

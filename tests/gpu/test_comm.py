@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.copy_engines import sm_copies
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
 from interlace.comm.transports.choose import capabilities
-from interlace.comm.transports.copiers import engine_copies, engine_missing, plain_copies, sm_copies
+from interlace.comm.transports.copiers import engine_copies, engine_missing, plain_copies
 from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.distributed.workers import run_ranks

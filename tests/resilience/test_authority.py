@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from interlace.resilience.coordinator.authority import LATE, SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.coordinator.authority import LATE, SEARCH, TOGETHER, Authority
+from interlace.resilience.coordinator.hangs import Removal
 from interlace.resilience.generation import Node
 from interlace.resilience.member import ABORTED, ENTERED, READY, WHY, cast, decided, prefix_of
 from interlace.resilience.settings import Settings

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from interlace.resilience.coordinator import state
-from interlace.resilience.coordinator.authority import SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.coordinator.authority import SEARCH, TOGETHER, Authority
+from interlace.resilience.coordinator.hangs import Removal
 from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Answer, Decision, Generation, Node

@@ -23,7 +23,7 @@ from interlace.comm.collectives.one_operation import as_one_operation
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
 from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.groups import Group, current_transport
-from interlace.comm.transports.base import Copy, peers_of
+from interlace.comm.transports.base import swap
 from interlace.comm.transports.choose import members
 
 
@@ -98,10 +98,7 @@ class Ranks:
         gathered = rows.new_empty(sum(counts), *rows.shape[1:])
         pieces = gathered.split(list(counts))
         pieces[self.rank].copy_(rows)
-        peers = peers_of(self.rank, self.world)
-        self.transport(rows).copy_batch(
-            [Copy(peer, rows) for peer in peers], [Copy(peer, pieces[peer]) for peer in peers], "gather_rows"
-        ).wait()
+        swap(self.transport(rows), lambda _: [rows], lambda peer: [pieces[peer]], "gather_rows").wait()
         return gathered.movedim(0, dim).contiguous()
 
     def __deepcopy__(self, memo: Any) -> Ranks:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from interlace.resilience.wire import from_table, one_of
 
 Kind = Literal["train", "save"]
 Noticed = Literal["start", "death", "hang", "join", "leave", "failure", "restart"]
@@ -28,7 +30,7 @@ class Decision(NamedTuple):
     def from_table(cls, values: Any) -> Decision:
         """Raises ValueError."""
         generation, step, answer = values
-        return cls(int(generation), int(step), _one_of(answer, Answer))
+        return cls(int(generation), int(step), one_of(Answer, answer))
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,6 @@ class Node:
     id: str
     ranks: int
     host: str
-
-    @classmethod
-    def from_table(cls, table: Any) -> Node:
-        """Raises ValueError."""
-        return cls(**_typed(table, {"id": str, "ranks": int, "host": str}))
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,6 @@ class Event:
     node: str
     time: float
     detail: str = ""
-
-    @classmethod
-    def from_table(cls, table: Any) -> Event:
-        """Raises ValueError."""
-        values = _typed(table, {"kind": str, "node": str, "time": float, "detail": str})
-        return cls(_one_of(values["kind"], Noticed), values["node"], values["time"], values["detail"])
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Generation:
     kind: Kind = "train"
     cause: tuple[Event, ...] = ()
     faults: int = 1
-    leaving: tuple[str, ...] = field(default=())
+    leaving: tuple[str, ...] = ()
 
     def order(self) -> tuple[str, ...]:
         """Ids of the training nodes, pipeline after pipeline. Ranks are numbered in this order."""
@@ -117,35 +108,12 @@ class Generation:
     @classmethod
     def from_json(cls, text: str | bytes) -> Generation:
         """Raises ValueError with the reason."""
-        try:
-            table = json.loads(text)
-            nodes = [Node.from_table(each) for each in table["nodes"]]
-            generation = cls(
-                int(table["number"]),
-                tuple(tuple(map(str, pipeline)) for pipeline in table["pipelines"]),
-                {node.id: node for node in nodes},
-                _one_of(table["kind"], Kind),
-                tuple(Event.from_table(each) for each in table["cause"]),
-                int(table["faults"]),
-                tuple(map(str, table["leaving"])),
-            )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"invalid generation ({type(error).__name__}: {error})") from error
+        generation = from_table(cls, json.loads(text))
+        nodes = [from_table(Node, each) for each in generation.nodes]  # a list in JSON
+        generation = replace(generation, nodes={node.id: node for node in nodes})
         missing = {*generation.order(), *generation.leaving} - set(generation.nodes)
         if missing:
             raise ValueError(
                 f"generation {generation.number} refers to nodes that it does not describe: {sorted(missing)}"
             )
         return generation
-
-
-def _typed(table: Any, types: Mapping[str, type]) -> dict[str, Any]:
-    if not isinstance(table, dict) or table.keys() != types.keys():
-        raise ValueError(f"expected the keys {', '.join(types)}, got {table!r:.200}")
-    return {key: kind(table[key]) for key, kind in types.items()}
-
-
-def _one_of(value: Any, kind: Any) -> Any:
-    if value not in get_args(kind):
-        raise ValueError(f"expected one of {', '.join(get_args(kind))}, got {value!r:.100}")
-    return value

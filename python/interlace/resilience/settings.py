@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from interlace.resilience.wire import from_table
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,14 +30,7 @@ class Settings:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Settings:
         """Raises ValueError."""
-        try:
-            settings = cls(**{str(key): value for key, value in table.items()})
-            numbers = asdict(settings)
-            whole = all(type(numbers[key]) is int for key in ("nodes", "faults", "min_nodes", "ranks_per_node"))
-            if not whole or not all(isinstance(value, int | float) for value in numbers.values()):
-                raise TypeError("a value is not a number")
-        except TypeError as error:
-            raise ValueError(f"invalid settings of a run ({error})") from error
+        settings = from_table(cls, table)
         if settings.nodes < 1 or settings.faults < 0 or settings.min_nodes < 0 or settings.ranks_per_node < 1:
             raise ValueError(f"counts of nodes must be positive, got {settings}")
         if not settings.heartbeat > 0 or not settings.gather >= 0 or not settings.patience >= 0:

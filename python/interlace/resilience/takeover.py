@@ -176,11 +176,8 @@ def _messages(tensors: Iterator[Tensor]) -> Iterator[_Message]:
     for tensor in tensors:
         if tensor.nbytes >= ALONE:
             step = max(PIECE // tensor.element_size(), 1)
-            flat = tensor.view(-1) if tensor.is_contiguous() else None
-            if flat is None:
-                yield _Message([tensor])
-            else:
-                yield from (_Message([part]) for part in flat.split(step))
+            parts = tensor.view(-1).split(step) if tensor.is_contiguous() else [tensor]
+            yield from (_Message([part]) for part in parts)
             continue
         if size + tensor.nbytes > TOGETHER:
             yield _Message(small)

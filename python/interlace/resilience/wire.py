@@ -19,14 +19,49 @@ From the coordinator:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 VERSION = 3
 LONGEST = 1 << 18  # largest line, bytes
 FOREIGN = "the peer does not use this protocol"
 AHEAD = 5.0  # alive messages per heartbeat
+T = TypeVar("T")
+
+
+def from_table(kind: type[T], table: object) -> T:
+    """A dataclass from a received table with exactly its fields, of its types. Raises ValueError."""
+    types = get_type_hints(kind)
+    try:
+        if not isinstance(table, dict) or table.keys() != types.keys():
+            raise ValueError(f"expected the keys {', '.join(types)}, got {table!r:.200}")
+        return kind(**{key: _typed(types[key], value) for key, value in table.items()})
+    except ValueError as error:
+        raise ValueError(f"invalid {kind.__name__.lower()} ({error})") from error
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of JSON as `kind`: a number, text, Literal, tuple or dataclass; of another kind as it is."""
+    if get_origin(kind) is Literal:
+        return one_of(kind, value)
+    if get_origin(kind) is tuple:
+        return tuple(_typed(get_args(kind)[0], each) for each in _typed(list, value))
+    if dataclasses.is_dataclass(kind):
+        return from_table(kind, value)  # type: ignore[arg-type]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (bool, int, float, str, list) and type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {value!r:.100}")
+    return value
+
+
+def one_of(kind: Any, value: Any) -> Any:
+    """`value`, one of a Literal. Raises ValueError."""
+    if value not in get_args(kind):
+        raise ValueError(f"expected one of {', '.join(get_args(kind))}, got {value!r:.100}")
+    return value
 
 
 class Line:

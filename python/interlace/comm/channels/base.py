@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,17 +26,18 @@ from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.transports.base import Transport
 
 __all__ = [
+    "BaseChannel",
     "Channel",
     "CommError",
     "Part",
     "Pending",
     "Sent",
     "Tag",
-    "TaggedReceiver",
     "check_digest",
     "check_numbers",
-    "check_tag",
 ]
+
+T = TypeVar("T")
 
 
 class Tag(NamedTuple):
@@ -138,7 +139,7 @@ class Channel(Protocol):
         end of a step, where these must agree.
         """
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         """Every rank's ``value`` by rank (small, JSON-serializable, same form everywhere). Slow: goes through rank 0.
 
         An error names the lost rank. Also compared: whether the ranks of each group have begun the same sums so far.
@@ -176,12 +177,26 @@ class Channel(Protocol):
         """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""
 
 
-class TaggedReceiver(ABC):
-    """Receiving part of a channel: takes messages of a peer as they arrive, and returns them by tag."""
+class BaseChannel(ABC):
+    """Common part of the channels: takes messages of a peer as they arrive, and returns them by tag."""
 
-    recorder: FlightRecorder
-    _early: dict[tuple[int, Tag], Part]
-    """(peer, tag) -> a message that arrived before it was requested."""
+    def __init__(
+        self, rank: int, world: int, timeout: float, device: torch.device | str, recorder: FlightRecorder | None
+    ) -> None:
+        self.rank, self.world, self.timeout, self.device = rank, world, timeout, torch.device(device)
+        self.collectives = 0
+        self.recorder = recorder or FlightRecorder(rank, world=world)
+        self._digest = 0
+        self._sent = Sent()
+        self._early: dict[tuple[int, Tag], Part] = {}  # messages that arrived before they were requested
+        self._lanes: dict[tuple[int, ...], Transport] = {}
+
+    def begin(self, digest: int) -> None:
+        self._digest = digest
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.popitem()[1].close()
 
     @abstractmethod
     def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
@@ -199,6 +214,12 @@ class TaggedReceiver(ABC):
             self._early[peer, received] = part
         self.recorder.end(token)
         return part
+
+    def _check_message(self, peer: int, tag: Tag, others: Collection[Tag], digest: int, received: Tag) -> None:
+        """Raises CommError unless `received`, sent in a step of `digest`, is ``tag`` or one of the others."""
+        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
+        if received != tag and received not in others:
+            raise CommError(f"rank {self.rank} expected {tag} from rank {peer} but received {received}")
 
 
 class Sent(dict[tuple[int, Tag], tuple[torch.Size, torch.dtype]]):
@@ -223,11 +244,6 @@ def check_digest(rank: int, peer: int, operation: object, own: int, other: int) 
             f"rank {rank}, {operation}: rank {peer} has another step table ({other:012x}, here {own:012x}): use the "
             "same seed, config, data and data position on every rank"
         )
-
-
-def check_tag(rank: int, peer: int, expected: Tag, received: Tag) -> None:
-    if received != expected:
-        raise CommError(f"rank {rank} expected {expected} from rank {peer} but received {received}")
 
 
 def check_numbers(numbers: Tensor) -> None:

@@ -34,13 +34,13 @@ class Connections:
         return count
 
 
-def cut_to(host: str, port: int) -> int:
-    """Shuts down the connections of this process to an address; returns their number."""
+def cut_to(host: str, port: int) -> None:
+    """Shuts down the connections of this process to an address."""
     with contextlib.suppress(OSError):
         addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        sockets = [pair for pair in _sockets().items() if _is_to(pair[0], addresses, port)]
-        return sum(_shut(*pair) for pair in sockets)
-    return 0
+        for number, inode in _sockets().items():
+            if _is_to(number, addresses, port):
+                _shut(number, inode)
 
 
 def _is_to(number: int, hosts: set[str], port: int) -> bool:

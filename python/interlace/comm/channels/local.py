@@ -16,18 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.channels.base import (
-    Part,
-    Pending,
-    Sent,
-    Tag,
-    TaggedReceiver,
-    check_digest,
-    check_numbers,
-    check_tag,
-)
+from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
+from interlace.comm.process.groups import Device
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.thread_ranks import ThreadRanks
@@ -79,32 +71,17 @@ class LocalNetwork(ThreadRanks):
             return self.hubs.setdefault(lane, LocalHub(len(lane), global_ranks=lane))
 
 
-class LocalChannel(TaggedReceiver):
+class LocalChannel(BaseChannel):
     """Channel of one virtual rank; see `interlace.comm.channels.base.Channel`."""
 
     def __init__(
-        self,
-        rank: int,
-        network: LocalNetwork,
-        *,
-        device: torch.device | str = "cpu",
-        recorder: FlightRecorder | None = None,
+        self, rank: int, network: LocalNetwork, *, device: Device = "cpu", recorder: FlightRecorder | None = None
     ) -> None:
         if not 0 <= rank < network.world:
             raise ValueError(f"rank must be 0 to {network.world - 1}, got {rank}")
-        self.rank, self.world, self.timeout = rank, network.world, network.timeout
-        self.device = torch.device(device)
+        super().__init__(rank, network.world, network.timeout, device, recorder)
         self.network = network
-        self.collectives = 0
-        self.recorder = recorder or FlightRecorder(rank, world=network.world)
-        self._digest = 0
-        self._sent = Sent()
         self._sends: list[int] = []  # recorder tokens
-        self._early = {}
-        self._lanes: dict[tuple[int, ...], Transport] = {}
-
-    def begin(self, digest: int) -> None:
-        self._digest = digest
 
     def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
         self._sends.append(self.recorder.begin("send", tag, (peer,)))
@@ -121,17 +98,14 @@ class LocalChannel(TaggedReceiver):
             self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
             digest, received, tensor, rows = queue.popleft()
             self.network.changed.notify_all()
-        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        if received not in others:
-            check_tag(self.rank, peer, tag, received)
+        self._check_message(peer, tag, others, digest, received)
         self._sent.check(self.rank, peer, received, tensor.shape, tensor.dtype)
         return received, Part(tensor, rows)
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
             return Pending()
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
+        wait = self._join_with("all_reduce", f"REDUCE {key}", ranks, key, tensor.detach(), _sum)
 
         def finish() -> None:
             tensor.detach().copy_(wait())
@@ -139,14 +113,11 @@ class LocalChannel(TaggedReceiver):
         return Pending(finish)
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("reduce_scatter", f"REDUCE {key}", tuple(ranks), subject, tensor.detach(), _sum)
+        wait = self._join_with("reduce_scatter", f"REDUCE {key}", ranks, key, tensor.detach(), _sum)
         return Pending(lambda: wait()[ranks.index(self.rank)].clone())
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
-        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        wait = self._join("gather", f"GATHER {key}", tuple(ranks), subject, tensor.detach().clone(), torch.stack)
-        return Pending(wait)
+        return Pending(self._join_with("gather", f"GATHER {key}", ranks, key, tensor.detach().clone(), torch.stack))
 
     def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         # Mismatched sums cannot occur here: their keys are compared when ranks join.
@@ -164,7 +135,7 @@ class LocalChannel(TaggedReceiver):
 
         return Pending(finish)
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         self.collectives += 1
         wait = self._join("exchange", operation, tuple(range(self.world)), operation, encode(operation, value), list)
         values = []
@@ -208,10 +179,6 @@ class LocalChannel(TaggedReceiver):
     def connect_all(self) -> Transport:
         return LocalTransport(self.rank, self.network.hub_of_all, timeout=self.timeout)
 
-    def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
-
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """No-op."""
 
@@ -221,6 +188,13 @@ class LocalChannel(TaggedReceiver):
     def _wait_for(self, operation: str, missing: Callable[[], Sequence[int]]) -> None:
         if missing_ranks := self.network.wait_for(self.rank, operation, missing, self.timeout):
             raise CommError(f"rank {self.rank}, {operation}: lost {named(missing_ranks)} ({SLOW.format(self.timeout)})")
+
+    def _join_with(
+        self, kind: str, operation: str, ranks: Sequence[int], key: str, tensor: Tensor, make: Callable[[Any], Any]
+    ) -> Callable[[], Any]:
+        """`_join` with a tensor, of one shape and dtype on all ranks."""
+        subject = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return self._join(kind, operation, tuple(ranks), subject, tensor, make)
 
     def _join(
         self, kind: str, operation: str, ranks: tuple[int, ...], subject: str, value: T, make: Callable[[list[T]], Any]

@@ -23,23 +23,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.channels.base import (
-    Part,
-    Pending,
-    Sent,
-    Tag,
-    TaggedReceiver,
-    check_digest,
-    check_numbers,
-    check_tag,
-)
+from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
 from interlace.comm.process.abort_reports import AbortReports, first_line, is_slow, named, reason_of
@@ -50,6 +41,7 @@ from interlace.comm.process.reductions import BITS, Reductions, digest_of
 from interlace.comm.transports.base import Transport
 from interlace.comm.transports.choose import connect, edge_transports, introduction_of, sharing
 
+T = TypeVar("T")
 MAGIC = 0x1A7E71ACE  # first number of a tensor header
 MAX_DIMS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -60,6 +52,9 @@ SUMS = {"cuda": "cpu:gloo,cuda:nccl"}
 PATHS = {"cuda": "NCCL on SMs"}
 """Device type -> description of what moves the bytes of sums, gathers and edges."""
 _HOST = torch.device("cpu")
+# On flat tensors. The second name is the one before torch 2.13.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _NEVER = 0x7E  # tag that is never sent
 _ROOM = 64  # gathers are padded to a multiple of this, so that small differences in count are reported
 
@@ -77,7 +72,7 @@ class _Send(NamedTuple):
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
-class GroupChannel(TaggedReceiver):
+class GroupChannel(BaseChannel):
     """Channel of this process's rank in the default process group; see `interlace.comm.channels.base.Channel`.
 
     Created by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be
@@ -96,8 +91,8 @@ class GroupChannel(TaggedReceiver):
     ) -> None:
         if not dist.is_initialized():
             raise CommError("torch.distributed is not initialised: call init_process_group before parallelize")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.modules, self.timeout, self.device = list(modules), timeout, torch.device(device)
+        super().__init__(dist.get_rank(), dist.get_world_size(), timeout, device, recorder)
+        self.modules = list(modules)
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise CommError(
                 "the weights are on a GPU, but this torch has no NCCL: install a torch with NCCL, or move the model to "
@@ -105,14 +100,11 @@ class GroupChannel(TaggedReceiver):
             )
         world = dist.group.WORLD
         assert world is not None
-        self.collectives = 0
-        self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
         self.paths = Paths(self.rank)
         self._reports = AbortReports(world, "pipeline", coordinated=coordinated)
         self._separate = self.device.type in EDGES  # tensors use other connections than data read on the host
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._separate else None
-        self._star = Star(self._host, _HOST, self._reports)
-        self._digest = 0
+        self._star = Star(self._host, self._reports)
         self._sends: deque[_Send] = deque()
         # (done, ranks, operation) of each arrival. Not torch's Work, which with NCCL keeps the received tensors alive.
         self._arrivals: list[tuple[Callable[[], bool], tuple[int, ...], str]] = []
@@ -122,13 +114,7 @@ class GroupChannel(TaggedReceiver):
         self._headers = GroupEdge(self._host, self.paths)
         self._introductions: list[dict[str, Any]] = []  # of all ranks
         self._reductions = Reductions()
-        self._sent = Sent()
-        self._early = {}
-        self._lanes: dict[tuple[int, ...], Transport] = {}
         self._connected: list[tuple[int, ...]] | None = None
-
-    def begin(self, digest: int) -> None:
-        self._digest = digest
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         needed = {tuple(group) for group in groups if len(group) > 1}
@@ -200,8 +186,7 @@ class GroupChannel(TaggedReceiver):
         return connect(group, device=_HOST, timeout=self.timeout)
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
+        super().close()
         while self._edges:
             self._edges.popitem()[1].close()
 
@@ -238,15 +223,11 @@ class GroupChannel(TaggedReceiver):
         while self._sends and self._sends[0].is_taken():
             self.recorder.end(self._sends.popleft().token)  # without a wait, which would also block the GPU
         self._sends.append(_Send(peer, tag, works, token))
-        for part, over in (
-            (header(_HOST, MAGIC, self._digest, *identity, *kind, rows), self._headers),
-            (tensor, edge),
-        ):
-            if part.numel():
-                try:
-                    works.append((over.send(part, peer), part))
-                except RuntimeError as error:
-                    raise self._lost_peer(peer, f"SEND {tag}", error) from error
+        head = header(MAGIC, self._digest, *identity, *kind, rows)
+        with self._naming_lost((peer,), f"SEND {tag}"):
+            works.append((self._headers.send(head, peer), head))
+            if tensor.numel():
+                works.append((edge.send(tensor, peer), tensor))
         self._sent.note(peer, tag, tensor)
 
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
@@ -258,7 +239,7 @@ class GroupChannel(TaggedReceiver):
     def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
         """The next message from ``peer``: ``tag``, or one of the others."""
         edge = self._edge(peer, self.rank, f"RECV {tag}")
-        head = header(_HOST)
+        head = header()
         self._receive_into(head, peer, tag, self._headers)
         magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape, rows = head.tolist()
         if magic != MAGIC:
@@ -267,10 +248,8 @@ class GroupChannel(TaggedReceiver):
         shape = shape[: max(dims, 0)]
         if not valid or min(shape, default=0) < 0 or rows < 0 or not 0 <= digest < 1 << BITS:
             raise CommError(f"rank {self.rank}: the header of {tag} from rank {peer} is damaged")
-        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
         received = Tag(self.modules[module], stage, chunk, other, bool(grad))
-        if received not in others:
-            check_tag(self.rank, peer, tag, received)
+        self._check_message(peer, tag, others, digest, received)
         kind, size = DTYPES[dtype], torch.Size(shape)
         if math.prod(shape) * kind.itemsize > _device.memory(self.device):
             raise CommError(
@@ -303,32 +282,29 @@ class GroupChannel(TaggedReceiver):
         return GroupEdge(None, self.paths, "gloo")
 
     def _receive_into(self, tensor: Tensor, peer: int, tag: Tag, edge: Edge) -> None:
-        try:
+        with self._naming_lost((peer,), f"RECV {tag}"):
             work = edge.receive(tensor, peer)
             if tensor.device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout))
             else:  # without a timeout only the GPU waits, not the host; the host waits at the end of the step
                 work.wait()
                 self._arrivals.append((_device.done(self.device), (peer,), f"RECV {tag}"))
-        except RuntimeError as error:
-            raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
             return Pending()
-        return self._start(
-            "all_reduce", tensor, ranks, key, None, lambda group: dist.all_reduce(tensor, group=group, async_op=True)
-        )
+        begin = partial(dist.all_reduce, tensor, async_op=True)
+        return self._start("all_reduce", tensor, ranks, key, None, begin)
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         own_row = torch.empty_like(tensor[0])
-        flat, parts = own_row.view(-1), tensor.contiguous().view(-1)
-        begin = partial(_reduce_scatter, flat, parts)
+        # One flat tensor: from a list NCCL would make a copy.
+        begin = partial(_REDUCE_SCATTER, own_row.view(-1), tensor.contiguous().view(-1), async_op=True)
         return self._start("reduce_scatter", tensor, ranks, key, own_row, begin)
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         gathered = tensor.new_empty(len(ranks), *tensor.shape)
-        begin = partial(_all_gather, gathered.view(-1), tensor.contiguous().view(-1))
+        begin = partial(_ALL_GATHER, gathered.view(-1), tensor.contiguous().view(-1), async_op=True)
         return self._start("gather", tensor, ranks, key, gathered, begin)
 
     def _start(
@@ -338,7 +314,7 @@ class GroupChannel(TaggedReceiver):
         ranks: Sequence[int],
         key: str,
         result: Tensor | None,
-        begin: Callable[[dist.ProcessGroup], dist.Work | None],
+        begin: Callable[..., dist.Work | None],
     ) -> Pending:
         """Starts a collective of some ranks and adds it to their digests; `wait` returns `result`."""
         self._reductions.add(ranks, key, tensor)
@@ -349,23 +325,19 @@ class GroupChannel(TaggedReceiver):
             raise CommError(
                 f"rank {self.rank}, {operation}: no group of ranks {list(ranks)}: pass it to add_groups first"
             )
-        try:
-            work = begin(group)
-        except RuntimeError as error:
-            raise self._lost_ranks(ranks, operation, error) from error
+        with self._naming_lost(ranks, operation):
+            work = begin(group=group)
         assert work is not None
         self.paths.note(kind, PATHS.get(tensor.device.type, "gloo"))
 
         def finish() -> Tensor | None:
             wait_token = self.recorder.begin("wait", key, tuple(ranks))
-            try:
+            with self._naming_lost(ranks, operation):
                 if self._separate and kind == "gather":  # only the GPU waits, as in `_receive_into`
                     work.wait()
                     self._arrivals.append((_device.done(self.device), tuple(ranks), operation))
                 else:
                     work.wait(timedelta(seconds=self.timeout))
-            except RuntimeError as error:
-                raise self._lost_ranks(ranks, operation, error) from error
             self.recorder.end(wait_token)
             self.recorder.end(token)
             return result
@@ -387,18 +359,14 @@ class GroupChannel(TaggedReceiver):
         row[len(prefix) : len(prefix) + count] = numbers.detach()
         rows = torch.empty(self.world, row.numel(), dtype=torch.float64)
         group = self._groups.get(tuple(ranks), self._host)
-        try:
+        with self._naming_lost(ranks, operation):
             work = dist.all_gather(list(rows.unbind()), row, group=group, async_op=True)
-        except RuntimeError as error:
-            raise self._lost_ranks(ranks, operation, error) from error
         assert work is not None
 
         def finish() -> Tensor:
             wait_token = self.recorder.begin("wait", operation, tuple(ranks))
-            try:
+            with self._naming_lost(ranks, operation):
                 work.wait(timedelta(seconds=self.timeout))
-            except RuntimeError as error:
-                raise self._lost_ranks(ranks, operation, error) from error
             for peer, (peer_count, peer_subject, digest, _) in enumerate(rows[:, : len(prefix)].tolist()):
                 if (peer_count, peer_subject) != (count, prefix[1]):
                     raise CommError(
@@ -414,10 +382,10 @@ class GroupChannel(TaggedReceiver):
 
         return Pending(finish)
 
-    def exchange(self, value: Any, operation: str) -> list[Any]:
+    def exchange(self, value: T, operation: str) -> list[T]:
         self.collectives += 1
         token = self.recorder.begin("exchange", operation, tuple(range(self.world)))
-        answers = self._star.exchange([value, self._reductions.text()], operation, self.timeout)
+        answers: list[Any] = self._star.exchange([value, self._reductions.text()], operation, self.timeout)
         self._compare_sums([text for _, text in answers], operation)
         self.finish()
         self.recorder.end(token)
@@ -434,27 +402,20 @@ class GroupChannel(TaggedReceiver):
         waiting = self.recorder.begin("finish", "", tuple(sorted({sent.peer for sent in pending})))
         until = time.monotonic() + self.timeout
         for done, ranks, operation in arrivals:
-            try:
+            with self._naming_lost(ranks, operation):
                 while not done():
                     if time.monotonic() > until:
                         raise RuntimeError(f"timed out after {self.timeout:g} s")
                     time.sleep(1e-4)
-            except RuntimeError as error:
-                raise self._lost_ranks(ranks, operation, error) from error
         for sent in pending:
             self._end(sent)
         self.recorder.end(waiting)
 
     def _end(self, sent: _Send) -> None:
-        for work, _ in sent.works:
-            self._wait(work, (sent.peer,), f"SEND {sent.tag}")
+        with self._naming_lost((sent.peer,), f"SEND {sent.tag}"):
+            for work, _ in sent.works:
+                work.wait(timedelta(seconds=self.timeout))
         self.recorder.end(sent.token)
-
-    def _wait(self, work: Work, ranks: Sequence[int], operation: str) -> None:
-        try:
-            work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise self._lost_ranks(ranks, operation, error) from error
 
     def leave(self, reason: str, cause: CommError | None = None) -> str:
         missing, cause_reason = (cause.missing, cause.reason) if cause is not None else ((), reason)
@@ -482,28 +443,16 @@ class GroupChannel(TaggedReceiver):
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
 
-    def _lost_peer(self, peer: int, operation: str, error: RuntimeError) -> CommError:
-        return self._lost_ranks([peer], operation, error)
-
-    def _lost_ranks(self, ranks: Sequence[int], operation: str, error: RuntimeError) -> CommError:
-        reason = error.reason if isinstance(error, CommError) else reason_of(error, self.timeout)
-        self._disconnect_peers(ranks, reason, f"{operation}: {reason}")
-        lost, culprits = self._reports.trace(reason, ranks, self.timeout)
-        return CommError(f"rank {self.rank}, {operation}: {lost}", culprits, reason)
-
-
-def _reduce_scatter(own_row: Tensor, parts: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Begin to sum all ranks' [ranks * n] into this rank's [n]. One flat tensor: from a list NCCL would make a copy."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
-    work: dist.Work | None = scatter(own_row, parts, group=group, async_op=True)
-    return work
-
-
-def _all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Begin to gather all ranks' [n] into one flat [ranks * n]."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    work: dist.Work | None = gather(gathered, own, group=group, async_op=True)
-    return work
+    @contextlib.contextmanager
+    def _naming_lost(self, ranks: Sequence[int], operation: str) -> Iterator[None]:
+        """A wait for `ranks`. If it fails, reports the abort, and raises a CommError that names the lost ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = error.reason if isinstance(error, CommError) else reason_of(error, self.timeout)
+            self._disconnect_peers(ranks, reason, f"{operation}: {reason}")
+            lost, culprits = self._reports.trace(reason, ranks, self.timeout)
+            raise CommError(f"rank {self.rank}, {operation}: {lost}", culprits, reason) from error
 
 
 assert 10 + MAX_DIMS == HEADER

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,28 @@ from interlace.comm.process.errors import CommError
 from interlace.comm.process.messages import decode, encode
 from interlace.comm.process.recorder import page_in_use
 
+T = TypeVar("T")
 HEADER = 18  # numbers in a header; tensors of `channels.process_group` on the same edges use the same size
 MESSAGE = 0x1A7E71ACF  # first number of a message header
 LONGEST = 1 << 28  # bytes of a message
 
 
-def header(device: torch.device, *numbers: int) -> Tensor:
-    return torch.tensor([*numbers, *(0,) * (HEADER - len(numbers))], device=device)
+def header(*numbers: int) -> Tensor:
+    return torch.tensor([*numbers, *(0,) * (HEADER - len(numbers))])
 
 
 class Star:
-    """All ranks of a process group (None: the default one), with rank 0 at the centre.
+    """All ranks of a process group (None: the default one) with gloo, and rank 0 at the centre.
 
-    device: of messages in transit, as the group's backend requires. Errors are CommErrors.
+    Errors are CommErrors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, reports: AbortReports) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, reports: AbortReports) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.group, self.device, self.reports = group, device, reports
+        self.group, self.reports = group, reports
         self._in_flight: list[tuple[dist.Work, Tensor, int]] = []
 
-    def exchange(self, value: Any, operation: str, timeout: float) -> list[Any]:
+    def exchange(self, value: T, operation: str, timeout: float) -> list[T]:
         """Every rank's ``value`` by rank; JSON-serializable, with the same types, keys and lengths on every rank.
 
         timeout: seconds that one rank may be behind another. Raises CommError, on all ranks that still answer.
@@ -58,9 +59,8 @@ class Star:
             values = [value]
             try:
                 for peer in range(1, self.world):
-                    remaining = max(
-                        deadline - time.monotonic(), 1.0
-                    )  # receiving a message that has arrived also takes time
+                    # Receiving a message that has arrived also takes time.
+                    remaining = max(deadline - time.monotonic(), 1.0)
                     values.append(self._receive_value(operation, value, peer, remaining, timeout))
             except CommError as error:
                 for peer in range(1, self.world):
@@ -78,32 +78,31 @@ class Star:
                 work.wait(timedelta(seconds=timeout))
         return values
 
-    def _send(self, operation: str, value: Any, peer: int, timeout: float) -> None:
+    def _send(self, operation: str, value: object, peer: int, timeout: float) -> None:
         raw = encode(operation, value)
         if len(raw) > LONGEST:
             raise CommError(
                 f"rank {self.rank}, {operation}: a message has {len(raw)} bytes, at most {LONGEST} are supported"
             )
-        text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
-        for tensor in (header(self.device, MESSAGE, len(raw)), text):
+        for tensor in (header(MESSAGE, len(raw)), torch.frombuffer(bytearray(raw), dtype=torch.uint8)):
             with self._waiting_for(peer, operation, timeout):
                 work = dist.isend(tensor, peer, group=self.group)
             assert work is not None
             self._in_flight.append((work, tensor, peer))
 
-    def _receive_value(self, operation: str, like: Any, peer: int, patience: float, timeout: float) -> Any:
+    def _receive_value(self, operation: str, like: object, peer: int, patience: float, timeout: float) -> Any:
         """The message of `peer`, of the form of `like`, within `patience` seconds; errors mention `timeout` seconds."""
-        head = header(self.device)
+        head = header()
         self._receive(head, peer, operation, patience, timeout)
         magic, size, *_ = head.tolist()
         if magic != MESSAGE or not 0 < size <= LONGEST:
             raise CommError(
                 f"rank {self.rank}, {operation}: rank {peer} sent something else than a message: its program differs"
             )
-        payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+        payload = torch.empty(size, dtype=torch.uint8)
         self._receive(payload, peer, operation, patience, timeout)
         try:
-            return decode(payload.cpu().numpy().tobytes(), operation, like)
+            return decode(payload.numpy().tobytes(), operation, like)
         except ValueError as error:
             raise CommError(f"rank {self.rank}, {operation}: rank {peer} {error}") from error
 
@@ -128,10 +127,10 @@ class Star:
             if page is not None:
                 page.computing()
         except RuntimeError as error:
+            reason = reason_of(error, timeout)
             if self.rank == 0:
-                reason = reason_of(error, timeout)
                 self.reports.report_abort(reason, [peer])
                 lost = f"lost rank {peer} ({reason})"
             else:
-                lost, _ = self.reports.lost(range(self.world), error, timeout)
+                lost, _ = self.reports.trace(reason, range(self.world), timeout)
             raise CommError(f"rank {self.rank}, {operation}: {lost}") from error

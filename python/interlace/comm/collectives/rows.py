@@ -20,8 +20,9 @@ rank's piece of the other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,14 @@ from torch import Tensor
 from interlace.comm.collectives.reverse_mode import check_reverse_mode
 from interlace.comm.process.agreement import Arguments, arguments_of
 from interlace.comm.process.groups import Group
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Ticket, Transport, swap
 from interlace.comm.transports.choose import resolve
 
+if TYPE_CHECKING:
+    Reduction = dist.ReduceOp.RedOpType
+
 SUM = dist.ReduceOp.SUM
+Body = Callable[..., list[Ticket]]  # of a collective on contiguous tensors
 _NAMES = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
 }  # fmt: skip
@@ -88,7 +93,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, a
 
 @torch.compiler.disable
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+    output: Tensor, input: Tensor, op: Reduction = SUM, group: Group = None, async_op: bool = False
 ) -> Handle | None:
     """output = this rank's piece of the sum (or AVG, MAX, MIN) of all ranks' inputs.
 
@@ -105,7 +110,7 @@ def reduce_scatter_tensor(
 
 
 @torch.compiler.disable
-def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Handle | None:
+def all_reduce(tensor: Tensor, op: Reduction = SUM, group: Group = None, async_op: bool = False) -> Handle | None:
     """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, bitwise identical on every rank.
 
     Arguments and errors as for `reduce_scatter_tensor`.
@@ -156,12 +161,13 @@ def all_to_all_single(
 
 def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
     transport, size, flat, source = call.transport, input.numel(), _flat(output), _flat(input)
-    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-    if output.data_ptr() + rank * input.nbytes != input.data_ptr():
-        flat[rank * size : (rank + 1) * size].copy_(source)
-    outgoing = [Copy(peer, source) for peer in peers]
-    incoming = [Copy(peer, flat[peer * size : (peer + 1) * size]) for peer in peers]  # cheaper than narrow
-    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
+
+    def piece(rank: int) -> Tensor:
+        return flat[rank * size : (rank + 1) * size]  # cheaper than narrow
+
+    if output.data_ptr() + transport.rank * input.nbytes != input.data_ptr():
+        piece(transport.rank).copy_(source)
+    return [swap(transport, lambda _: [source], lambda peer: [piece(peer)], call.name, call.arguments)]
 
 
 def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:
@@ -181,20 +187,7 @@ def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int
     transport, (takes, gives) = call.transport, splits
     to, source = output.split(takes), input.split(gives)
     to[transport.rank].copy_(source[transport.rank])
-    peers = peers_of(transport.rank, transport.world)
-    outgoing = [Copy(peer, source[peer]) for peer in peers]
-    incoming = [Copy(peer, to[peer]) for peer in peers]
-    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
-
-
-def gather_pieces(
-    transport: Transport, source: Tensor, pieces: Sequence[Tensor] | Mapping[int, Tensor], label: str,
-    arguments: Arguments,
-) -> Ticket:  # fmt: skip
-    """Starts filling pieces[r] with the source of every other rank r; contiguous. pieces[own rank] is not changed."""
-    peers = peers_of(transport.rank, transport.world)
-    outgoing = [Copy(peer, source) for peer in peers]
-    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label, None, arguments)
+    return [swap(transport, lambda peer: [source[peer]], lambda peer: [to[peer]], call.name, call.arguments)]
 
 
 def reduce_pieces(
@@ -204,15 +197,9 @@ def reduce_pieces(
 
     `output` may be one of the pieces: it is written after all have been sent.
     """
-    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-    arrived = [pieces[rank] if r == rank else torch.empty_like(output) for r in range(transport.world)]
-    return transport.copy_batch(
-        [Copy(peer, pieces[peer]) for peer in peers],
-        [Copy(peer, arrived[peer]) for peer in peers],
-        label,
-        lambda: reduce_in_order(arrived, output, op),
-        arguments,
-    )
+    arrived = [pieces[r] if r == transport.rank else torch.empty_like(output) for r in range(transport.world)]
+    add_up = partial(reduce_in_order, arrived, output, op)
+    return swap(transport, lambda peer: [pieces[peer]], lambda peer: [arrived[peer]], label, arguments, add_up)
 
 
 def reduce_whole(transport: Transport, flat: Tensor, label: str, arguments: Arguments, op: str = "sum") -> list[Ticket]:
@@ -222,7 +209,7 @@ def reduce_whole(transport: Transport, flat: Tensor, label: str, arguments: Argu
     pieces = list(flat.tensor_split(transport.world))
     mine = pieces[transport.rank]
     first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", arguments, op)
-    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather", arguments)]
+    return [first, swap(transport, lambda _: [mine], lambda peer: [pieces[peer]], f"{label}, gather", arguments)]
 
 
 def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:
@@ -276,7 +263,7 @@ class _Call(NamedTuple):
 
 
 def _run(
-    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any,
+    body: Body, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: object,
     **agreed: object,
 ) -> Handle | None:  # fmt: skip
     """agreed: further arguments that must be equal on all ranks, besides those derived from the tensors."""
@@ -305,7 +292,7 @@ def _run(
         return None
 
 
-def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> Handle:
+def _start(body: Body, call: _Call, output: Tensor, input: Tensor, options: object) -> Handle:
     """Runs inside an autograd function if gradients are recorded; that function records nothing else."""
     source = input.contiguous()
     if source.is_conj() or source.is_neg():
@@ -325,7 +312,7 @@ def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) 
     return Handle(tickets, None if to is output else (output, to))
 
 
-def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None:
+def _check_memory(body: Body, call: _Call, output: Tensor, input: Tensor) -> None:
     """Raises ValueError if bytes would be read after being overwritten; both contiguous."""
     start, other = output.data_ptr(), input.data_ptr()
     if min(start + output.nbytes, other + input.nbytes) <= max(start, other):
@@ -345,7 +332,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, input: Tensor, body: Any, call: _Call, options: Any, works: list[Handle]
+        ctx: Any, output: Tensor, input: Tensor, body: Body, call: _Call, options: object, works: list[Handle]
     ) -> Tensor:
         ctx.mark_dirty(output)
         ctx.saved = body, call.transport, options, input.shape, input is output
@@ -374,7 +361,7 @@ class _Differentiable(torch.autograd.Function):
         return (result if in_place else None, None if in_place else result, None, None, None, None)
 
 
-def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
+def _reduction(name: str, op: Reduction, dtype: torch.dtype) -> str:
     if op not in _NAMES:
         raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
     if dtype not in _REDUCED:

@@ -65,7 +65,7 @@ from interlace.comm.process.agreement import (
 )
 from interlace.comm.process.groups import Group
 from interlace.comm.process.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Ticket, Transport, swap
 from interlace.comm.transports.choose import resolve
 from interlace.masks import BitfieldMask
 
@@ -182,7 +182,7 @@ def context_parallel_attention(
     q, k, v = cast_for_autocast(q, k, v)
     check_dtypes(q, k, v)
     chunks = _chunks(q, k, v, transport.world, heads_per_chunk)
-    cp_plan = _plan(mask, shards, transport, q, k, len(chunks))
+    cp_plan = _plan(mask, shards, transport.rank, q, k, len(chunks))
     arguments = arguments_of(
         q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         q=q.shape, k=k.shape, v=v.shape, shards=fingerprint_of_shards(shards), mask=cp_plan.fingerprint,
@@ -194,22 +194,17 @@ def context_parallel_attention(
 
 
 def _plan(
-    mask: BitfieldMask | ContextParallelPlan,
-    shards: TokenShards,
-    transport: Transport,
-    q: Tensor,
-    k: Tensor,
-    chunks: int,
+    mask: BitfieldMask | ContextParallelPlan, shards: TokenShards, rank: int, q: Tensor, k: Tensor, chunks: int
 ) -> ContextParallelPlan:
     if isinstance(mask, BitfieldMask):
         heads, kv_heads = -(-q.shape[1] // chunks), -(-k.shape[1] // chunks)
-        mask = ContextParallelPlan.build(mask, shards, transport.rank, heads=heads, kv_heads=kv_heads)
+        mask = ContextParallelPlan.build(mask, shards, rank, heads=heads, kv_heads=kv_heads)
     elif not isinstance(mask, ContextParallelPlan):
         raise TypeError(f"mask must be a BitfieldMask or a ContextParallelPlan, got {type(mask).__name__}")
     if mask.shards is not shards:
         raise ValueError("mask was built for other shards: use one TokenShards for all parts of a microbatch")
-    if mask.rank != transport.rank:
-        raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {transport.rank} of the group")
+    if mask.rank != rank:
+        raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {rank} of the group")
     if mask.plan.device != q.device:
         raise ValueError(f"the mask is on {mask.plan.device} but q is on {q.device}: build it from mask.to(q.device)")
     return mask
@@ -254,59 +249,49 @@ class _Job:
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
-        out, lse = as_one_operation(lambda: _ContextParallel._forward(job, q, k, v), q)
+        def compute() -> list[Tensor]:
+            out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
+            with torch.autocast(q.device.type, enabled=False):
+                keys = _GatheredHeads(job, k, v)
+                for number, chunk in enumerate(job.chunks):
+                    rows = job.queries(chunk, q, k)
+                    with keys.ready(number) as (k_all, v_all), computing(job.transport, f"attention, {_named(chunk)}"):
+                        out[:, rows], lse[:, rows] = run_forward(
+                            q[:, rows], k_all, v_all, job.plan, job.scale, job.softcap, job.backend
+                        )
+            return [out, lse]
+
+        out, lse = as_one_operation(compute, q)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def _forward(job: _Job, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
-        with torch.autocast(q.device.type, enabled=False):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        job: _Job = ctx.job
+        in_use = job.transport.used_for(f"backward of {_NAME}")
+        with in_use, torch.no_grad(), torch.autocast(job.transport.device.type, enabled=False):
+            q, k, v, out, lse = ctx.saved_tensors
+            # Other ranks may use an output that this rank does not: all ranks must join the collectives.
+            dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+            grads = dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
             keys = _GatheredHeads(job, k, v)
+            owners = _ScatteredGradients(job)
             for number, chunk in enumerate(job.chunks):
                 rows = job.queries(chunk, q, k)
-                with keys.ready(number) as (k_all, v_all), computing(job.transport, f"attention, {_named(chunk)}"):
-                    out[:, rows], lse[:, rows] = run_forward(
-                        q[:, rows], k_all, v_all, job.plan, job.scale, job.softcap, job.backend
-                    )
-        return [out, lse]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport = ctx.job.transport
-        with (
-            transport.used_for(f"backward of {_NAME}"),
-            torch.no_grad(),
-            torch.autocast(transport.device.type, enabled=False),
-        ):
-            grads = _ContextParallel._backward(ctx.job, dout, dlse, *ctx.saved_tensors)
+                with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
+                    dq[:, rows], *parts = run_backward(
+                        dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
+                        out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
+                        wide=True,
+                    )  # fmt: skip
+                owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
+            owners.finish()
         if torch.is_grad_enabled():  # create_graph=True
             grads = _NoSecondDerivative.apply(*(grad.requires_grad_() for grad in grads))
         return *grads, None
-
-    @staticmethod
-    def _backward(
-        job: _Job, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # Other ranks may use an output that this rank does not: all ranks must join the collectives.
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        keys = _GatheredHeads(job, k, v)
-        owners = _ScatteredGradients(job)
-        for number, chunk in enumerate(job.chunks):
-            rows = job.queries(chunk, q, k)
-            with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
-                dq[:, rows], *parts = run_backward(
-                    dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
-                    out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
-                    wide=True,
-                )  # fmt: skip
-            owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
-        owners.finish()
-        return dq, dk, dv
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -360,17 +345,17 @@ class _GatheredHeads:
     def _start(self, number: int) -> None:
         transport, chunk = self.transport, self.chunks[number]
         start = time.perf_counter()
-        outgoing, incoming = [], []
-        peers = peers_of(transport.rank, transport.world)
-        for source, destination in zip(self.sources, self._buffer(number)):
-            own = source[:, chunk]
-            destination[:, :, transport.rank].copy_(own)
-            outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(own)]
-            incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(destination[:, :, peer])]
+        own = [source[:, chunk] for source in self.sources]
+        gathered = [destination.unbind(2) for destination in self._buffer(number)]
+        for source, destination in zip(own, gathered):
+            destination[transport.rank].copy_(source)
         trace = transport.trace
         filled = None if trace is None else lambda: trace.add("write", self._name(number), start, time.perf_counter())
         label = f"{_NAME}, gather of {_named(chunk)}"
-        self.tickets[number] = transport.copy_batch(outgoing, incoming, label, filled, self.arguments)
+        self.tickets[number] = swap(
+            transport, lambda _: _pieces(*own), lambda peer: _pieces(*(part[peer] for part in gathered)),
+            label, self.arguments, filled,
+        )  # fmt: skip
 
     def _buffer(self, number: int) -> list[Tensor]:
         """k and v of a chunk, [B, heads, world, tokens, D or Dv]; every rank's tokens of a head are contiguous."""
@@ -402,20 +387,20 @@ class _ScatteredGradients:
             for part, result in zip(parts, results):
                 result.copy_(part)
             return
-        peers = peers_of(rank, world)
         by_rank = [part.unflatten(2, (world, -1)).unbind(2) for part in parts]
         received = [part.new_empty(world, *result.shape) for part, result in zip(parts, results)]
         for destination, part in zip(received, by_rank):
             destination[rank].copy_(part[rank])
-        outgoing = [Copy(peer, piece) for peer in peers for part in by_rank for piece in _pieces(part[peer])]
-        incoming = [Copy(peer, piece) for peer in peers for part in received for piece in _pieces(part[peer])]
 
         def add_up() -> None:
             for part, result in zip(received, results):
                 reduce_in_order(part.unbind(), result)
 
-        label = f"{_NAME}, gradients of {chunk}"
-        ticket = self.transport.copy_batch(outgoing, incoming, label, add_up, self.arguments)
+        ticket = swap(
+            self.transport, lambda peer: _pieces(*(part[peer] for part in by_rank)),
+            lambda peer: _pieces(*(part[peer] for part in received)),
+            f"{_NAME}, gradients of {chunk}", self.arguments, add_up,
+        )  # fmt: skip
         self.finish()  # limits memory to the parts of two chunks
         self.last = ticket
 
@@ -425,9 +410,9 @@ class _ScatteredGradients:
             self.last = None
 
 
-def _pieces(parts: Tensor) -> list[Tensor]:
-    """The [tokens, D] slices of [..., tokens, D], which are contiguous even if the whole is not."""
-    return [parts] if parts.dim() == 2 else [piece for part in parts.unbind(0) for piece in _pieces(part)]
+def _pieces(*parts: Tensor) -> list[Tensor]:
+    """The [tokens, D] slices of each [B, heads, tokens, D], which are contiguous even if the whole is not."""
+    return [piece for part in parts for sequence in part.unbind() for piece in sequence.unbind()]
 
 
 def _named(chunk: slice) -> str:

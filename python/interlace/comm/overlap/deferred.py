@@ -41,12 +41,6 @@ class DeferredGradients:
         """Number of weights with a deferred gradient."""
         return len(self._of)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept for the gradients, each storage counted once."""
-        storages = [operand.untyped_storage() for _, operand in self.operands()]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
     def operands(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each weight with each tensor kept for it."""
         for weight, products in self._of.values():

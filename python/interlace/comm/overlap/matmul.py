@@ -34,7 +34,7 @@ from interlace.comm.overlap.tiles import Chunking, gather_products, scatter_prod
 from interlace.comm.process.agreement import arguments_of
 from interlace.comm.process.groups import Group
 from interlace.comm.process.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Transport, swap
 from interlace.comm.transports.choose import resolve
 
 Layout = Literal["auto", "direct", "remap"]
@@ -221,44 +221,39 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_gathered: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
-        chunking = _backward_of(ctx.chunking)
-        with ctx.transport.used_for(chunking.label):
-            return _AllGatherMatmul._backward(ctx, ctx.transport, chunking, d_gathered, d_products)
-
-    @staticmethod
-    def _backward(
-        ctx: Any, transport: Transport, chunking: Chunking, d_gathered: Tensor | None,
-        d_products: Sequence[Tensor | None],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        transport, chunking = ctx.transport, _backward_of(ctx.chunking)
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
         saved = ctx.saved_tensors  # read once: under activation checkpointing every access unpacks again
         weights, kept_rows = saved[: len(needs_weights)], saved[len(needs_weights) :]
         grads = [None if grad is None else grad.contiguous() for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
-        regather = _Regather(transport, kept_rows[0], chunking) if kept_rows and ctx.regather else None
+
+        def gathered_rows() -> Tensor:
+            return kept_rows[0] if regather is None else regather.wait()
 
         def weight_gradients() -> None:
-            rows = regather.wait() if regather is not None else kept_rows[0]
+            rows = gathered_rows()
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
                     if needs_weights[i] and grad is not None:
                         d_weights[i] = weight_gradient(grad, rows)
 
         d_x = None
-        if needs_x:
-            like = next(grad for grad in (d_gathered, *grads) if grad is not None)
-            batch, _, rows, _ = like.shape
-            width = weights[0].shape[1] if weights else like.shape[3]
-            d_x = like.new_empty(batch, rows, width)
-            terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
-            meanwhile = weight_gradients if any(needs_weights) else None
-            scatter_products(transport, terms, d_gathered, d_x, chunking, meanwhile)
-        elif any(needs_weights):
-            weight_gradients()
-        for index, (weight, grad) in enumerate(zip(ctx.deferred.weights, grads, strict=True)):
-            if weight is not None and grad is not None:
-                whole = regather.wait() if regather is not None else kept_rows[0]
-                ctx.deferred.add(index, partial(weight_gradient, grad, whole))
+        with transport.used_for(chunking.label):
+            regather = _Regather(transport, kept_rows[0], chunking) if kept_rows and ctx.regather else None
+            if needs_x:
+                like = next(grad for grad in (d_gathered, *grads) if grad is not None)
+                batch, _, rows, _ = like.shape
+                width = weights[0].shape[1] if weights else like.shape[3]
+                d_x = like.new_empty(batch, rows, width)
+                terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
+                meanwhile = weight_gradients if any(needs_weights) else None
+                scatter_products(transport, terms, d_gathered, d_x, chunking, meanwhile)
+            elif any(needs_weights):
+                weight_gradients()
+            for index, (weight, grad) in enumerate(zip(ctx.deferred.weights, grads, strict=True)):
+                if weight is not None and grad is not None:
+                    ctx.deferred.add(index, partial(weight_gradient, grad, gathered_rows()))
         return d_x, None, None, None, None, None, *d_weights
 
 
@@ -313,13 +308,12 @@ class _Regather:
     """The gather of x [B, m, K] that runs while the input gradient is computed."""
 
     def __init__(self, transport: Transport, x: Tensor, chunking: Chunking) -> None:
-        rank, peers = transport.rank, peers_of(transport.rank, transport.world)
-        self._rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
-        outgoing = [Copy(peer, part) for peer in peers for part in x.unbind()]
-        incoming = [Copy(peer, part) for peer in peers for part in self._rows[:, peer].unbind()]
+        self._rows = rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
         label = f"{chunking.label}, gather again"
-        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, label, None, chunking.arguments)
-        self._rows[:, rank].copy_(x)
+        self._ticket = swap(
+            transport, lambda _: x.unbind(), lambda peer: rows[:, peer].unbind(), label, chunking.arguments
+        )
+        rows[:, transport.rank].copy_(x)
 
     def wait(self) -> Tensor:
         self._ticket.wait()

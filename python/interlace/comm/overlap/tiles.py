@@ -36,7 +36,7 @@ from interlace import _device
 from interlace.comm.collectives.rows import reduce_in_order, reduce_pieces, reduce_whole
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.process.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of, swap
 
 T = TypeVar("T")
 Wait = Callable[[], None]
@@ -207,12 +207,9 @@ def gather_products(transport: Transport, x: Tensor, matrices: Sequence[Tensor],
 
 def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, chunking: Chunking) -> None:
     """gathered [B, W, m, K] = all ranks' x, in one transfer."""
-    peers = peers_of(transport.rank, transport.world)
     ranks = gathered.transpose(0, 1)
     received = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
-    outgoing = [Copy(peer, x) for peer in peers]
-    incoming = [Copy(peer, received[peer]) for peer in peers]
-    ticket = transport.copy_batch(outgoing, incoming, chunking.chunk(0), None, chunking.arguments)
+    ticket = swap(transport, lambda _: [x], lambda peer: [received[peer]], chunking.chunk(0), chunking.arguments)
     received[transport.rank].copy_(x)
     ticket.wait()
     if received is not ranks:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def named(ranks: Sequence[int | str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in ranks)}"
 
 
-def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, Any]:
+def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, dist.Store]:
     """(name, store) shared by the ranks of a group for one purpose. All ranks request them in the same order.
 
     A counter in the group's own store numbers them, so a group created again under its old name finds no old keys.
@@ -99,12 +99,11 @@ class AbortReports:
             bounded(lambda: self._store.add(_DONE, 1), 1.0)
         elif self.traced:
 
-            def stay() -> bool:
+            def stay() -> None:
                 deadline, pause = time.monotonic() + grace, _POLL
                 while self._store.add(_DONE, 0) < self.world - 1 - silent and time.monotonic() < deadline:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.5)
-                return True
 
             bounded(stay, grace + 1.0)
 
@@ -112,15 +111,12 @@ class AbortReports:
         """This rank stops waiting for the ranks `missing`. reason: as from `reason_of`."""
         self._publish(AbortReport(reason, tuple(rank for rank in missing if rank != self.rank)))
 
-    def lost(self, ranks: Sequence[int], error: BaseException, timeout: float) -> tuple[str, list[int]]:
+    def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
         """Reports that this rank stops waiting for `ranks`, and returns (description of the lost ranks, lost ranks).
 
-        Takes seconds: live ranks have to notice the failure too, for which each has its `timeout`.
+        reason: as from `reason_of`. Takes seconds: live ranks have to notice the failure too, for which each has its
+        `timeout`.
         """
-        return self.trace(reason_of(error, timeout), ranks, timeout)
-
-    def trace(self, reason: str, ranks: Sequence[int], timeout: float) -> tuple[str, list[int]]:
-        """As `lost`, for a known `reason`."""
         self.report_abort(reason, ranks)
         self.traced = True
         if self._coordinated:
@@ -151,7 +147,7 @@ class AbortReports:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
 
-        answered = _run_while_progressing(listen, lambda: time.monotonic() - last_answer[0] < grace + 1.0)
+        answered = _while_progressing(listen, lambda: time.monotonic() - last_answer[0] < grace + 1.0)
         aborted = next((rank for rank, report in list(reports.items()) if not report.missing), None)
         if aborted is not None:
             return f"lost rank {aborted} (it aborted: {reports[aborted].reason})", [aborted]
@@ -161,19 +157,16 @@ class AbortReports:
             culprits = [0]  # it holds the store, which no longer answers
         self._silent = sum(rank not in reports for rank in culprits)
         all_reports = [own_report, *reports.values()]
-        cause = next((report for report in all_reports if set(culprits) & set(report.missing)), own_report)
-        if not is_slow(cause.reason):  # a closed connection, perhaps by a rank whose wait timed out
-            cause = next(
-                (report for report in all_reports if is_slow(report.reason) and set(culprits) & set(report.missing)),
-                cause,
-            )
+        causes = [report for report in all_reports if set(culprits) & set(report.missing)] or [own_report]
+        # A connection may have been closed by a rank whose wait timed out.
+        cause = next((report for report in causes if is_slow(report.reason)), causes[0])
         return f"lost {named(culprits)} ({cause.reason})", culprits
 
     def _publish(self, report: AbortReport) -> None:
         if self._published is None and not self._coordinated:
             self._published = report
             raw = encode(_WHAT, [report.reason[:500], " ".join(map(str, report.missing))])
-            bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)
+            bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)  # type: ignore[arg-type]
 
 
 def _grace(timeout: float) -> float:
@@ -205,22 +198,22 @@ def _follow_reports(
     return list(silent), dead, all_slow
 
 
-def _run_while_progressing(call: Callable[[], bool], progresses: Callable[[], bool]) -> bool:
-    """The result of `call`; False if it fails or `progresses` turns False.
+def _while_progressing(call: Callable[[], T], progresses: Callable[[], bool]) -> T | None:
+    """The result of `call`; None if it fails or `progresses` turns False.
 
     Torch may block forever on a store whose host hangs.
     """
-    ended, result = threading.Event(), [False]
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            result[0] = call()
-        ended.set()
+            results.append(call())
 
-    threading.Thread(target=run, name="asking-the-store", daemon=True).start()
-    while not ended.wait(0.1) and progresses():
-        pass
-    return result[0]
+    thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
+    thread.start()
+    while thread.is_alive() and progresses():
+        thread.join(0.1)
+    return results[0] if results else None
 
 
 def _store_outlives_ranks() -> bool:
@@ -229,19 +222,9 @@ def _store_outlives_ranks() -> bool:
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T | None:
-    """The result of `call`; None if it fails or takes longer (torch may block forever on a store whose host hangs)."""
-    results: list[T] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except (RuntimeError, OSError):
-            return
-
-    thread = threading.Thread(target=run, name="asking-the-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+    """The result of `call`; None if it fails or takes longer."""
+    deadline = time.monotonic() + seconds
+    return _while_progressing(call, lambda: time.monotonic() < deadline)
 
 
 def _key(rank: int) -> str:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from interlace.comm.transports.base import Transport
 
-Group = Any  # Transport | ProcessGroup | DeviceMesh | None
+Group: TypeAlias = "Transport | dist.ProcessGroup | DeviceMesh | None"
+Device = torch.device | str
 
 _here = threading.local()
 

@@ -10,12 +10,12 @@ class OtherOperation(ValueError):
     """A peer sent a message of another operation."""
 
 
-def encode(operation: str, value: Any) -> bytes:
+def encode(operation: str, value: object) -> bytes:
     """Encodes a JSON-serializable value; `operation` is its name."""
     return json.dumps([operation, value]).encode()
 
 
-def decode(raw: bytes, operation: str, like: Any) -> Any:
+def decode(raw: bytes, operation: str, like: object) -> Any:
     """The value of a message.
 
     like: this rank's own value. The message must have the same types in the same places, and the same keys and lengths.
@@ -37,11 +37,11 @@ def decode(raw: bytes, operation: str, like: Any) -> Any:
     return value
 
 
-def _same_form(own: Any, other: Any) -> bool:
+def _same_form(own: object, other: object) -> bool:
     if type(own) is not type(other):
         return False
-    if isinstance(own, dict):
+    if isinstance(own, dict) and isinstance(other, dict):
         return own.keys() == other.keys() and all(_same_form(own[key], other[key]) for key in own)
-    if isinstance(own, list):
+    if isinstance(own, list) and isinstance(other, list):
         return len(own) == len(other) and all(map(_same_form, own, other))
     return True

@@ -13,16 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm.process.abort_reports import named, private_store
-from interlace.comm.process.errors import CommError
+from interlace.comm.process.errors import CommError, one_line
 from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.recorder import page_in_use
 
+T = TypeVar("T")
+Key = int | str  # a rank, or a name chosen by the caller
 _POLL = 0.005  # seconds
 _GRACE = 2.0  # extra seconds, so that ranks whose own wait has just timed out can report it
 
@@ -32,27 +34,23 @@ class Rounds:
 
     longest = 1 << 20  # bytes of one value
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
         self._round = 0
 
-    def begin(self, operation: str, value: Any) -> None:
+    def begin(self, operation: str, value: object) -> None:
         """Starts the next round, named `operation`, with this rank's `value` (JSON-serializable)."""
         self._round += 1
         self.put(self.rank, operation, value)
 
-    def put(self, key: int | str, operation: str, value: Any) -> None:
-        """Writes to a key (a rank, or a name chosen by the caller) in this round."""
+    def put(self, key: Key, operation: str, value: object) -> None:
+        """Writes to a key in this round."""
         raw = encode(operation, value)
         with self._store_call(operation):
-            self.store.set(self._key(key), raw)
+            self.store.set(self._key(key), raw)  # type: ignore[arg-type]
 
     def wait_for(
-        self,
-        keys: Iterable[int | str],
-        operation: str,
-        watch: Callable[[Sequence[int | str]], None],
-        slowest: float = _POLL,
+        self, keys: Iterable[Key], operation: str, watch: Callable[[Sequence[Key]], None], slowest: float = _POLL
     ) -> None:
         """Returns when every one of `keys` has a value in this round.
 
@@ -73,7 +71,7 @@ class Rounds:
             time.sleep(pause)
             pause = min(2 * pause, max(slowest, _POLL))
 
-    def get(self, key: int | str, operation: str, like: Any) -> Any:
+    def get(self, key: Key, operation: str, like: object) -> Any:
         """The value at `key`. Raises ValueError if it is not about `operation`, or not of the form of `like`."""
         with self._store_call(operation):
             raw = self.store.get(self._key(key))
@@ -81,7 +79,7 @@ class Rounds:
             raise ValueError(f"sent {len(raw)} bytes, more than {self.longest}")
         return decode(raw, operation, like)
 
-    def _key(self, key: int | str) -> str:
+    def _key(self, key: Key) -> str:
         return f"round {self._round} of {key}"
 
     def _store_call(self, operation: str) -> AbstractContextManager[None]:
@@ -109,7 +107,7 @@ class Rendezvous(Rounds):
             self.name, store = private_store(process_group, "connection")
         super().__init__(store, process_group.rank(), process_group.size())
 
-    def exchange(self, value: Any, operation: str, since: float | None = None) -> list[Any]:
+    def exchange(self, value: T, operation: str, since: float | None = None) -> list[T]:
         """Every rank's `value`, by rank. Raises CommError that names a missing rank or one with another message.
 
         value: JSON-serializable, on every rank with the same types in the same places, keys and lengths.
@@ -120,19 +118,19 @@ class Rendezvous(Rounds):
             now = time.monotonic()
             deadline = now + self.timeout if since is None else max(since + self.timeout, now) + _GRACE
 
-            def watch(missing: Sequence[int | str]) -> None:
+            def watch(missing: Sequence[Key]) -> None:
                 if time.monotonic() > deadline:
+                    lost = [self.global_ranks[int(rank)] for rank in missing]
                     raise CommError(
-                        f"rank {self.global_rank}, {operation}: no message from "
-                        f"{named([self.global_ranks[int(rank)] for rank in missing])} within {self.timeout:g} s: "
-                        "every rank of the process group must connect",
-                        [self.global_ranks[int(rank)] for rank in missing],
+                        f"rank {self.global_rank}, {operation}: no message from {named(lost)} within "
+                        f"{self.timeout:g} s: every rank of the process group must connect",
+                        lost,
                     )
 
             self.wait_for(range(self.world), operation, watch)
             return [self._read(rank, value, operation) for rank in range(self.world)]
 
-    def _read(self, rank: int, like: Any, operation: str) -> Any:
+    def _read(self, rank: int, like: object, operation: str) -> Any:
         """The value of `rank`, of the form of `like`."""
         try:
             return self.get(rank, operation, like)
@@ -153,9 +151,8 @@ class Rendezvous(Rounds):
             raise
         except (RuntimeError, OSError) as error:
             self.failed = True
-            reason = " ".join(str(error).split())[:200]
             raise CommError(
-                f"rank {self.global_rank}, {operation}: lost the store of the process group ({reason})"
+                f"rank {self.global_rank}, {operation}: lost the store of the process group ({one_line(error)})"
             ) from error
 
     @contextmanager
@@ -165,7 +162,7 @@ class Rendezvous(Rounds):
         try:
             yield
         except Exception as error:  # any error: the other ranks wait for this rank's result
-            failure = " ".join(str(error).split())[:300] or type(error).__name__
+            failure = one_line(error, 300)
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
                 failure = f"{type(error).__name__}: {failure}"
         failures = {rank: text for rank, text in enumerate(self.exchange(failure, operation, start)) if text}

@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,12 +38,18 @@ class Copy(NamedTuple):
     tensor: Tensor
 
 
+Copies = Sequence[Copy]
+Then = Callable[[], None] | None
+"""Called when a batch has arrived, see `Transport.copy_batch`."""
+T = TypeVar("T", bound="Transport")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Capabilities of a transport on this machine.
 
     missing: the reason why it cannot run here ("" if it can).
-    device: "cpu" or "cuda", the device of its tensors.
+    device: "cpu" or "cuda", the device of its tensors; "any": no restriction.
     one_host: all ranks must be processes of one host.
     copy_engine: transfers occupy no SM.
     """
@@ -55,24 +61,31 @@ class Capabilities:
     missing: str = ""
 
 
-class Ticket(Protocol):
-    """A batch in flight. Do not modify its tensors until `wait` has returned.
+class Ticket:
+    """A batch. Do not modify its tensors until `wait` has returned. This class: of a batch that has ended.
 
     error: raised by `wait`, once the batch is `done`.
     event: `wait` makes the current stream wait for it; None on CPUs.
     """
 
-    error: CommError | None
-    event: torch.Event | None
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.error: CommError | None = None
+        self.event: torch.Event | None = None
+
+    def done(self) -> bool:
+        """True if `wait` would return at once (on the host)."""
+        return True
 
     def wait(self) -> None:
         """CPU: returns when all copies of the batch are complete, in and out. CUDA: the current stream waits for them.
 
         Raises CommError if a peer is lost, late or in another part of its program.
         """
-
-    def done(self) -> bool:
-        """True if `wait` would return at once (on the host)."""
+        if self.error is not None:
+            raise self.error.copy() from self.error
+        if self.event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 class Transport(ABC):
@@ -85,23 +98,18 @@ class Transport(ABC):
     device: torch.device
     trace: Trace | None = None
 
-    @property
+    @cached_property
     def paths(self) -> Paths:
-        """Kind of operation (prefix of its labels) -> the paths that its bytes took so far."""
-        paths: Paths | None = self.__dict__.get("_paths")
-        if paths is None:
-            paths = self.__dict__["_paths"] = Paths(self.rank)
-        return paths
+        """Kind of operation (prefix of its labels) -> the paths that its bytes took so far.
 
-    @paths.setter
-    def paths(self, paths: Paths) -> None:
-        """Several transports may share one `Paths`."""
-        self.__dict__["_paths"] = paths
+        May be set: several transports may share one `Paths`.
+        """
+        return Paths(self.rank)
 
     @classmethod
-    @abstractmethod
     def capabilities(cls) -> Capabilities:
-        """Capabilities in this process. Probes all requirements and never raises."""
+        """Capabilities in this process. Probes all requirements and never raises. Default: of one process only."""
+        return Capabilities(cls.name, "any", one_host=True)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor that peers can read without an intermediate copy, if the transport supports that.
@@ -112,12 +120,7 @@ class Transport(ABC):
 
     @abstractmethod
     def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
+        self, outgoing: Copies, incoming: Copies, label: str, then: Then = None, arguments: Arguments = NO_ARGUMENTS
     ) -> Ticket:
         """Starts one batch of copies; collective (see the module). Copies of one pair of ranks match in their order.
 
@@ -143,33 +146,21 @@ class Transport(ABC):
         """Notifies the peers that this rank aborts."""
         self.close()
 
-    @abstractmethod
-    def signal(self, peer: int) -> None:
-        """Increments this rank's flag at `peer`."""
-
-    @abstractmethod
-    def wait(self, peer: int) -> None:
-        """The n-th call returns after the n-th `signal` of `peer`. Raises CommError after the timeout."""
-
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises CommError after the timeout."""
-        peers = [peer for peer in range(self.world) if peer != self.rank]
-        with self.used_for("barrier"):
-            for peer in peers:
-                self.signal(peer)
-            for peer in peers:
-                self.wait(peer)
+        with self.used_for("barrier", at_once=True):
+            self.copy_batch([], [], "barrier").wait()
 
     @abstractmethod
     def close(self) -> None:
         """Ends the transport and frees its memory; a second call is a no-op. Waiting peers get an error."""
 
-    @property
+    @cached_property
     def closed_with_it(self) -> contextlib.ExitStack:
         """Resources of operations that `close` also closes, such as threads."""
-        return self.__dict__.setdefault("_closed_with_it", contextlib.ExitStack())
+        return contextlib.ExitStack()
 
-    def __enter__(self) -> Any:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -183,21 +174,14 @@ class Forwarding(Transport):
         self.inner, self.name = inner, inner.name
         self.rank, self.world, self.device, self.timeout = inner.rank, inner.world, inner.device, inner.timeout
 
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities(cls.__name__, "cpu")
-
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.inner.allocate(shape, dtype)
 
     def _abort(self, error: CommError) -> None:
         self.inner._abort(error)
 
-    def signal(self, peer: int) -> None:
-        self.inner.signal(peer)
-
-    def wait(self, peer: int) -> None:
-        self.inner.wait(peer)
+    def barrier(self) -> None:
+        self.inner.barrier()
 
     def close(self) -> None:
         self.inner.close()
@@ -238,6 +222,17 @@ class _Use:
 
 
 _NO_LOCK = contextlib.nullcontext()  # a single rank has no peers, and a thread may reenter its own block
+
+
+def swap(
+    transport: Transport, gives: Callable[[int], Iterable[Tensor]], takes: Callable[[int], Iterable[Tensor]],
+    label: str, arguments: Arguments = NO_ARGUMENTS, then: Then = None,
+) -> Ticket:  # fmt: skip
+    """Starts one batch with every other rank r: gives(r) to it, takes(r) from it. Otherwise as `copy_batch`."""
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, tensor) for peer in peers for tensor in gives(peer)]
+    incoming = [Copy(peer, tensor) for peer in peers for tensor in takes(peer)]
+    return transport.copy_batch(outgoing, incoming, label, then, arguments)
 
 
 @lru_cache

@@ -7,13 +7,12 @@ all ranks decide identically. The log line contains the choice, and the reasons 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from interlace._hints import imported
 from interlace.comm.process import groups
 from interlace.comm.process.abort_reports import named
 from interlace.comm.process.errors import CommError
+from interlace.comm.process.groups import Device, Group
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
@@ -33,28 +33,24 @@ from interlace.comm.transports.queued import forget_locals
 _log = logging.getLogger(__name__)
 _OTHER_DEVICE = "for"  # prefix of the reason to skip a transport for tensors of another device
 
-# (name, module, class), best first. A missing module is skipped.
-PREFERENCE = [
-    ("cuda_ipc", "interlace.comm.transports.cuda_ipc", "CudaIpcTransport"),
-    ("symm_mem", "interlace.comm.transports.symm_mem", "SymmMemTransport"),
-    ("nccl", "interlace.comm.transports.process_group", "NcclTransport"),
-    ("shm", "interlace.comm.transports.shm", "ShmTransport"),
-    ("gloo", "interlace.comm.transports.process_group", "GlooTransport"),
-]
+# Name -> class, best first.
+PREFERENCE = {
+    "cuda_ipc": "interlace.comm.transports.cuda_ipc:CudaIpcTransport",
+    "symm_mem": "interlace.comm.transports.symm_mem:SymmMemTransport",
+    "nccl": "interlace.comm.transports.process_group:NcclTransport",
+    "shm": "interlace.comm.transports.shm:ShmTransport",
+    "gloo": "interlace.comm.transports.process_group:GlooTransport",
+}
 
 
-_connected: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 _single_rank: dict[torch.device, Transport] = {}
-_connecting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_connecting: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # guards these tables; never held while ranks wait for each other
 
 
 def connect(
-    process_group: Any = None,
-    *,
-    device: torch.device | str = "cpu",
-    transport: str = "auto",
-    timeout: float | None = None,
+    process_group: Group = None, *, device: Device = "cpu", transport: str = "auto", timeout: float | None = None
 ) -> Transport:
     """Connects the ranks of a process group; collective, with the same arguments on each.
 
@@ -104,12 +100,8 @@ def connect(
             continue
         connected.global_ranks = rendezvous.global_ranks
         if rendezvous.rank == 0:
-            better = [
-                (other, message)
-                for other, message in reasons.items()
-                if message and not message.startswith(_OTHER_DEVICE)
-            ]
-            others = "; ".join(f"not {other}: {message}" for other, message in better) or "the first of the preferred"
+            better = [f"not {x}: {why}" for x, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
+            others = "; ".join(better) or "the first of the preferred"
             _log.info("%d ranks on %s: transport %s (%s)", rendezvous.world, device.type, name, others)
         return connected
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -126,35 +118,23 @@ def capabilities(wanted: str = "auto", device: str = "cpu") -> dict[str, Capabil
     by_name = {"local": LocalTransport.capabilities()}
     for name in _names(wanted):
         try:
-            transport = _class_of(name)
+            by_name[name] = _class_of(name).capabilities()
         except ValueError as error:  # reported to the other ranks, which would otherwise wait for this one
             by_name[name] = Capabilities(name, device, missing=str(error))
-            continue
-        by_name[name] = (
-            transport.capabilities() if transport else Capabilities(name, "cuda", missing="not in this version")
-        )
     return by_name
 
 
 def _names(wanted: str) -> list[str]:
     """Names of the transports to consider, best first."""
-    return [*([wanted] if ":" in wanted else []), *(name for name, *_ in PREFERENCE)]
+    return [*([wanted] if ":" in wanted else []), *PREFERENCE]
 
 
 def _class_of(name: str) -> Any:
-    """The class of a transport; None if its module is missing. Raises ValueError for a user's class that is none."""
-    if ":" in name:
-        found = imported(name, "transport")
-        if not (isinstance(found, type) and issubclass(found, Transport)):
-            raise ValueError(f"transport = {name!r} is not a subclass of interlace.comm.transports.Transport")
-        return found
-    module, attribute = next((module, attribute) for other, module, attribute in PREFERENCE if other == name)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        return None
+    """The class of a transport. Raises ValueError for a user's class that is none."""
+    found = imported(PREFERENCE.get(name, name), "transport")
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise ValueError(f"transport = {name!r} is not a subclass of interlace.comm.transports.Transport")
+    return found
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
@@ -184,7 +164,7 @@ def introduction_of(device: torch.device, transport: str = "auto") -> dict[str, 
 
 def edge_transports(
     introductions: Sequence[dict[str, Any]], edges: Sequence[tuple[int, int]], group_backend: str
-) -> dict[Any, str]:
+) -> dict[tuple[int, int], str]:
     """Edge -> the transport that `connect` must create for it; "" if the group of torch.distributed carries it.
 
     torch.distributed is used where it can carry the edge, unless another transport is named. A named transport for a
@@ -195,7 +175,8 @@ def edge_transports(
 
     Raises ValueError, identically on all ranks, for an edge that the named transport, or no transport, can carry.
     """
-    requested, chosen = _agreed(introductions, range(len(introductions))), {}
+    requested = _agreed(introductions, range(len(introductions)))
+    chosen: dict[tuple[int, int], str] = {}
     for edge in edges:
         reasons = _reasons([introductions[rank] for rank in edge], edge)
         shared = sharing(introductions, edge)
@@ -214,9 +195,7 @@ def edge_transports(
 
 def sharing(introductions: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[int]:
     """Those of some ranks that share one GPU; empty if none do. introductions: every rank's introduction."""
-    cards: dict[str, list[int]] = {}
-    for rank in ranks:
-        cards.setdefault(introductions[rank]["card"], []).append(rank)
+    cards = _ranks_by((introductions[rank]["card"], rank) for rank in ranks)
     return next((on_card for card, on_card in cards.items() if card and len(on_card) > 1), [])
 
 
@@ -241,9 +220,7 @@ def _agreed(introductions: Sequence[dict[str, Any]], global_ranks: Sequence[int]
     global_ranks: global numbers of the ranks.
     """
     for key, subject in (("wanted", "transports"), ("device", "devices")):
-        values: dict[str, list[int]] = {}
-        for rank, introduction in zip(global_ranks, introductions, strict=True):
-            values.setdefault(introduction[key], []).append(rank)
+        values = _ranks_by((each[key], rank) for rank, each in zip(global_ranks, introductions, strict=True))
         if len(values) > 1:
             requests = ", ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
             raise ValueError(f"the ranks request different {subject}: {requests}: use the same on all")
@@ -270,11 +247,8 @@ def _reasons(introductions: Sequence[dict[str, Any]], global_ranks: Sequence[int
     reasons = {}
     for name in _names(introductions[0]["wanted"]):
         moves, one_host, _ = introductions[0]["can"][name]
-        missing = {
-            rank: introduction["can"][name][2] for rank, introduction in zip(global_ranks, introductions, strict=True)
-        }
-        missing = {rank: why for rank, why in missing.items() if why}
-        reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
+        missing = _ranks_by((each["can"][name][2], r) for r, each in zip(global_ranks, introductions, strict=True))
+        reason = "; ".join(f"{why} on {named(ranks)}" for why, ranks in missing.items() if why)
         if moves != device:
             reason = f"{_OTHER_DEVICE} {moves} tensors"
         elif not reason and one_host and len(hosts) > 1:
@@ -285,11 +259,15 @@ def _reasons(introductions: Sequence[dict[str, Any]], global_ranks: Sequence[int
     return reasons
 
 
-def _unique(missing: dict[int, str]) -> list[str]:
-    return list(dict.fromkeys(missing.values()))
+def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    """Value -> the ranks that have it, from (value, rank) pairs."""
+    ranks: dict[str, list[int]] = {}
+    for value, rank in pairs:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
-def members(group: groups.Group) -> tuple[int, int]:
+def members(group: Group) -> tuple[int, int]:
     """(rank of this process, number of ranks) of `group`, without connecting anything. Errors as for `resolve`."""
     group = groups.current_transport() if group is None else group
     if isinstance(group, Transport):
@@ -300,7 +278,7 @@ def members(group: groups.Group) -> tuple[int, int]:
     return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
-def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transport:
+def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
     """The transport of `group` for tensors of `device`.
 
     The first use of a process group connects its ranks (`connect`, collective). The transport is kept until the process
@@ -328,7 +306,7 @@ def resolve(group: groups.Group, device: torch.device | str = "cpu") -> Transpor
     return transports[device.type]
 
 
-def disconnect(group: groups.Group = None) -> None:
+def disconnect(group: Group = None) -> None:
     """Closes the transports that `resolve` created for `group`; the next use connects again, on every rank.
 
     Until then, a failed transport stays failed.

@@ -2,7 +2,7 @@
 
 Between two tensors of one GPU, a copy by the framework is a kernel on its SMs, and so is cudaMemcpyAsync. Only a
 batched copy that requests overlap with computation goes to a copy engine. So it emulates a link when several virtual
-ranks share one GPU (`run_local(copier=engine_copies)`). The other copiers are the baseline of measurements.
+ranks share one GPU (`run_local(copier=engine_copies)`).
 """
 
 from __future__ import annotations
@@ -35,24 +35,6 @@ def engine_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             [source.data_ptr() for _, source in pairs],
             [source.nbytes for _, source in pairs],
         )
-
-
-def sm_copies(programs: int) -> Copier:
-    """Copies by a kernel of `programs` programs, each on its own SM if there are enough."""
-    if programs < 1:
-        raise ValueError(f"programs must be at least 1, got {programs}")
-
-    def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        from interlace.kernels.ranks import copy_call
-
-        for to, source in pairs:
-            words = to.nbytes // 4
-            if to.nbytes % 4 or (to.data_ptr() | source.data_ptr()) % 16:
-                to.copy_(source)
-            elif words:
-                copy_call(to.view(-1).view(torch.int32), source.view(-1).view(torch.int32), programs).run()
-
-    return copy
 
 
 def copy_bytes(to: list[int], source: list[int], sizes: list[int]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
-from interlace.comm.transports.base import Capabilities, Copy, Forwarding, Ticket, Transport
+from interlace.comm.transports.base import Copies, Forwarding, Then, Ticket, Transport
 
 
 class EmulatedTransport(Forwarding):
@@ -33,17 +32,8 @@ class EmulatedTransport(Forwarding):
         self._lock = threading.Lock()
         self._free = 0.0  # time at which the link has sent all requested bytes
 
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities("emulated", "cpu")
-
     def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
+        self, outgoing: Copies, incoming: Copies, label: str, then: Then = None, arguments: Arguments = NO_ARGUMENTS
     ) -> Ticket:
         size = sum(tensor.nbytes for _, tensor in incoming)
         with self._lock:

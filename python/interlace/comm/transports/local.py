@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from interlace import _device
-from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.groups import use
 from interlace.comm.process.thread_ranks import ThreadRanks
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, Copy, peers_of
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, peers_of
 from interlace.comm.transports.copiers import Copier, plain_copies
-from interlace.comm.transports.header import Header, check, header_of
-from interlace.comm.transports.queued import QueueTransport
+from interlace.comm.transports.header import Header, check
+from interlace.comm.transports.queued import Batch, QueueTransport, no_step
 
 T = TypeVar("T")
 
@@ -41,32 +40,13 @@ class _Parcel(NamedTuple):
 class LocalHub(ThreadRanks):
     """Shared state of the virtual ranks of one process.
 
-    before: called as before(rank, step) at every step of a transfer ("post", "take", "taken"): tests delay there.
     global_ranks: see `ThreadRanks`.
     """
 
-    def __init__(
-        self, world: int, before: Callable[[int, str], None] | None = None, global_ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, world: int, global_ranks: Sequence[int] | None = None) -> None:
         super().__init__(world, global_ranks)
-        self.before = before or (lambda rank, step: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
-        self.taken: dict[tuple[int, int], deque[tuple[torch.Event | None]]] = defaultdict(deque)  # (from, to)
-        self.signals: dict[tuple[int, int], int] = defaultdict(int)
-
-    def first(self, rank: int, peer: int, operation: str, timeout: float, waiting: deque[T]) -> T:
-        """The first entry of a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
-        with self.changed:
-            self.expect(rank, peer, operation, timeout, lambda: bool(waiting))
-            return waiting[0]
-
-    def expect(self, rank: int, peer: int, operation: str, timeout: float, condition: Callable[[], bool]) -> None:
-        """Waits, with `changed` held, until `condition` is true for an action of `peer`; errors as in `first`."""
-        if self.wait_for(rank, operation, lambda: () if condition() else (peer,), timeout):
-            own_rank, peer_rank = self.global_ranks[rank], self.global_ranks[peer]
-            raise CommError(
-                f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {timeout:g} s", [peer_rank]
-            )
+        self.taken: dict[tuple[int, int], deque[torch.Event | None]] = defaultdict(deque)  # (from, to)
 
 
 class LocalTransport(QueueTransport):
@@ -86,67 +66,45 @@ class LocalTransport(QueueTransport):
         super().__init__(rank, hub.world, device=_device.indexed(torch.device(device)), timeout=timeout)
         self.hub, self.global_ranks = hub, hub.global_ranks
         self.copier = copier
-        self._waits: dict[int, int] = defaultdict(int)
 
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities("local", "any", one_host=True)
-
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
+    def _run(self, batch: Batch) -> None:
         hub, rank = self.hub, self.rank
-        hub.before(rank, "post")
+        self.before(rank, "post")
         ready = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
         peers = peers_of(rank, self.world)
         with hub.changed:
             for peer in peers:  # also empty parcels: a peer that expects data gets an error instead of waiting
-                tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(
-                    _Parcel(header_of(sequence, operation, arguments, tensors), tensors, ready)
-                )
+                tensors = [tensor for to, tensor in batch.outgoing if to == peer]
+                hub.posted[rank, peer].append(_Parcel(batch.header_to(peer), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
-            edge = (peer, rank)
-            parcel = hub.first(rank, peer, operation, self.timeout, hub.posted[edge])
-            expected = [tensor for source, tensor in incoming if source == peer]
-            check(
-                self.global_ranks[rank],
-                self.global_ranks[peer],
-                header_of(sequence, operation, arguments, expected),
-                parcel.header,
-            )
-            hub.before(rank, "take")
+            parcel = self._take(peer, batch.label, hub.posted[peer, rank])
+            check(self.global_ranks[rank], self.global_ranks[peer], batch.header_from(peer), parcel.header)
+            expected = [tensor for source, tensor in batch.incoming if source == peer]
+            self.before(rank, "take")
             if parcel.ready is not None:
                 torch.accelerator.current_stream().wait_event(parcel.ready)
             self.copier([(to, source) for to, source in zip(expected, parcel.tensors) if to.numel()])
             taken = torch.accelerator.current_stream().record_event() if _device.on_gpu(self.device) else None
             with hub.changed:
                 self._progress.note()
-                hub.posted[edge].popleft()
-                hub.taken[edge].append((taken,))
+                hub.taken[peer, rank].append(taken)
                 hub.changed.notify_all()
 
         for peer in peers:
-            edge = (rank, peer)
-            (taken,) = hub.first(rank, peer, operation, self.timeout, hub.taken[edge])
-            hub.before(rank, "taken")
-            with hub.changed:
-                hub.taken[edge].popleft()
+            taken = self._take(peer, batch.label, hub.taken[rank, peer])
+            self.before(rank, "taken")
             if taken is not None:
                 torch.accelerator.current_stream().wait_event(taken)
 
-    def signal(self, peer: int) -> None:
+    def _take(self, peer: int, operation: str, waiting: deque[T]) -> T:
+        """The first entry of a queue that `peer` fills. Raises CommError if the peer is gone or too slow."""
         with self.hub.changed:
-            self.hub.signals[self.rank, peer] += 1
-            self.hub.changed.notify_all()
-
-    def wait(self, peer: int) -> None:
-        self._waits[peer] += 1
-        edge, count = (peer, self.rank), self._waits[peer]
-        with self.hub.changed:
-            self.hub.expect(self.rank, peer, "wait", self.timeout, lambda: self.hub.signals[edge] >= count)
+            if self.hub.wait_for(self.rank, operation, lambda: () if waiting else (peer,), self.timeout):
+                text = f"no answer from rank {self.global_ranks[peer]} within {self.timeout:g} s"
+                raise self._error(operation, text, [peer])
+            return waiting.popleft()
 
     def _notify(self, reason: str) -> None:
         self.hub.leave(self.rank, reason)
@@ -171,12 +129,13 @@ def run_local(
 
     Raises the exception of the first rank that failed on its own, after all have ended.
     """
-    hub = LocalHub(world, before)
+    hub = LocalHub(world)
     results: list[Any] = [None] * world
     errors: list[tuple[int, BaseException]] = []
 
     def main(rank: int) -> None:
         transport = LocalTransport(rank, hub, device=device, timeout=timeout, copier=copier)
+        transport.before = before or no_step
         try:
             with use(transport), torch.autograd.set_multithreading_enabled(False):
                 if _device.on_gpu(transport.device):

@@ -1,7 +1,7 @@
 """Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors, both across hosts.
 
-Both use private process groups, so their messages never mix with the user's. Headers and signals go over gloo in both:
-they concern the host, and a closed connection shows at once that a peer died. Gloo messages carry a tag with their
+Both use private process groups, so their messages never mix with the user's. Headers go over gloo in both: they
+concern the host, and a closed connection shows at once that a peer died. Gloo messages carry a tag with their
 type. A message of another size than expected ends the process in gloo. So bytes are requested only after the header has
 announced them.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,17 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.process.abort_reports import SLOW
-from interlace.comm.process.agreement import Arguments
-from interlace.comm.process.errors import CommError
+from interlace.comm.process.errors import CommError, one_line
 from interlace.comm.process.rendezvous import Rendezvous
-from interlace.comm.transports.base import Capabilities, Copy, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_abort
-from interlace.comm.transports.queued import QueueTransport
+from interlace.comm.transports.base import Capabilities, Copies, Copy, peers_of
+from interlace.comm.transports.header import HEADER_BYTES, pack, pack_abort
+from interlace.comm.transports.queued import Batch, QueueTransport
 
-_HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
-_AHEAD = 64  # maximum number of signals ahead of the peer's waits
+_HEADER, _BYTES, _NEVER = 1, 2, 3  # tags
 _FAREWELL = 0.5  # seconds in which peers may receive the reason of an abort
-_LINGER = 5.0  # seconds in which peers may read messages sent before the close
 Work = Any  # torch.distributed.Work: its stub lacks methods used here
 
 
@@ -45,7 +42,6 @@ class GlooTransport(QueueTransport):
         self._control = _gloo(rendezvous)
         super().__init__(rendezvous.rank, rendezvous.world, device=torch.device(device), timeout=rendezvous.timeout)
         self._peers = peers_of(self.rank, self.world)
-        self._signals: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -72,53 +68,42 @@ class GlooTransport(QueueTransport):
     def _try(self) -> None:
         """Probe: raises RuntimeError if the connected group cannot move bytes."""
 
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
+    def _run(self, batch: Batch) -> None:
         self.before(self.rank, "post")
-        self._announce(outgoing, incoming, operation, arguments, sequence)
+        self._announce(batch)
         self.before(self.rank, "take")
-        self._move(outgoing, incoming, operation)
+        self._move(batch.outgoing, batch.incoming, batch.label)
 
-    def _announce(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
+    def _announce(self, batch: Batch) -> None:
         """Exchanges headers with every peer; raises CommError if one differs from the expected header."""
         sent: list[tuple[int, Work, Tensor]] = []
         received: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
         for peer in self._peers:
-            own_header = _bytes(
-                pack(header_of(sequence, operation, arguments, [tensor for to, tensor in outgoing if to == peer]))
-            )
+            own_header = _bytes(pack(batch.header_to(peer)))
             peer_header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             try:
-                sent.append((peer, self._start(peer, operation, "send", own_header, _HEADER), own_header))
-                received.append((peer, self._start(peer, operation, "recv", peer_header, _HEADER), peer_header))
+                sent.append((peer, self._start(peer, batch.label, "send", own_header, _HEADER), own_header))
+                received.append((peer, self._start(peer, batch.label, "recv", peer_header, _HEADER), peer_header))
             except CommError as error:
                 lost = lost or error
         for peer, work, peer_header in received:
             try:
-                self._finish(peer, operation, work, self.timeout if lost is None else _FAREWELL)
+                self._finish(peer, batch.label, work, self.timeout if lost is None else _FAREWELL)
             except CommError as error:  # another peer may have sent the reason
                 lost = lost or error
                 continue
-            expected = header_of(
-                sequence, operation, arguments, [tensor for source, tensor in incoming if source == peer]
-            )
-            check_packed(self.global_ranks[self.rank], self.global_ranks[peer], expected, peer_header.numpy().tobytes())
+            self._check_header(batch, peer, peer_header.numpy().tobytes())
         if lost is not None:
             raise lost
         for peer, work, _ in sent:
-            self._finish(peer, operation, work)
+            self._finish(peer, batch.label, work)
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
-        sent = [
-            (peer, self._start(peer, operation, "send", tensor, _BYTES)) for peer, tensor in outgoing if tensor.numel()
-        ]
-        received = [
-            (peer, self._start(peer, operation, "recv", tensor, _BYTES)) for peer, tensor in incoming if tensor.numel()
-        ]
+    def _move(self, outgoing: Copies, incoming: Copies, operation: str) -> None:
+        sent, received = (
+            [(peer, self._start(peer, operation, direction, t, _BYTES)) for peer, t in copies if t.numel()]
+            for direction, copies in (("send", outgoing), ("recv", incoming))
+        )
         for peer, work in received:
             self._finish(peer, operation, work)
         self.before(self.rank, "taken")
@@ -128,7 +113,7 @@ class GlooTransport(QueueTransport):
     def _start(self, peer: int, operation: str, direction: str, tensor: Tensor, tag: int) -> Work:
         control = self._control
         if control is None:
-            raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
+            raise self._error(operation, "the transport was closed meanwhile")
         try:
             return getattr(control, direction)([tensor.view(torch.uint8)], peer, tag)
         except RuntimeError as error:
@@ -142,48 +127,11 @@ class GlooTransport(QueueTransport):
         self._progress.note()
 
     def _lost(self, peer: int, operation: str, error: RuntimeError) -> CommError:
-        reason = " ".join(str(error).split())[:200]
-        own_rank, peer_rank = self.global_ranks[self.rank], self.global_ranks[peer]
+        reason, peer_rank = one_line(error), self.global_ranks[peer]
         if "imed out" in reason or "imeout" in reason:
-            text = f"rank {own_rank}, {operation}: no answer from rank {peer_rank} within {self.timeout:g} s ({reason})"
-            return CommError(text, [peer_rank], SLOW.format(self.timeout))
-        return CommError(
-            f"rank {own_rank}, {operation}: lost rank {peer_rank} ({reason})",
-            [peer_rank],
-            f"its connection closed: {reason}",
-        )
-
-    def signal(self, peer: int) -> None:
-        self._check_open("signal")
-        flag, sent = torch.ones(1, dtype=torch.uint8), self._signals[peer]
-        try:
-            # A send lasts until its receiver waits. Only waiting here shows whether it has completed.
-            if len(sent) == _AHEAD:
-                self._finish(peer, "signal", sent.popleft()[0])
-            sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
-        except CommError as error:
-            self._abort(error)
-            raise
-
-    def wait(self, peer: int) -> None:
-        self._check_open("wait")
-        flag = torch.empty(1, dtype=torch.uint8)
-        try:
-            self._finish(peer, "wait", self._start(peer, "wait", "recv", flag, _SIGNAL))
-        except CommError as error:
-            self._abort(error)
-            raise
-
-    def barrier(self) -> None:
-        super().barrier()
-        # Closing drops messages in flight: a peer may not have read its signal yet.
-        try:
-            for peer, sent in self._signals.items():
-                while sent:
-                    self._finish(peer, "barrier", sent.popleft()[0])
-        except CommError as error:
-            self._abort(error)
-            raise
+            text = f"no answer from rank {peer_rank} within {self.timeout:g} s ({reason})"
+            return self._error(operation, text, [peer], SLOW.format(self.timeout))
+        return self._error(operation, f"lost rank {peer_rank} ({reason})", [peer], f"its connection closed: {reason}")
 
     def _notify(self, reason: str) -> None:
         # Send a refusal to peers that wait for a header. The others see the connection close.
@@ -191,15 +139,16 @@ class GlooTransport(QueueTransport):
         for peer in self._peers:
             with contextlib.suppress(CommError):
                 sent.append(self._start(peer, "farewell", "send", head, _HEADER))
-        _wait_until_read(sent, _FAREWELL)
+        deadline = time.monotonic() + _FAREWELL
+        for work in sent:  # a timeout closes all connections; a failed message closes only its own
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
         sent.clear()
         self._disconnect()
 
     def _shut(self) -> None:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._break_off()
-        elif self.failed is None:
-            _wait_until_read([work for sent in self._signals.values() for work, _ in sent], _LINGER)
         self._disconnect()
 
     def _break_off(self) -> None:
@@ -213,7 +162,6 @@ class GlooTransport(QueueTransport):
 
     def _disconnect(self) -> None:
         # Gloo's sockets close with the last reference to it and to messages in flight (its abort does nothing).
-        self._signals.clear()
         self._control = None
 
 
@@ -247,15 +195,11 @@ class NcclTransport(GlooTransport):
             self._move(copies, [Copy(peer, torch.empty_like(byte)) for peer, byte in copies], "connecting")
             self._wait_for_last_batch()
 
-    def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str) -> None:
+    def _move(self, outgoing: Copies, incoming: Copies, operation: str) -> None:
         self._wait_for_last_batch()
-        # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
-        outgoing_rounds, incoming_rounds = _rounds(outgoing), _rounds(incoming)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for number in range(max(len(outgoing_rounds), len(incoming_rounds))):
-            give, take = (
-                rounds[number] if number < len(rounds) else {} for rounds in (outgoing_rounds, incoming_rounds)
-            )
+        # The n-th copies of all pairs form one group of sends and receives, which NCCL may run in any order.
+        for give, take in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue=dict[int, Tensor]()):
             work = self._payload.alltoall(
                 [take.get(peer, nothing) for peer in range(self.world)],
                 [give.get(peer, nothing) for peer in range(self.world)],
@@ -273,12 +217,9 @@ class NcclTransport(GlooTransport):
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if self._closed:
-                raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the transport was closed meanwhile")
+                raise self._error(operation, "the transport was closed meanwhile")
             if time.monotonic() > deadline:
-                own_rank, peers = self.global_ranks[self.rank], [self.global_ranks[peer] for peer in self._peers]
-                raise CommError(
-                    f"rank {own_rank}, {operation}: the copies did not end within {self.timeout:g} s", peers
-                )
+                raise self._error(operation, f"the copies did not end within {self.timeout:g} s", self._peers)
             time.sleep(50e-6)
         self._last = None
 
@@ -289,15 +230,7 @@ class NcclTransport(GlooTransport):
             payload.abort() if self.failed is not None else payload.shutdown()
 
 
-def _wait_until_read(works: Sequence[Work], seconds: float) -> None:
-    """Waits until messages are read. A timeout closes all connections; a failed message closes only its own."""
-    deadline = time.monotonic() + seconds
-    for work in works:
-        with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-
-
-def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
+def _rounds(copies: Copies) -> list[dict[int, Tensor]]:
     """Peer -> bytes, for the first copies of all peers, then for the second ones, ..."""
     rounds: list[dict[int, Tensor]] = []
     count: dict[int, int] = defaultdict(int)
@@ -316,10 +249,9 @@ def _gloo(rendezvous: Rendezvous) -> Any:
     try:
         return dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.world, timedelta(seconds=rendezvous.timeout))
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
         raise CommError(
             f"rank {rendezvous.rank}, connecting by gloo: not all ranks joined within {rendezvous.timeout:g} s "
-            f"({reason})"
+            f"({one_line(error)})"
         ) from error
 
 

@@ -15,16 +15,40 @@ import traceback
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from interlace import _device
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.process.errors import CommError
-from interlace.comm.transports.base import Copy, Ticket, Transport
+from interlace.comm.transports.base import Copies, Copy, Then, Ticket, Transport
+from interlace.comm.transports.header import Header, check_packed, header_of
 
 _NO_STREAM = contextlib.nullcontext()
+
+
+class Batch(NamedTuple):
+    """One call of `copy_batch`, with flat tensors.
+
+    sequence: its number. ready: event of the caller's stream, after which the tensors may be used.
+    """
+
+    outgoing: Copies
+    incoming: Copies
+    label: str
+    then: Then
+    arguments: Arguments
+    sequence: int
+    ready: torch.Event | None
+
+    def header_to(self, peer: int) -> Header:
+        """Header of this rank's data for `peer`."""
+        return header_of(self.sequence, self.label, self.arguments, [t for to, t in self.outgoing if to == peer])
+
+    def header_from(self, peer: int) -> Header:
+        """Header that `peer` has to send."""
+        return header_of(self.sequence, self.label, self.arguments, [t for to, t in self.incoming if to == peer])
 
 
 class _LastProgress:
@@ -37,13 +61,12 @@ class _LastProgress:
         self.time = time.monotonic()
 
 
-class _QueuedTicket:
+class _QueuedTicket(Ticket):
     def __init__(self, operation: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
-        self.what, self.timeout, self.device, self.progress = operation, timeout, device, progress
+        super().__init__(device)
+        self.what, self.timeout, self.progress = operation, timeout, progress
         self.finished = threading.Event()
-        self.error: CommError | None = None
-        self.event: torch.Event | None = None
-        self.keep: Any = None  # references to keep alive until the batch is complete
+        self.keep: Batch | None = None  # kept alive until it is complete
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -57,26 +80,7 @@ class _QueuedTicket:
             if time.monotonic() >= self.progress.time + patience:
                 raise CommError(f"{self.what}: no progress for {patience:g} s")
         self.keep = None
-        if self.error is not None:
-            raise self.error.copy() from self.error
-        if self.event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.event)
-
-
-class _EndedTicket:
-    """Ticket of a batch that ran on the caller's thread."""
-
-    def __init__(self, error: CommError | None, event: torch.Event | None, device: torch.device) -> None:
-        self.error, self.event, self.device = error, event, device
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error.copy() from self.error
-        if self.event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.event)
+        super().wait()
 
 
 def no_step(rank: int, operation: str) -> None:
@@ -86,8 +90,8 @@ def no_step(rank: int, operation: str) -> None:
 class QueueTransport(Transport):
     """A transport that runs batches on a thread, one after another, in call order.
 
-    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free its resources. After the first error every
-    later batch fails with the same reason: the order of batches is lost, so later results could not be trusted.
+    A subclass implements `_run`, and `_shut` to free its resources. After the first error every later batch fails with
+    the same reason: the order of batches is lost, so later results could not be trusted.
 
     A transport without references is closed. Those still open when the interpreter exits are closed too.
     """
@@ -115,19 +119,17 @@ class QueueTransport(Transport):
         self._progress = _LastProgress()
         self._newest: weakref.ref[_QueuedTicket] | None = None  # weak: a ticket keeps its tensors alive
         self._here = threading.Lock()  # held while a batch runs on the calling thread
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._stream = torch.Stream(device) if _device.on_gpu(device) else None
         self._thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
+            target=_work, args=(self._queue,), name=f"interlace-{self.name}-{rank}", daemon=True
         )
         self._thread.start()
         _open.add(self)
 
     @abstractmethod
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
-        """Runs one batch of flat tensors. Returns when incoming tensors are complete and outgoing ones are reusable.
+    def _run(self, batch: Batch) -> None:
+        """Runs one batch. Returns when incoming tensors are complete and outgoing ones are reusable.
 
         On CUDA it runs under the transport's stream and returns when everything is enqueued.
         """
@@ -154,84 +156,77 @@ class QueueTransport(Transport):
                 self._notify(str(error))
 
     def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
+        self, outgoing: Copies, incoming: Copies, label: str, then: Then = None, arguments: Arguments = NO_ARGUMENTS
     ) -> Ticket:
         inside = self.__dict__.get("_use")
-        if inside is not None and inside[0] == threading.get_ident():
-            return self._enqueue(outgoing, incoming, label, then, arguments, inside[2])
+        at_once = self.runs_here and inside is not None and inside[0] == threading.get_ident() and inside[2]
         with self.used_for(label):
-            return self._enqueue(outgoing, incoming, label, then, arguments, False)
+            self._check_open(label)
+            outgoing, incoming = _flat(self, outgoing, label), _flat(self, incoming, label)
+            ready = None if self._stream is None else torch.accelerator.current_stream(self.device).record_event()
+            batch = Batch(outgoing, incoming, label, then, arguments, self.batches, ready)
+            self.batches += 1
+            if self.trace is not None:
+                self.trace.mark("issue", label)
+            newest = None if self._newest is None else self._newest()
+            if at_once and (newest is None or newest.done()):
+                return self._run_here(batch)
+            ticket = _QueuedTicket(self._named(batch), self.timeout, self.device, self._progress)
+            ticket.keep = batch
+            self._newest = weakref.ref(ticket)
+            self._queue.put((self, batch, ticket, torch.is_inference_mode_enabled()))
+            return ticket
 
-    def _enqueue(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments, at_once: bool,
-    ) -> Ticket:  # fmt: skip
-        self._check_open(label)
-        outgoing, incoming = _flat(self, outgoing, label), _flat(self, incoming, label)
-        sequence = self.batches
-        self.batches += 1
-        if self.trace is not None:
-            self.trace.mark("issue", label)
-        ready = torch.accelerator.current_stream(self.device).record_event() if self._stream is not None else None
-        newest = None if self._newest is None else self._newest()
-        if at_once and self.runs_here and (newest is None or newest.done()):
-            return self._run_here(outgoing, incoming, label, then, arguments, sequence, ready)
-        ticket = _QueuedTicket(self._named(label, sequence), self.timeout, self.device, self._progress)
-        ticket.keep = (outgoing, incoming, then)
-        inference = torch.is_inference_mode_enabled()  # thread-local; its tensors are writable only in it
-
-        def run() -> None:
-            self._progress.note()
-            with torch.inference_mode(inference), torch.no_grad():
-                ticket.event = self._run_batch(outgoing, incoming, label, then, arguments, sequence, ready)
-
-        self._newest = weakref.ref(ticket)
-        self._queue.put((run, ticket))
-        return ticket
-
-    def _run_here(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments, sequence: int, ready: torch.Event | None,
-    ) -> Ticket:  # fmt: skip
-        event = error = None
+    def _run_here(self, batch: Batch) -> Ticket:
+        ticket = Ticket(self.device)
         with self._here:
             try:
-                event = self._run_batch(outgoing, incoming, label, then, arguments, sequence, ready)
-            except BaseException as failure:
-                error = _failure(self._named(label, sequence), failure)
-                self._abort(error)
-                if not isinstance(failure, Exception):  # Ctrl-C
+                ticket.event = self._run_batch(batch)
+            except BaseException as error:
+                ticket.error = self._failed_in(batch, error)
+                if not isinstance(error, Exception):  # Ctrl-C
                     raise
-        return _EndedTicket(error, event, self.device)
+        return ticket
 
-    def _run_batch(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
-        arguments: Arguments, sequence: int, ready: torch.Event | None,
-    ) -> torch.Event | None:  # fmt: skip
+    def _run_batch(self, batch: Batch) -> torch.Event | None:
         """Runs one batch on the current thread; returns the event of its stream after all work is enqueued."""
-        start = time.perf_counter()
-        with _NO_STREAM if self._stream is None else self._stream:
-            if self._stream is not None and ready is not None:
-                self._stream.wait_event(ready)
-            self._run(outgoing, incoming, label, arguments, sequence)
-            if self._stream is not None:  # the caller may free the tensors before the copies end
-                for copy in (*outgoing, *incoming):
-                    copy.tensor.record_stream(self._stream)
-            if outgoing or incoming:
-                self.paths.note(label, self.path_taken())
+        start, stream = time.perf_counter(), self._stream
+        with stream or _NO_STREAM:
+            if stream is not None and batch.ready is not None:
+                stream.wait_event(batch.ready)
+            self._run(batch)
+            if stream is not None:  # the caller may free the tensors before the copies end
+                for copy in (*batch.outgoing, *batch.incoming):
+                    copy.tensor.record_stream(stream)
+            if batch.outgoing or batch.incoming:
+                self.paths.note(batch.label, self.path_taken())
             if self.trace is not None:
-                self.trace.add("copy", label, start, time.perf_counter())
-            if then is not None:
-                then()
-            return None if self._stream is None else self._stream.record_event()
+                self.trace.add("copy", batch.label, start, time.perf_counter())
+            if batch.then is not None:
+                batch.then()
+            return None if stream is None else stream.record_event()
 
-    def _named(self, label: str, sequence: int) -> str:
-        return f"rank {self.global_ranks[self.rank]}, {label} (batch {sequence})"
+    def _failed_in(self, batch: Batch, error: BaseException) -> CommError:
+        """Aborts because a batch raised `error`; returns it as a CommError."""
+        failure = error
+        if not isinstance(failure, CommError):
+            text = " ".join(str(error).split())[:300]
+            failure = CommError(": ".join(filter(None, (self._named(batch), type(error).__name__, text))))
+            failure.__cause__ = error
+        self._abort(failure)
+        return failure
+
+    def _named(self, batch: Batch) -> str:
+        return f"rank {self.global_ranks[self.rank]}, {batch.label} (batch {batch.sequence})"
+
+    def _check_header(self, batch: Batch, peer: int, raw: bytes) -> None:
+        """Raises CommError unless `raw`, from `peer`, announces its data for the batch."""
+        check_packed(self.global_ranks[self.rank], self.global_ranks[peer], batch.header_from(peer), raw)
+
+    def _error(self, operation: str, text: str, peers: Sequence[int] = (), reason: str = "") -> CommError:
+        """An error of this rank. peers: the missing ranks."""
+        missing = [self.global_ranks[peer] for peer in peers]
+        return CommError(f"rank {self.global_ranks[self.rank]}, {operation}: {text}", missing, reason)
 
     def close(self) -> None:
         if self._closed:
@@ -255,31 +250,31 @@ class QueueTransport(Transport):
 
     def _check_open(self, label: str) -> None:
         if self._closed:
-            raise CommError(f"rank {self.global_ranks[self.rank]}, {label}: the {self.name} transport is closed")
+            raise self._error(label, f"the {self.name} transport is closed")
         if self.failed is not None:
-            raise CommError(
-                f"rank {self.global_ranks[self.rank]}, {label}: the {self.name} transport failed before: connect again "
-                f"({self.failed})",
-                self.failed.missing,
-                self.failed.reason,
-            )
+            error = self._error(label, f"the {self.name} transport failed before: connect again ({self.failed})")
+            error.missing, error.reason = self.failed.missing, self.failed.reason
+            raise error
 
 
-def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -> None:
+# The last one: inference mode of the caller, whose tensors are writable only in it.
+_Queued = tuple[QueueTransport, Batch, _QueuedTicket, bool]
+
+
+def _work(batches: queue.SimpleQueue[_Queued | None]) -> None:
     # Holds no reference to the transport between batches, so that an unused one is garbage collected.
     while (item := batches.get()) is not None:
-        run, ticket = item
-        transport = owner()
+        transport, batch, ticket, inference = item
         try:
-            if transport is not None and transport.failed is not None:
+            if transport.failed is not None:
                 raise transport.failed.copy()
-            run()
+            transport._progress.note()
+            with torch.inference_mode(inference), torch.no_grad():  # thread-local
+                ticket.event = transport._run_batch(batch)
         except BaseException as error:
-            ticket.error = _failure(ticket.what, error)
-            if transport is not None:
-                transport._abort(ticket.error)
+            ticket.error = transport._failed_in(batch, error)
         ticket.finished.set()
-        del run, ticket, item, transport
+        del transport, batch, ticket, item
 
 
 _open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
@@ -302,7 +297,7 @@ def forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
+def _flat(transport: Transport, copies: Copies, label: str) -> list[Copy]:
     world, rank, device, flat = transport.world, transport.rank, transport.device, []
     for copy in copies:
         peer, tensor = copy
@@ -317,16 +312,3 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
             copy = Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,)))
         flat.append(copy)
     return flat
-
-
-def _failure(operation: str, error: BaseException) -> CommError:
-    if isinstance(error, CommError):
-        return error
-    failure = CommError(f"{operation}: {_line(error)}")
-    failure.__cause__ = error
-    return failure
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

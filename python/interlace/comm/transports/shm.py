@@ -25,12 +25,11 @@ from torch import Tensor
 
 from interlace._core import Exchange
 from interlace.comm.process.abort_reports import SLOW, named
-from interlace.comm.process.agreement import Arguments
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.rendezvous import Rendezvous
-from interlace.comm.transports.base import Capabilities, Copy, peers_of
-from interlace.comm.transports.header import check_packed, header_of, headers_of
-from interlace.comm.transports.queued import QueueTransport, no_step
+from interlace.comm.transports.base import Capabilities, peers_of
+from interlace.comm.transports.header import headers_of
+from interlace.comm.transports.queued import Batch, QueueTransport, no_step
 from interlace.comm.transports.registered import Memory, Regions
 
 SLOT_BYTES = 512 << 10
@@ -42,22 +41,18 @@ class Segment:
 
     def __init__(self, world: int, slot_bytes: int, descriptor: int) -> None:
         self.world, self.slot_bytes = world, slot_bytes
-        self.bytes = np.frombuffer(mmap.mmap(descriptor, self.size(world, slot_bytes)), np.uint8)
+        self.bytes = np.frombuffer(mmap.mmap(descriptor, Exchange.size(world, slot_bytes)), np.uint8)
 
-    @classmethod
-    def create(cls, world: int, slot_bytes: int) -> int:
+    @staticmethod
+    def create(world: int, slot_bytes: int) -> int:
         """A descriptor of new memory. Raises CommError if there is not enough."""
-        size = cls.size(world, slot_bytes)
+        size = Exchange.size(world, slot_bytes)
         try:
             return reserved(size)
         except OSError as error:
             raise CommError(
                 f"{size >> 20} MiB of shared memory for {world} ranks are not available ({error})"
             ) from error
-
-    @staticmethod
-    def size(world: int, slot_bytes: int) -> int:
-        return Exchange.size(world, slot_bytes)
 
     def exchange(self, rank: int) -> Exchange:
         """One rank's end of the exchange; keeps the memory mapped."""
@@ -126,7 +121,6 @@ class ShmTransport(QueueTransport):
         self.processes = list(processes)
         self._exchange: Exchange | None = segment.exchange(rank)
         self._regions = Regions(self._exchange, self._memory_for_peers())
-        self._signals = [0] * segment.world
         super().__init__(rank, segment.world, device=torch.device(device), timeout=timeout)
         self._peers = peers_of(rank, self.world)
 
@@ -158,7 +152,7 @@ class ShmTransport(QueueTransport):
             processes = [(process, start) for _, process, start in answers]
             with rendezvous.collective_step(operation):
                 if rendezvous.rank > 0:
-                    descriptor = _opened(answers[0][1], answers[0][0], Segment.size(rendezvous.world, slot_bytes))
+                    descriptor = _opened(answers[0][1], answers[0][0], Exchange.size(rendezvous.world, slot_bytes))
                 segment = Segment(rendezvous.world, slot_bytes, descriptor)
                 hidden = [rank for rank, (process, start) in enumerate(processes) if start_time_of(process) != start]
                 if hidden:
@@ -170,67 +164,44 @@ class ShmTransport(QueueTransport):
                 os.close(descriptor)
         return segment, processes
 
-    def _run(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], operation: str, arguments: Arguments, sequence: int
-    ) -> None:
-        exchange = self._exchange or self._open_exchange(operation)
+    def _run(self, batch: Batch) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            raise self._error(batch.label, f"the {self.name} transport is closed")
         before = None if self.before is no_step else partial(self.before, self.rank)
         if before is not None:
             before("post")
-        start, moves = time.monotonic(), exchange.moves
-        sizes = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in outgoing])
-        expected = tuple([(peer, tensor.numel(), tensor.dtype) for peer, tensor in incoming])
-        text, world = arguments.text, self.world
-        status = exchange.run(
-            sequence, headers_of(world, operation, text, sizes), headers_of(world, operation, text, expected),
-            [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in outgoing],
-            [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in incoming],
-            before, LOOK,
-        )  # fmt: skip
+        sides, text = (batch.outgoing, batch.incoming), batch.arguments.text
+        own_headers, peer_headers = (
+            headers_of(self.world, batch.label, text, tuple([(peer, t.numel(), t.dtype) for peer, t in side]))
+            for side in sides
+        )
+        sends, receives = ([(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in side] for side in sides)
+        status = exchange.run(batch.sequence, own_headers, peer_headers, sends, receives, before, LOOK)
         if status != Exchange.DONE:
-
-            def refuse(peer: int) -> None:
-                expected = header_of(sequence, operation, arguments, [t for source, t in incoming if source == peer])
-                check_packed(
-                    self.global_ranks[self.rank], self.global_ranks[peer], expected, exchange.header_from(peer)
-                )
-
-            self._finish(exchange, status, exchange.advance, exchange.lacking, operation, start, moves, refuse)
+            self._finish(exchange, status, batch)
 
     def path_taken(self) -> str:
         return self.direct_path if self._exchange is not None and self._exchange.direct else self.path
 
-    def _finish(
-        self,
-        exchange: Exchange,
-        status: int,
-        run_driver: Callable[[float], int],
-        lacking: Callable[[], Sequence[int]],
-        operation: str,
-        start: float,
-        moves: int,
-        refuse: Callable[[int], None] = lambda peer: None,
-    ) -> None:
+    def _finish(self, exchange: Exchange, status: int, batch: Batch) -> None:
         """Runs the driver until it is done, and handles its early returns.
 
-        run_driver: runs the driver for so many seconds without progress.
-        lacking: the peers that are waited for.
-        start, moves: start time, and the driver's progress count at that time.
-        refuse: raises for a peer that announced something else.
+        status: of its first run, of at most LOOK seconds.
 
         Raises CommError if an awaited peer is lost, any rank has aborted, or nothing moved within the timeout.
         """
         lost: CommError | None = None
-        last_move, last_look = start, 0.0
+        moves, last_move, last_look = exchange.moves, time.monotonic(), 0.0
         while status != Exchange.DONE:
             if status == Exchange.HEADER:
-                refuse(exchange.peer)
+                self._check_header(batch, exchange.peer, exchange.header_from(exchange.peer))
             elif status == Exchange.MAP:
                 self._regions.map(exchange.peer, exchange.number)
             elif status == Exchange.DAMAGED:
-                own_rank, peer_rank = self.global_ranks[self.rank], self.global_ranks[exchange.peer]
                 raise CommError(
-                    f"rank {own_rank}: rank {peer_rank} refers to region {exchange.number}: its memory is damaged"
+                    f"rank {self.global_ranks[self.rank]}: rank {self.global_ranks[exchange.peer]} refers to region "
+                    f"{exchange.number}: its memory is damaged"
                 )
             now = time.monotonic()
             if moves != exchange.moves:
@@ -238,15 +209,15 @@ class ShmTransport(QueueTransport):
                 self._progress.note()
             elif lost is not None:  # lost before the last check for progress: no more data will come
                 raise lost
-            waiting = lacking()
-            lost = self._lost(exchange, waiting, operation, look=now - last_look > LOOK)
+            waiting = exchange.lacking()
+            lost = self._lost(exchange, waiting, batch.label, look=now - last_look > LOOK)
             if lost is None and now - last_move > self.timeout:
-                missing = [self.global_ranks[peer] for peer in waiting]
-                text = f"no answer from {named(missing)} within {self.timeout:g} s"
-                lost = self._error(operation, text, missing, SLOW.format(self.timeout))
+                ranks = named([self.global_ranks[peer] for peer in waiting])
+                text = f"no answer from {ranks} within {self.timeout:g} s"
+                lost = self._error(batch.label, text, waiting, SLOW.format(self.timeout))
             if now - last_look > LOOK:
                 last_look = now
-            status = run_driver(LOOK if lost is None else 0.0)
+            status = exchange.advance(LOOK if lost is None else 0.0)
 
     def _lost(self, exchange: Exchange, waiting: Sequence[int], operation: str, look: bool) -> CommError | None:
         """The reason why waiting is futile, if any. `look`: also check whether the processes are alive."""
@@ -255,9 +226,7 @@ class ShmTransport(QueueTransport):
         for peer in self._peers:
             if exchange.state(peer) == Exchange.FAILED:
                 reason = exchange.reason(peer).decode(errors="replace")
-                return self._error(
-                    operation, f"rank {self.global_ranks[peer]} aborted ({reason})", [self.global_ranks[peer]], reason
-                )
+                return self._error(operation, f"rank {self.global_ranks[peer]} aborted ({reason})", [peer], reason)
         for peer in waiting:
             (process, start), loss = self.processes[peer], ""
             if exchange.state(peer) == Exchange.CLOSED:
@@ -265,34 +234,8 @@ class ShmTransport(QueueTransport):
             elif look and start_time_of(process) != start:
                 loss = f"its process, {process}, ended"
             if loss:
-                return self._error(
-                    operation, f"lost rank {self.global_ranks[peer]} ({loss})", [self.global_ranks[peer]], loss
-                )
+                return self._error(operation, f"lost rank {self.global_ranks[peer]} ({loss})", [peer], loss)
         return None
-
-    def _error(self, operation: str, text: str, missing: Sequence[int] = (), reason: str = "") -> CommError:
-        return CommError(f"rank {self.global_ranks[self.rank]}, {operation}: {text}", missing, reason)
-
-    def signal(self, peer: int) -> None:
-        self._open_exchange("signal").signal(peer)
-
-    def wait(self, peer: int) -> None:
-        exchange, start = self._open_exchange("wait"), time.monotonic()
-        moves = exchange.moves
-        self._signals[peer] += 1
-        wait = partial(exchange.wait, peer, self._signals[peer])
-        try:
-            self._finish(exchange, wait(LOOK), wait, lambda: [peer], "wait", start, moves)
-        except CommError as error:
-            self._abort(error)
-            raise
-
-    def _open_exchange(self, operation: str) -> Exchange:
-        self._check_open(operation)
-        exchange = self._exchange
-        if exchange is None:
-            raise CommError(f"rank {self.global_ranks[self.rank]}, {operation}: the {self.name} transport is closed")
-        return exchange
 
     def _notify(self, reason: str) -> None:
         self._leave(Exchange.FAILED, reason)

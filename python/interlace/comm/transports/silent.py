@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
-from interlace.comm.process.errors import CommError
-from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import Copies, Then, Ticket, Transport
 
 
 class SilentTransport(Transport):
@@ -26,48 +25,22 @@ class SilentTransport(Transport):
         self._computes = computes
         self.messages = self.bytes = 0
 
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities(cls.name, "cpu")
-
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros if the tensor is used in computations: other content might be NaN, which takes a different time."""
         make = torch.zeros if self._computes else torch.empty
         return make(tuple(shape), dtype=dtype, device=self.device)
 
     def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
+        self, outgoing: Copies, incoming: Copies, label: str, then: Then = None, arguments: Arguments = NO_ARGUMENTS
     ) -> Ticket:
         self.messages += len(outgoing)
-        self.bytes += sum(copy.tensor.numel() * copy.tensor.element_size() for copy in outgoing)
+        self.bytes += sum(copy.tensor.nbytes for copy in outgoing)
         if self._computes:
             for copy in incoming:
                 copy.tensor.zero_()
             if then is not None:
                 then()
-        return _Done()
-
-    def signal(self, peer: int) -> None:
-        """No-op."""
-
-    def wait(self, peer: int) -> None:
-        """No-op."""
+        return Ticket(self.device)
 
     def close(self) -> None:
         """No-op: there are no resources."""
-
-
-class _Done:
-    error: CommError | None = None
-    event: torch.Event | None = None
-
-    def wait(self) -> None:
-        """No-op."""
-
-    def done(self) -> bool:
-        return True

@@ -9,13 +9,14 @@ fault among stalled ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from interlace.resilience.coordinator.hangs import Hangs, Removal, Report
 from interlace.resilience.coordinator.roster import Roster, Templates
 from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
-from interlace.resilience.generation import Answer, Decision, Event, Generation, Node, Noticed
+from interlace.resilience.generation import Answer, Decision, Event, Generation, Node
 from interlace.resilience.member import (
     ABORTED,
     COPIED,
@@ -36,23 +37,16 @@ from interlace.resilience.member import (
     prefix_of_number,
 )
 from interlace.resilience.settings import Settings
-from interlace.resilience.supervisor.faults import CIRCLE, WAITS, culprits
 from interlace.resilience.supervisor.watch import Stall
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 TOGETHER = 0.05  # seconds: losses within it are one event
-SURE = 0.5  # seconds that a suspected rank has to make progress
 SEARCH = 1.0  # seconds beyond a heartbeat to find out why a rank aborted the generation
 LATE = 60.0  # seconds that a rank has to enter a generation that another rank aborts
 MOST_FAILURES = 3  # consecutive aborts by a rank, without a committed step or a lost node
-
-
-class Removal(NamedTuple):
-    """A node that is lost or must be removed, and the reason. failed: one of its ranks ended with its own error."""
-
-    node: str
-    kind: Noticed
-    why: str
-    failed: bool = False
+KEPT = ("finishing", "errors", "failures", "ended", "over", "preempted")  # attributes in the state file
 
 
 class Authority:
@@ -64,25 +58,31 @@ class Authority:
 
     ended: reason why the run cannot continue; "" while it can, and after training has completed. over: no more
     decisions will be made. preempted: the run is saved, and it ended because its nodes were asked to leave.
+    finishing: a node has trained to the end, or saved. failures: aborts in a row. errors: nodes that failed since the
+    last committed step, with their errors.
     """
 
     def __init__(
-        self, settings: Settings, store: Any, report: Callable[..., None], now: float, state: StateFile | None = None
+        self,
+        settings: Settings,
+        store: dist.Store,
+        report: Report,
+        now: float,
+        state: StateFile | None = None,
     ) -> None:
         self.roster, self._store, self._report_event, self._began = Roster(settings), store, report, now
         self._state = state
         self._decided: Decision | None = None  # the last decided vote
         self._away: set[str] = set()  # nodes that have not reconnected since the coordinator restart
         self._reconnect_deadline = now
-        self.false_alarms, self.ended, self.over, self.preempted = 0, "", False, False
-        self._finishing = False  # a node has trained to the end, or saved
+        self.ended, self.over, self.preempted, self.finishing = "", False, False, False
+        self.failures = 0
+        self.errors: dict[str, str] = {}
         self._broken: float | None = None  # time at which the generation ended
         self._aborted: float | None = None  # time at which a rank aborted it
-        self._failures = 0
         self._absent: list[Removal] = []
         self._since = now  # start of the generation
-        self._errors: dict[str, str] = {}  # nodes that failed since the last committed step, with their errors
-        self._suspects: dict[tuple[str, int], float] = {}
+        self.hangs = Hangs(settings.heartbeat, report)
 
     @property
     def generation(self) -> Generation | None:
@@ -95,7 +95,7 @@ class Authority:
     # -- state file and restart ------------------------------------------------------------------------------
 
     @classmethod
-    def resumed(cls, state: StateFile, store: Any, report: Callable[..., None], now: float) -> Authority:
+    def resumed(cls, state: StateFile, store: dist.Store, report: Report, now: float) -> Authority:
         """Authority of a restarted coordinator, from its state file and with an empty store.
 
         A generation with a committed step continues: all of its ranks have connected to each other, and no longer need
@@ -107,14 +107,9 @@ class Authority:
             table = state.table
             roster = Roster.from_table(table["roster"])
             authority = cls(roster.settings, store, report, now, state)
-            authority.roster, authority._decided, authority._finishing = roster, state.decided, bool(table["finishing"])
-            authority._errors = {str(node): str(why) for node, why in table["errors"].items()}
-            authority._failures = int(table["failures"])
-            authority.ended, authority.over, authority.preempted = (
-                str(table["ended"]),
-                bool(table["over"]),
-                bool(table["preempted"]),
-            )
+            authority.roster, authority._decided = roster, state.decided
+            for name in KEPT:
+                setattr(authority, name, type(getattr(authority, name))(table[name]))
             authority._broken = now if table["broken"] else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResilienceError(
@@ -130,9 +125,8 @@ class Authority:
         generation, decided, roster = self.generation, self._decided, self.roster
         if roster.templates is not None:
             self._store.set(TEMPLATES, roster.templates.to_json())
-        for spare in roster.ready:
-            if generation is not None and spare not in generation.nodes:
-                self._store.set(f"{SPARE}/{spare}", "1")
+        if generation is not None:
+            self._mark_spares(generation)
         if decided is not None:
             self._store.set(f"{prefix_of_number(decided.generation)}/{DECISION}/{decided.step}", decided.answer)
         if generation is None or self.over:
@@ -140,7 +134,7 @@ class Authority:
         for number in range(1, generation.number):  # a rank may have missed several
             self._store.set(f"{prefix_of_number(number)}/{OVER}", "1")
         all_have_met = decided is not None and self._committed(generation) and decided.answer == "commit"
-        if self._broken is None and (all_have_met or self._finishing):
+        if self._broken is None and (all_have_met or self.finishing):
             prefix = prefix_of(generation)
             self._store.add(f"{prefix}/{COPIED}", generation.world)
             for node in generation.nodes.values():
@@ -154,18 +148,8 @@ class Authority:
     def _save(self) -> None:
         """Writes the state file. Called before a decision is published in the store or sent to a node."""
         if self._state is not None:
-            self._state.save(
-                {
-                    "roster": self.roster.to_table(),
-                    "broken": self._broken is not None,
-                    "finishing": self._finishing,
-                    "errors": self._errors,
-                    "failures": self._failures,
-                    "ended": self.ended,
-                    "over": self.over,
-                    "preempted": self.preempted,
-                }
-            )
+            kept = {name: getattr(self, name) for name in KEPT}
+            self._state.save({"roster": self.roster.to_table(), "broken": self._broken is not None, **kept})
 
     def is_away(self, node: str) -> bool:
         """True if a node has not reconnected yet since the coordinator restart."""
@@ -201,7 +185,7 @@ class Authority:
             self.roster.forget(node)
         elif self.roster.lost(Event(removal.kind, node, time.time(), removal.why[:500])):
             self._end_generation(now)
-            if self._finishing:
+            if self.finishing:
                 self._stop(f"node {node} was lost after other nodes had finished ({removal.why}): resume the run")
             elif removal.failed:
                 self._note_error(removal)
@@ -220,9 +204,9 @@ class Authority:
         if generation is not None and generation.number > 1 and not self._committed(generation):
             if any(each.node == removal.node for each in generation.cause):
                 return
-        self._errors[removal.node] = removal.why
-        if len(self._errors) > 1:
-            node, why = next(iter(self._errors.items()))
+        self.errors[removal.node] = removal.why
+        if len(self.errors) > 1:
+            node, why = next(iter(self.errors.items()))
             self._stop(
                 f"several nodes failed without a committed step in between; the first: {node}, {why}. Fix the error, "
                 "then continue with --resume"
@@ -234,7 +218,7 @@ class Authority:
         self._report_event("done", node=node)
         self.roster.forget(node)
         if generation is not None and node in generation.order():
-            self._finishing = True
+            self.finishing = True
             if generation.kind == "save":
                 self._saved(generation)
             joined = self._joined_too_late(generation)
@@ -260,7 +244,7 @@ class Authority:
 
     def _last_error(self) -> str:
         """Errors of nodes that failed since the last committed step."""
-        return "".join(f". {node} had an error: {why}" for node, why in self._errors.items())
+        return "".join(f". {node} had an error: {why}" for node, why in self.errors.items())
 
     # -- decisions -------------------------------------------------------------------------------------------
 
@@ -282,10 +266,9 @@ class Authority:
             self._move_on(now)
         except ResilienceError as error:
             self._stop(str(error))
-        for suspect in self._suspects:
-            self._suspects[suspect] += slept
+        self.hangs.slept(slept)
         absent, self._absent = self._absent, []
-        return absent or self._hung_nodes(stalls, now)
+        return absent or self.hangs.hung(stalls, self.generation, now)
 
     def count_votes(self, now: float) -> None:
         """Decides a vote that all ranks of the generation have cast. No other code decides votes."""
@@ -302,7 +285,7 @@ class Authority:
         if last is not None and counted and step <= last.step:
             return  # repeated vote after a coordinator restart: the store has the answer
         try:
-            answer: Answer = "regroup" if not self._finishing and self.roster.wants_boundary() else "commit"
+            answer: Answer = "regroup" if not self.finishing and self.roster.wants_boundary() else "commit"
         except ResilienceError as error:
             self._stop(str(error))
             return
@@ -335,7 +318,7 @@ class Authority:
         if self.generation is None:
             self._publish(self.roster.next(now - self._began), now)
             return
-        if self._broken is not None and self._finishing:  # finished ranks cannot enter another generation
+        if self._broken is not None and self.finishing:  # finished ranks cannot enter another generation
             self._stop("a node was lost after other nodes had finished: resume the run")
             return
         prefix = prefix_of(self.generation)
@@ -365,10 +348,10 @@ class Authority:
     def _fail(self, reason: str, now: float) -> None:
         """Ends a generation that a rank aborted although no node is lost. The same nodes form the next one."""
         assert self.generation is not None
-        self._failures = 1 if self._committed(self.generation) else self._failures + 1
-        if self._failures > MOST_FAILURES:
+        self.failures = 1 if self._committed(self.generation) else self.failures + 1
+        if self.failures > MOST_FAILURES:
             raise ResilienceError(
-                f"a rank aborted {self._failures} times in a row although no node was lost; the last: {reason}"
+                f"a rank aborted {self.failures} times in a row although no node was lost; the last: {reason}"
             )
         self.roster.lost(Event("failure", "", time.time(), reason))
         self._end_generation(now)
@@ -380,7 +363,7 @@ class Authority:
     def _end_generation(self, now: float) -> None:
         assert self.generation is not None
         if self._broken is None and self._committed(self.generation):
-            self._errors.clear()
+            self.errors.clear()
         self._broken = now if self._broken is None else self._broken
         self._save()
         self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
@@ -394,11 +377,7 @@ class Authority:
         self._broken = self._aborted = None
         self._since = now
         self._save()
-        for node in self.roster.ready:
-            if node in generation.nodes:
-                self._store.delete_key(f"{SPARE}/{node}")
-            else:
-                self._store.set(f"{SPARE}/{node}", "1")
+        self._mark_spares(generation)
         self._forget_keys(generation.number - 2)
         self._announce(generation)
         pipelines = [list(pipeline) for pipeline in generation.pipelines]
@@ -411,6 +390,13 @@ class Authority:
             cause=cause,
             leaving=list(generation.leaving),
         )
+
+    def _mark_spares(self, generation: Generation) -> None:
+        for node in self.roster.ready:
+            if node in generation.nodes:
+                self._store.delete_key(f"{SPARE}/{node}")
+            else:
+                self._store.set(f"{SPARE}/{node}", "1")
 
     def _announce(self, generation: Generation) -> None:
         self._store.set(f"{GENERATION}/{generation.number}", generation.to_json())
@@ -435,41 +421,3 @@ class Authority:
 
     def _count(self, key: str) -> int:
         return int(self._store.add(key, 0))
-
-    # -- hang detection --------------------------------------------------------------------------------------
-
-    def _hung_nodes(self, stalls: Mapping[str, Sequence[Stall]], now: float) -> list[Removal]:
-        """Nodes with a rank that was at fault for `SURE` seconds. Progress before that counts as a false alarm."""
-        guilty = self._stalls_at_fault(stalls)
-        for suspect in [suspect for suspect in self._suspects if suspect not in guilty]:
-            del self._suspects[suspect]
-            node, local_rank = suspect
-            if node in stalls and all(stall.local_rank != local_rank for stall in stalls[node]):
-                self.false_alarms += 1
-                self._report_event("false alarm", node=node, local_rank=local_rank)
-        removals: dict[str, Removal] = {}
-        for suspect, stall in guilty.items():
-            if now - self._suspects.setdefault(suspect, now) >= SURE:
-                node, local_rank = suspect
-                doing = "its process is stopped" if stall.stopped else f"{stall.state} {stall.what}".strip()
-                why = f"rank {local_rank} of the node made no progress for {stall.seconds:.1f} s ({doing})"
-                removals.setdefault(node, Removal(node, "hang", why))
-        for suspect in [suspect for suspect in self._suspects if suspect[0] in removals]:
-            del self._suspects[suspect]
-        return list(removals.values())
-
-    def _stalls_at_fault(self, stalls: Mapping[str, Sequence[Stall]]) -> dict[tuple[str, int], Stall]:
-        generation, heartbeat = self.generation, self.roster.settings.heartbeat
-        of_generation: dict[int, tuple[tuple[str, int], Stall]] = {}
-        guilty: dict[tuple[str, int], Stall] = {}
-        for node, each in stalls.items():
-            for stall in each:
-                suspect = (node, stall.local_rank)
-                # Waits can be resolved only for ranks of this generation. Others count by state and duration alone.
-                if generation is not None and node in generation.nodes and stall.generation == generation.number:
-                    of_generation[generation.ranks_of(node)[stall.local_rank]] = suspect, stall
-                elif stall.stopped or stall.state not in WAITS or stall.seconds >= CIRCLE * heartbeat:
-                    guilty[suspect] = stall
-        for rank in culprits({rank: stall for rank, (_, stall) in of_generation.items()}, heartbeat):
-            guilty[of_generation[rank][0]] = of_generation[rank][1]
-        return guilty

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from interlace import plan
 from interlace.costs.modules import ModuleCosts, layer_costs
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.resilience.generation import Generation
+
+if TYPE_CHECKING:
+    from interlace.model.multimodal import MultimodalModel
 
 PER_STAGE = 4  # microbatches per stage for which templates are cut (value of the paper)
 
@@ -38,7 +41,7 @@ class Templates:
 
     def __init__(
         self,
-        model: Any,
+        model: MultimodalModel,
         costs: Mapping[str, ModuleCosts],
         *,
         recompute: bool = False,

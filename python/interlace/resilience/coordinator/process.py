@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from interlace.comm.process.store import listen_on, tcp_store
-from interlace.resilience.coordinator.authority import Authority, Removal
+from interlace.resilience.coordinator.authority import Authority
+from interlace.resilience.coordinator.hangs import Removal
 from interlace.resilience.coordinator.state import StateFile
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Node, Noticed
 from interlace.resilience.link import SERVES
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor.watch import Stall
-from interlace.resilience.wire import AHEAD, VERSION, Line
+from interlace.resilience.wire import AHEAD, VERSION, Line, from_table
 
 PAUSE = 0.0025  # polling interval for votes, which ranks wait for, seconds
 LOOK = 0.02  # polling interval of the store for everything else, seconds
@@ -83,8 +84,8 @@ class Coordinator:
         self._listening = listen_on(host, port)
         self._listening.setblocking(False)
         self.port = int(self._listening.getsockname()[1])
-        self._store: Any = tcp_store(host, store_port or (kept.store_port if kept else 0), 0, 1, 60.0, wait=False)
-        self.store_port = int(self._store.port)
+        self._store = tcp_store(host, store_port or (kept.store_port if kept else 0), 0, 1, 60.0, wait=False)
+        self.store_port = self._store.port
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._supervised: dict[int, Supervised] = {}
@@ -107,16 +108,13 @@ class Coordinator:
             return
         authority = Authority.resumed(state, self._store, self._report_event, time.monotonic())
         self._authority = authority
-        nodes, number = (
-            len(authority.roster.nodes),
-            authority.generation.number if authority.generation is not None else 0,
-        )
+        nodes, number = len(authority.roster.nodes), authority.generation.number if authority.generation else 0
         self._report_event("taken up", run=state.run, starts=state.starts, nodes=nodes, generation=number)
 
     @property
     def false_alarms(self) -> int:
         """Number of ranks suspected of a hang that made progress before they were removed."""
-        return self._authority.false_alarms if self._authority is not None else 0
+        return self._authority.hangs.false_alarms if self._authority is not None else 0
 
     def __enter__(self) -> Coordinator:
         return self
@@ -216,7 +214,7 @@ class Coordinator:
             if authority.leaves(node.id, float(table["seconds"])):
                 self._dismiss(supervised, "it may leave: it is not training", well=True)
         elif kind == "stalled":
-            supervised.stalls = [Stall.from_table(stall) for stall in table["ranks"]]
+            supervised.stalls = [from_table(Stall, stall) for stall in table["ranks"]]
 
     def _welcome(self, supervised: Supervised, table: dict[str, Any]) -> None:
         if table["version"] != VERSION:

@@ -21,6 +21,7 @@ from interlace import plan
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Event, Generation, Kind, Node
 from interlace.resilience.settings import Settings
+from interlace.resilience.wire import from_table
 
 Pipelines = tuple[tuple[str, ...], ...]
 
@@ -47,11 +48,7 @@ class Templates:
     @classmethod
     def from_json(cls, text: str | bytes) -> Templates:
         """Raises ValueError."""
-        try:
-            table = json.loads(text)
-            templates = cls(int(table["min_nodes"]), tuple(map(float, table["times"])), int(table["microbatches"]))
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"invalid pipeline templates ({type(error).__name__}: {error})") from error
+        templates = from_table(cls, json.loads(text))
         if templates.min_nodes < 1 or templates.microbatches < 1 or not templates.times or min(templates.times) <= 0:
             raise ValueError(f"sizes, times and microbatches must be positive, got {templates}")
         return templates
@@ -96,10 +93,10 @@ class Roster:
         roster = cls(Settings.from_table(table["settings"]))
         roster.templates = None if table["templates"] is None else Templates.from_json(table["templates"])
         roster.generation = None if table["generation"] is None else Generation.from_json(table["generation"])
-        nodes = [Node.from_table(node) for node in table["nodes"]]
+        nodes = [from_table(Node, node) for node in table["nodes"]]
         roster.nodes, roster.ready = {node.id: node for node in nodes}, [str(node) for node in table["ready"]]
-        roster._lost = [Event.from_table(event) for event in table["lost"]]
-        roster._joined = {event.node: event for event in map(Event.from_table, table["joined"])}
+        roster._lost = [from_table(Event, event) for event in table["lost"]]
+        roster._joined = {event["node"]: from_table(Event, event) for event in table["joined"]}
         return roster
 
     def join(self, node: Node) -> None:

@@ -116,11 +116,8 @@ class StateFile:
             number = contents["interlace coordinator"]
             if number != FORMAT:
                 raise self._broken(f"its format is {number!r:.20}, this version of Interlace uses {FORMAT}")
-            self.run, self.starts, self.store_port = (
-                str(contents["run"]),
-                int(contents["starts"]) + 1,
-                int(contents["store_port"]),
-            )
+            self.run, self.store_port = str(contents["run"]), int(contents["store_port"])
+            self.starts = int(contents["starts"]) + 1
             self.table, decided = contents["state"], contents["decided"]
             if self.table is not None and not isinstance(self.table, dict):
                 raise ValueError("its state is not a table")

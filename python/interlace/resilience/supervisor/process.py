@@ -25,22 +25,21 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
 
-from interlace.resilience.environment import AWAY, COORDINATOR, ERROR, LOCAL_RANK, NODE, PATIENCE, PROGRESS, STOPPED
+from interlace.resilience.environment import AWAY, COORDINATOR, LOCAL_RANK, NODE, PATIENCE, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.settings import Settings
+from interlace.resilience.supervisor.ranks import exit_reason, kill, last_output, start
 from interlace.resilience.supervisor.watch import Stall, Watch
 from interlace.resilience.wire import AHEAD, FOREIGN, VERSION, Line
 
 WELCOME = 30.0  # seconds for the coordinator to admit a node
 ATTEMPT = 2.0  # seconds for a restarted coordinator to accept a connection
-LAST_LINES = 3  # lines of a rank's log that are reported if it failed without an error file
-MOST_WORDS = 400  # most characters of the reported log or error file
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Refused(ResilienceError):
@@ -94,7 +93,7 @@ class Supervisor:
                 ranks = range(self.settings.ranks_per_node)
                 return self._supervise(line, store_port, [Path(pages) / str(rank) for rank in ranks])
         finally:
-            self._kill()
+            kill(self.processes)
             if self._line is not None:
                 self._line.close()
             for number, handler in previous.items():
@@ -228,22 +227,18 @@ class Supervisor:
             if self._leave_deadline is not None and now > self._leave_deadline:
                 break
             try:
-                connection = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
-            except OSError:
-                time.sleep(0.2)
-                continue
-            try:
-                self._handshake(connection, ATTEMPT)
+                line = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
+                self._handshake(line, ATTEMPT)
             except Refused:
                 raise
-            except ResilienceError:
-                connection.close()
+            except (OSError, ResilienceError):
+                line.close()
                 time.sleep(0.2)
                 continue
             self._log(f"node {self.id} has reconnected to the coordinator")
             if self._leave_deadline is not None:
-                connection.say("leaving", seconds=max(self._leave_deadline - time.monotonic(), 0.0))
-            return connection
+                line.say("leaving", seconds=max(self._leave_deadline - time.monotonic(), 0.0))
+            return line
         waited = (
             f", which was not restarted within {patience:g} s (resilience.coordinator_patience)" if patience else ""
         )
@@ -255,7 +250,7 @@ class Supervisor:
     def _report(self, line: Line, stalls: list[Stall]) -> None:
         """Reports stalled ranks at every poll, and once more when none is left."""
         if stalls or self._reported:
-            line.say("stalled", ranks=[stall.to_table() for stall in stalls])
+            line.say("stalled", ranks=[asdict(stall) for stall in stalls])
         self._reported = stalls
 
     # -- signals ---------------------------------------------------------------------------------------------
@@ -278,7 +273,7 @@ class Supervisor:
     def _start(self, pages: list[Path], store: str) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         for rank, environment in enumerate(self._rank_environments(pages, store)):
-            with (self._logs / f"{self.id}-{rank}.log").open("wb") as log:
+            with self._log_of(rank).open("wb") as log:
                 self.processes.append(self._start_rank({**self._environment, **environment}, log))
 
     def _rank_environments(self, pages: list[Path], store: str) -> list[dict[str, str]]:
@@ -288,23 +283,19 @@ class Supervisor:
         return [{**base, PROGRESS: str(page), LOCAL_RANK: str(rank)} for rank, page in enumerate(pages)]
 
     def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches only the supervisor
-            preexec_fn=_die_with(os.getpid()),
-        )
+        return start(self._command, environment, log)
+
+    def _log_of(self, rank: int) -> Path:
+        return self._logs / f"{self.id}-{rank}.log"
 
     def _ended(self, line: Line) -> int | None:
         """Exit code of this supervisor once a rank has failed or all have ended; None before."""
         codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
             if code is not None and code not in (0, STOPPED):
-                how = _exit_reason(code) + self._last_output(rank)
+                how = exit_reason(code) + last_output(self._pages[rank], self._log_of(rank))
                 self._log(f"node {self.id} is lost: its rank {rank} {how}")
-                self._kill()
+                kill(self.processes)
                 self._report_end(line, "exited", local_rank=rank, code=code, how=how)
                 return max(code, 1)
         if None in codes:
@@ -334,46 +325,7 @@ class Supervisor:
         """
         return (128 + self._signals[0] if self._signals else 1) if early else 0
 
-    def _last_output(self, rank: int) -> str:
-        with contextlib.suppress(OSError):
-            words = Path(f"{self._pages[rank]}{ERROR}").read_text(errors="replace")
-            return f": {words[:MOST_WORDS]}"
-        with contextlib.suppress(OSError):
-            text = (self._logs / f"{self.id}-{rank}.log").read_text(errors="replace")
-            lines = [each.strip() for each in text.splitlines() if each.strip()]
-            return "; its last output: " + " | ".join(lines[-LAST_LINES:])[:MOST_WORDS] if lines else ""
-        return ""
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with the workers that it started
-        for process in self.processes:
-            process.wait()
-
 
 def _memory() -> str | None:
     """In-memory folder, if available."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def _exit_reason(code: int | None) -> str:
-    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """Function for a child to call before it runs, so that it dies with this process in any case (Linux)."""
-    try:
-        import ctypes
-
-        control: Any = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return None
-
-    def prepare() -> None:
-        control(DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare

@@ -11,9 +11,8 @@ Time in which the supervisor was suspended is not counted, because the ranks wer
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from interlace.resilience.supervisor.progress import Progress, ProgressReader, State
 
@@ -41,26 +40,6 @@ class Stall:
     seconds: float
     what: str
     at_work: bool = False
-
-    def to_table(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_table(cls, table: dict[str, Any]) -> Stall:
-        """Raises ValueError."""
-        try:
-            return cls(
-                int(table["local_rank"]),
-                int(table["generation"]),
-                table["state"],
-                tuple(map(int, table["ranks"])),
-                bool(table["stopped"]),
-                float(table["seconds"]),
-                str(table["what"]),
-                bool(table["at_work"]),
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"invalid stall report ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from interlace.comm.channels.star import Star
@@ -43,7 +42,7 @@ class Peers:
             with self.waiting("meeting the others"):
                 dist.barrier()
                 group = dist.new_group(timeout=timedelta(seconds=timeout + allowance), backend="gloo")
-                self._star = Star(group, torch.device("cpu"), AbortReports(group, "run", coordinated=coordinated))
+                self._star = Star(group, AbortReports(group, "run", coordinated=coordinated))
 
     def exchange(self, what: str, value: T, *, patient: bool = False) -> list[T]:
         """Every rank's `value`, by rank: JSON, with the same types and lengths on every rank.
