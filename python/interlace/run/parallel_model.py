@@ -25,22 +25,22 @@ from interlace.model import Media, MultimodalModel
 from interlace.parallel.region import Region
 from interlace.parallel.route import Routes
 from interlace.run import comparison
+from interlace.run.comparison import Comparison
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.execute.device import autocast as autocast_to
-from interlace.run.execute.device import clock, current, device_of, drawing, seconds
+from interlace.run.execute.device import Mark, current, device_of, drawn_since, generators, seconds
 from interlace.run.execute.gradients import squares, totals, whole_gradients
 from interlace.run.execute.ranks import make_ranks
-from interlace.run.execute.result import StepResult, as_text, measured, times_of
+from interlace.run.execute.result import StepResult, gathered, measured
 from interlace.run.execute.step import Step
 from interlace.run.execute.threads import run_threads
-from interlace.run.execute.weights import Pieces, Trained, Views
+from interlace.run.execute.weights import Pieces, Trained
 from interlace.run.graph import edges, groups, stage_graph
 from interlace.run.lanes import groups_of, with_lanes
 from interlace.run.options import StepOptions
 from interlace.run.tables.ahead import TablesAhead
 from interlace.run.tables.assign import assigner_of
-from interlace.run.tables.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
-from interlace.run.tables.deals import Deals, deals_of
+from interlace.run.tables.batch import ChunkInputs, Dispatched, GlobalBatch, Microbatches, read_media
+from interlace.run.tables.deals import Deals
 from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.lists import Lists
 from interlace.run.tables.needs import Needs, needs_of
@@ -49,7 +49,8 @@ from interlace.simulate import Timeline
 
 
 class Prepared(NamedTuple):
-    """A batch ready to run. deals, routes: of each rank of this process."""
+    """A batch ready to run. deals, routes: of each rank of this process. tokens: its valid targets. text, digest: of
+    the batch, and of all inputs, for `Comparison`."""
 
     batch: GlobalBatch
     table: StepTable
@@ -57,6 +58,9 @@ class Prepared(NamedTuple):
     deals: Mapping[int, Deals]
     routes: Mapping[int, Routes]
     device: torch.device
+    tokens: int
+    text: str
+    digest: int
 
 
 class ParallelModel:
@@ -75,17 +79,13 @@ class ParallelModel:
         device: torch.device,
     ):
         self.layout, self.mllm, self.options, self.ranks = layout, mllm, options, list(ranks)
-        self.graph = stage_graph(mllm, layout)
-        self._agreed = comparison.of_model(mllm, layout, **options.compared())
-        self._last: tuple[Schedule, StepTable] | None = None
-        self._times: dict[int, list[tuple[Any, Any]]] = {}
         self.channel, self._failed = channel, ""
+        self._last: tuple[Schedule, StepTable, Mapping[int, Sequence[tuple[Mark, Mark]]]] | None = None
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=options.sequence_parallel)
-        self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(
-            mllm, self.graph, ranks, options.checkpointing, rows, self._views, self._pieces, device
-        )
+        self._agreed = comparison.of_model(mllm, layout, **options.compared())
+        self.graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=options.sequence_parallel)
+        self._pieces = Pieces()
+        self._ranks = make_ranks(mllm, self.graph, ranks, options.checkpointing, rows, self._pieces, device)
         self._trained = Trained(mllm)
         self._lanes = groups_of(layout)
         self._assigner = assigner_of(options.assign, layout, mllm, recompute=options.recompute)
@@ -94,7 +94,7 @@ class ParallelModel:
             options.balance, layout, mllm, recompute=options.recompute, ranks_per_node=options.ranks_per_node
         )
         self._ahead = TablesAhead()
-        self._through: Callable[[Transport], Transport] = lambda transport: transport
+        self._through: Callable[[Transport], Transport] | None = None
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
@@ -153,7 +153,10 @@ class ParallelModel:
 
     def _connect(self, number: int, channel: Channel) -> None:
         """Connect a rank with those of its lanes."""
-        self._ranks[number].connect({ranks: self._through(t) for ranks, t in channel.connect(self._lanes).items()})
+        transports = channel.connect(self._lanes)
+        if self._through is not None:
+            transports = {ranks: self._through(transport) for ranks, transport in transports.items()}
+        self._ranks[number].connect(transports)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -239,7 +242,8 @@ class ParallelModel:
         gradients are undefined.
         """
         with self._leaving_on_error():
-            return self._run_step(samples, microbatches, chunks, place, note, loss_scale)
+            prepared = self._prepare(samples, microbatches, chunks, place, loss_scale)
+            return self._run_step(prepared, note, loss_scale)
 
     @torch.no_grad()
     def evaluate(
@@ -247,7 +251,8 @@ class ParallelModel:
     ) -> StepResult:
         """Mean loss of a batch on the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         with self._leaving_on_error():
-            return self._run_step(samples, microbatches, chunks, (0, 0, 0), lambda: 0.0, None)
+            prepared = self._prepare(samples, microbatches, chunks, (0, 0, 0), None)
+            return self._run_step(prepared, None, None)
 
     @contextlib.contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -273,138 +278,118 @@ class ParallelModel:
                     raise PipelineError(self._failed) from error
             raise
 
-    def _run_step(
-        self,
-        samples: Sequence[Any] | Dispatched,
-        microbatches: Microbatches,
-        chunks: Mapping[str, int] | None,
-        place: tuple[int, int, int],
-        note: Callable[[], float],
-        loss_scale: float | None,
-    ) -> StepResult:
-        """Arguments as in `step`. loss_scale: None for evaluation."""
-        train, prepared, refused = loss_scale is not None, None, None
-        text, digest = "", 0
-        try:
-            prepared = self._prepare(samples, microbatches, chunks, place, train)
-            text = comparison.of_samples(prepared.batch.lists()).text
-            digest = comparison.number(
-                prepared.table.digest, prepared.schedule.digest, self._agreed.text, loss_scale, text
-            )
-        except ValueError as error:
-            refused = error
-        compare = comparison.begin(
-            self.channel, digest, prepared is None, f"{self._agreed.text}; {train=}; {loss_scale=}", text
-        )
-        if prepared is None:
-            compare()
-            assert refused is not None
-            raise refused
-        table = prepared.table
-        tokens = int(table.targets.sum()) if table.targets is not None else 0
-        if tokens == 0:
-            compare()
-            if train:
-                raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
-            return StepResult(0.0, 0, 0)
-
-        self._refresh()
-        earlier_gradients = self._set_shared_gradients_aside() if train else []
-        steps = self._steps(prepared, compare, (loss_scale or 1.0) / tokens)
-        if train:
-            self._norm = None
-        try:
-            self._execute(prepared.schedule, steps, digest, prepared.device)
-        except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
-            for parameter, gradient in earlier_gradients:
-                parameter.grad = gradient
-            raise
-        self._collect_gradients()
-        for parameter, gradient in earlier_gradients:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._last = prepared.schedule, table
-        self._times = {number: step.times for number, step in steps.items()}
-        loss, norm, notes = self._results(steps, note, train)
-        if train:
-            self._norm = norm, self._signature()
-        most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
-        return StepResult(loss / tokens, tokens, most, notes, table)
-
     def _prepare(
         self,
         samples: Sequence[Any] | Dispatched,
         microbatches: Microbatches,
         chunks: Mapping[str, int] | None,
         place: tuple[int, int, int],
-        train: bool,
-    ) -> Prepared:
-        """Table and schedule of a batch. Raises ValueError for a batch that cannot run."""
-        if train:
-            self._trained.check(self.mllm)
-        batch, device = GlobalBatch.of(samples, microbatches, chunks, place), device_of(self.mllm)
-        table = self._table(batch)
-        deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self.options.context_order)
-        schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
-        routes = {number: each.routes(device) for number, each in deals.items()}
-        return Prepared(batch, table, schedule, deals, routes, device)
+        loss_scale: float | None,
+    ) -> Prepared | ValueError:
+        """The tables of a batch; the error of a batch that cannot run, which the other ranks must learn of first.
 
-    def _steps(self, prepared: Prepared, compare: Callable[[], None], scale: float) -> dict[int, Step]:
-        """Inputs of the step for each rank of this process. compare: see `Step.start`; scale: of the summed loss."""
-        table, device = prepared.table, prepared.device
+        Arguments as in `step`. loss_scale: None for evaluation.
+        """
+        train, order = loss_scale is not None, self.options.context_order
+        try:
+            if train:
+                self._trained.check(self.mllm)
+            batch, device = GlobalBatch.of(samples, microbatches, chunks, place), device_of(self.mllm)
+            table = self._table(batch)
+            if batch.dispatched is None:
+                deals = dict.fromkeys(self.ranks, Deals(self.mllm, self.layout, table, batch.samples, order))
+            else:
+                given = batch.dispatched.of_rank
+                deals = {rank: Deals(self.mllm, self.layout, table, given[rank], order) for rank in self.ranks}
+            schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
+            routes = {number: each.routes(device) for number, each in deals.items()}
+            text = comparison.of_samples(batch.lists()).text
+        except ValueError as error:
+            return error
+        tokens = int(table.targets.sum()) if table.targets is not None else 0
+        digest = comparison.number(table.digest, schedule.digest, self._agreed.text, loss_scale, text)
+        return Prepared(batch, table, schedule, deals, routes, device, tokens, text, digest)
+
+    def _run_step(
+        self, prepared: Prepared | ValueError, note: Callable[[], float] | None, loss_scale: float | None
+    ) -> StepResult:
+        """Arguments as in `step`. loss_scale: None for evaluation."""
+        train = loss_scale is not None
+        model = f"{self._agreed.text}; {train=}; {loss_scale=}"
+        if isinstance(prepared, ValueError):
+            Comparison(self.channel, None, model, "").finish()
+            raise prepared
+        compared = Comparison(self.channel, prepared.digest, model, prepared.text)
+        if prepared.tokens == 0:
+            compared.finish()
+            if train:
+                raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
+            return StepResult(0.0, 0, 0)
+
+        self._pieces.refresh()
+        for rank in self._ranks.values():
+            rank.follow()
+        earlier_gradients = self._set_shared_gradients_aside() if train else []
+        scale = (loss_scale or 1.0) / prepared.tokens
+        steps = {number: self._step(number, prepared, compared, scale) for number in self.ranks}
+        if train:
+            self._norm = None
+        try:
+            self._execute(prepared.schedule, steps, prepared.digest, prepared.device)
+        except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
+            for parameter, gradient in earlier_gradients:
+                parameter.grad = gradient
+            raise
+        self._pieces.collect()
+        for parameter, gradient in earlier_gradients:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        table = prepared.table
+        self._last = prepared.schedule, table, {number: step.times for number, step in steps.items()}
+        loss, norm, notes = self._results(steps, 0.0 if note is None else float(note()), train)
+        if train:
+            self._norm = norm, self._signature()
+        most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
+        return StepResult(loss / prepared.tokens, prepared.tokens, most, notes, table)
+
+    def _step(self, number: int, prepared: Prepared, compared: Comparison, scale: float) -> Step:
+        """The inputs of a step for one rank of this process. scale: of the summed loss."""
+        table, device, dispatched = prepared.table, prepared.device, prepared.batch.dispatched
+        samples = prepared.batch.samples if dispatched is None else dispatched.of_rank[number]
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
         }
-        return {
-            number: Step(
-                routes=prepared.routes[number],
-                ends=ends,
-                inputs=collator(self.mllm, table, prepared.batch.of_rank(number), self._ranks[number].stages, device),
-                dealt=prepared.deals[number].inputs,
-                scale=scale,
-                start=compare,
-                autocast=lambda: autocast_to(device, self.options.autocast),
-                mark=clock(device),
-                drawing=partial(drawing, device),
-                dispatch=prepared.batch.starter(number),
-            )
-            for number in self.ranks
-        }
-
-    def _refresh(self) -> None:
-        """Update views, pieces and shards from the model's own parameters, and drop their gradients."""
-        self._views.refresh()
-        self._views.drop_gradients()  # of a failed step
-        self._pieces.refresh()
-        self._pieces.drop_gradients()
-        for rank in self._ranks.values():
-            rank.follow()
-
-    def _collect_gradients(self) -> None:
-        """Collect all gradients of the step in this process's parameters."""
-        self._views.drop_gradients()
-        self._pieces.collect()
-        self._pieces.drop_gradients()
+        return Step(
+            prepared.routes[number],
+            ends,
+            ChunkInputs(self.mllm, table, samples, self._ranks[number].stages, device),
+            prepared.deals[number],
+            scale,
+            compared,
+            device,
+            self.options.autocast,
+            None if dispatched is None else partial(dispatched.start, number),
+        )
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
         if self.channel is not None:
             (number,) = self.ranks
             with current(device):
-                self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
+                self._ranks[number].executor(self.channel, steps[number]).run(schedule.of_rank(number))
             return
-        drawn = drawing(device)
+        states = generators(device)
         network = LocalNetwork(self.layout.world, self.options.timeout)
         channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
 
         def play(number: int) -> None:
             channels[number].begin(digest)
             self._connect(number, channels[number])
-            executor = self._ranks[number].executor(channels[number])
+            executor = self._ranks[number].executor(channels[number], steps[number])
             with current(device), contextlib.ExitStack() as stack:
                 if self._lanes or self.graph.shards:
                     # Backward in this thread: autograd's own thread, one per GPU, cannot wait for several ranks.
                     stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                executor.run(schedule.of_rank(number), steps[number])
+                executor.run(schedule.of_rank(number))
 
         if len(self.ranks) == 1:
             play(self.ranks[0])
@@ -414,21 +399,19 @@ class ParallelModel:
         finally:
             for channel in channels.values():
                 channel.close()
-        if drawn():
+        if drawn_since(states, device):
             raise PipelineError(
                 "the model draws random numbers (dropout?), and ranks that are threads of one process share one "
                 "generator: set its dropout to 0, use a layout of world 1, or start a process per rank"
             )
 
-    def _results(
-        self, steps: Mapping[int, Step], note: Callable[[], float], train: bool
-    ) -> tuple[float, float, tuple[float, ...]]:
+    def _results(self, steps: Mapping[int, Step], note: float, train: bool) -> tuple[float, float, tuple[float, ...]]:
         """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""
         losses = [step.loss for step in steps.values() if step.loss is not None]
         loss, square = totals(losses, squares(list(self._counted())) if train else [])
-        mine = [loss, square, float(note()), float(any(step.drew for step in steps.values()))]
         if self.channel is None:
-            return loss, square**0.5, (mine[2],) * len(self.ranks)
+            return loss, square**0.5, (note,) * len(self.ranks)
+        mine = [loss, square, note, float(any(step.drew for step in steps.values()))]
         with as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
@@ -509,14 +492,11 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        schedule, table = self._last
-        times = [seconds(self._times.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
-        spans = [self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)]
+        schedule, table, marks = self._last
+        times = [seconds(marks.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
+        planning = [self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)]
         if self.channel is not None:
             (number,) = self.ranks
-            text = f"{as_text(times[number])};{as_text(spans[number])}"
             with as_pipeline_errors():
-                said = [text.partition(";") for text in self.channel.exchange(text, "timeline")]
-            times = [times_of(own, rank, len(schedule.of_rank(rank))) for rank, (own, _, _) in enumerate(said)]
-            spans = [times_of(own, rank, len(own.split()) // 2) for rank, (_, _, own) in enumerate(said)]
-        return measured(schedule, table, times, spans)
+                times, planning = gathered(self.channel, schedule, times[number], planning[number])
+        return measured(schedule, table, times, planning)

@@ -8,7 +8,8 @@ the model itself is trained in place under every layout, so use an optimizer ove
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from interlace.comm.channels.base import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Layout, Reduction
 from interlace.model import Checkpointing, StageModule
+from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.executor import Executor
 from interlace.run.execute.layers import Layers
 from interlace.run.execute.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.execute.sharding import Sharded
-from interlace.run.execute.step import Key, StageRuntime
-from interlace.run.execute.weights import Pieces, Views, cut_weights
+from interlace.run.execute.step import Key, StageRuntime, Step
+from interlace.run.execute.weights import Pieces, cut_weights
 from interlace.run.graph import parameter_layers, stage_graph
 from interlace.run.lanes import Place, cut, with_lanes
 from interlace.schedule import StageGraph
@@ -188,8 +190,8 @@ class Rank:
         for place in self.places.values():
             place.connect(transports)
 
-    def executor(self, channel: Channel) -> Executor:
-        """The executor of this rank's lists over `channel`."""
+    def executor(self, channel: Channel, step: Step) -> Executor:
+        """The executor of this rank's list in a step over `channel`."""
         graph = self._graph
         feeding = {producer for producer, _ in graph.links}
         runtimes = {}
@@ -199,11 +201,8 @@ class Rank:
             last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
             sink = last and module not in feeding
             runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
-        lanes = [lane.ranks for lane in graph.layout.lanes()]
-        return Executor(
-            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
-            self.by_layer,
-        )  # fmt: skip
+        collectives = Collectives(channel, graph.reductions, self.parameters, self.sharded, self.by_layer)
+        return Executor(self.number, runtimes, graph, channel, collectives, step)
 
 
 def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
@@ -219,7 +218,7 @@ def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[
     sizes = []
     for number in range(layout.world):
         own = copy.deepcopy(mllm)
-        rank = make_ranks(own, graph, [number], "none", rows, Views(), Pieces(), torch.device("meta"))[number]
+        rank = make_ranks(own, graph, [number], "none", rows, Pieces(), torch.device("meta"))[number]
         sizes.append({name: parameter.numel() for name, parameter in rank.own.items()})
     return sizes
 
@@ -230,7 +229,6 @@ def make_ranks(
     numbers: Sequence[int],
     checkpointing: Checkpointing,
     rows: Collection[str],
-    views: Views,
     pieces: Pieces,
     device: torch.device,
 ) -> dict[int, Rank]:
@@ -264,17 +262,28 @@ def make_ranks(
             stages[key] = part
             if tp > 1:
                 in_part |= cut(part, place.tp, rows=stage.module in rows)
-            # If one process runs all ranks, they take their pieces from its whole weights.
-            away = {} if several else cut_weights(part)
+            regions = {name: where.region for name, where in cut_weights(part).items()}
             held = {name for name, _ in part.named_parameters()}
             shard = graph.layout.spec(stage.module).shard
+            separate = tp > 1 or shard != "none"  # its gradients may be partial sums during a step
             bare = shard == "full" and not several  # their rows get memory later, when this rank's rows are known
-            if allocate(mllm, held - away.keys(), device, bare=bare):
+            make = partial(without_memory if bare else without_values, device=device)
+            # If one process runs all ranks, they take their pieces from its whole weights.
+            if allocate(mllm, held if several else held - regions.keys(), device, bare=bare):
                 model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
-            if tp > 1 or (several and shard != "none"):
-                _link_pieces(part, model_parameters, of_rank, place.tp.rank, pieces if several else None, device, bare)
-            else:
-                _link(part, model_parameters, of_rank, in_use, views)
+            for name, parameters, key in _parameters_in(part, model_parameters):
+                model, mine = model_parameters[name], parameters[key]
+                if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
+                    if name in regions:
+                        own = make(mine) if mine.is_meta else mine
+                    elif several and (separate or id(model) in in_use):
+                        own = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                    else:
+                        own = model
+                    if several and own is not model:
+                        pieces.add(model, place.tp.rank if separate else None, own, regions.get(name))
+                    of_rank[id(model)] = own
+                parameters[key] = of_rank[id(model)]
         in_use.update(of_rank)
         rank = ranks[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
         for name, parameter in rank.own.items():
@@ -285,53 +294,12 @@ def make_ranks(
     return ranks
 
 
-def _link(
-    stage: nn.Module,
-    model_parameters: Mapping[str, nn.Parameter],
-    of_rank: dict[int, nn.Parameter],
-    in_use: set[int],
-    views: Views,
-) -> None:
-    """Give `stage` the model's own parameters, or views of those that other ranks have taken."""
-    for prefix, module in stage.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            model = model_parameters.get(f"{prefix}.{key}" if prefix else key)
-            if parameter is None or model is None:
-                continue
-            if id(model) not in of_rank:
-                of_rank[id(model)] = views.add(model) if id(model) in in_use else model
-            module._parameters[key] = of_rank[id(model)]
-
-
-def _link_pieces(
-    stage: nn.Module,
-    model_parameters: Mapping[str, nn.Parameter],
-    of_rank: dict[int, nn.Parameter],
-    tp_rank: int,
-    pieces: Pieces | None,
-    device: torch.device,
-    bare: bool,
-) -> None:
-    """Give a cut stage the model's own parameters where it holds them whole.
-
-    Pieces on meta get memory on `device`, or with `bare` a single element. pieces: if one process runs several ranks,
-    records all parameters of the stage, which then are Parameters over the storage of the model's own.
-    """
-    make = without_memory if bare else without_values
-    cut = {name: where.region for name, where in cut_weights(stage).items()}
+def _parameters_in(
+    stage: nn.Module, model_parameters: Collection[str]
+) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str]]:
+    """Name, module dict and key of each parameter of `stage` that the model has, under all its names."""
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
             name = f"{prefix}.{key}" if prefix else key
-            model = model_parameters.get(name)
-            if parameter is None or model is None:
-                continue
-            if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
-                if name in cut:
-                    of_rank[id(model)] = make(parameter, device) if parameter.is_meta else parameter
-                elif pieces is None:
-                    of_rank[id(model)] = model
-                else:
-                    of_rank[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
-                if pieces is not None:
-                    pieces.add(model, tp_rank, of_rank[id(model)], cut.get(name))
-            module._parameters[key] = of_rank[id(model)]
+            if parameter is not None and name in model_parameters:
+                yield name, module._parameters, key

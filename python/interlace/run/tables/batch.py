@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +104,10 @@ class GlobalBatch:
         defer samples.
         """
         *encoders, language_model = layout.modules
-        lengths = Lengths.of(self.samples, encoders)
+        lengths, given = Lengths.of(self.samples, encoders), None
+        if self.groups is not None:  # the i-th goes to replica i modulo the number of replicas
+            sizes = [len(group) for group in self.groups]
+            given = np.repeat(np.arange(len(sizes)) % layout.spec(language_model).dp, sizes)
         if assigner is not None and assigner.method != "tokens":
             if self.groups is not None:
                 raise ValueError(
@@ -118,23 +120,9 @@ class GlobalBatch:
                     "assign = 'stratified'"
                 )
         return table_of(
-            layout, lengths, assigner, dispatcher, given=self._groups_of_replicas(layout.spec(language_model).dp),
-            microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place,
+            layout, lengths, assigner, dispatcher, given=given, microbatches=self.microbatches, groups=self.groups,
+            chunks=self.chunks, place=self.place,
         )  # fmt: skip
-
-    def of_rank(self, rank: int) -> list[Any]:
-        """The samples on a rank of this process."""
-        return self.samples if self.dispatched is None else self.dispatched.of_rank[rank]
-
-    def starter(self, rank: int) -> Callable[[], Callable[[], float | None]]:
-        """The call of a rank's DISPATCH; see `Dispatched.start`."""
-        return (lambda: lambda: None) if self.dispatched is None else partial(self.dispatched.start, rank)
-
-    def _groups_of_replicas(self, dp: int) -> NDArray[np.int64] | None:
-        """int64 [n], the replica of the language model (of `dp`) for each sample, if lists are given."""
-        if self.groups is None:
-            return None
-        return np.repeat(np.arange(len(self.groups)) % dp, [len(group) for group in self.groups])
 
     def lists(self) -> list[list[Any]]:
         """The samples in their groups, or all in one."""
@@ -203,26 +191,30 @@ def collated(mllm: MultimodalModel, module: str, samples: Sequence[Any], device:
     return made
 
 
-def collator(
-    mllm: MultimodalModel,
-    table: StepTable,
-    samples: Sequence[Any],
-    stages: Collection[tuple[str, int]],
-    device: torch.device,
-) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs on `device`, made on first use.
+class ChunkInputs:
+    """The collated inputs of a step's chunks on one rank, made on first use.
 
-    stages: (module, stage) of the callers, each of which calls once per chunk; after the last call nothing is kept.
+    stages: (module, stage) of the rank, each of which asks once per chunk; after the last call nothing is kept.
     """
-    later = Counter(module for module, stage in stages if stage)
-    kept: dict[int, tuple[dict[str, Any], int]] = {}  # chunk -> inputs of later stages, number of calls still to come
 
-    def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
-        made, left = (None, 1) if first else kept.pop(chunk, (None, later[module]))
+    def __init__(
+        self,
+        mllm: MultimodalModel,
+        table: StepTable,
+        samples: Sequence[Any],
+        stages: Collection[tuple[str, int]],
+        device: torch.device,
+    ) -> None:
+        self._mllm, self._table, self._samples, self._device = mllm, table, samples, device
+        self._later = Counter(module for module, stage in stages if stage)
+        self._kept: dict[int, tuple[dict[str, Any], int]] = {}  # chunk -> inputs, number of later stages still to come
+
+    def of(self, module: str, chunk: int, *, first_stage: bool) -> dict[str, Any]:
+        """The inputs of a stage. Only the first stage of a module is given decoded media."""
+        made, left = (None, 1) if first_stage else self._kept.pop(chunk, (None, self._later[module]))
         if made is None:
-            made = collated(mllm, module, [samples[i] for i in table.chunks[chunk].samples], device, decode=first)
+            samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
+            made = collated(self._mllm, module, samples, self._device, decode=first_stage)
         if left > 1:
-            kept[chunk] = made, left - 1
+            self._kept[chunk] = made, left - 1
         return made
-
-    return inputs

@@ -22,7 +22,6 @@ from interlace.model.multimodal import LANGUAGE_MODEL
 from interlace.parallel.context import Context, Share, assign_tokens
 from interlace.parallel.route import Routes
 from interlace.run.lanes import Place
-from interlace.run.tables.batch import GlobalBatch
 from interlace.schedule import StepTable
 
 
@@ -83,12 +82,3 @@ class Deals:
                 owners = {n: owner[is_placeholder(ids, token).numpy()].astype(np.int64) for n, token in placeholders}
                 self._made[chunk] = shards, owners
             return self._made[chunk]
-
-
-def deals_of(
-    mllm: MultimodalModel, layout: Layout, table: StepTable, batch: GlobalBatch, ranks: Sequence[int], order: str
-) -> dict[int, Deals]:
-    """The Deals of each of `ranks`: one shared object if they have the same samples."""
-    if batch.dispatched is None:
-        return dict.fromkeys(ranks, Deals(mllm, layout, table, batch.samples, order))
-    return {rank: Deals(mllm, layout, table, batch.of_rank(rank), order) for rank in ranks}
