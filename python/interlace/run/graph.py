@@ -100,10 +100,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
                 f"{names[0]} is shared by several modules, and their ranks cannot keep it equal: untie it, or freeze "
                 "it and use tp = 1 without shard = 'full' for these modules"
             )
-        homes = [
-            {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}
-            for pipeline in layout.pipelines(places[0][0])
-        ]
+        homes = [{pipeline.stage_with(layer) for _, layer in places} for pipeline in layout.pipelines(places[0][0])]
         spec = layout.spec(places[0][0])
         if trained and spec.shard != "none" and layout.uneven(places[0][0], [layer for _, layer in places]):
             raise ValueError(

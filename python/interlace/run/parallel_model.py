@@ -210,7 +210,7 @@ class ParallelModel:
         For the thread that reads ahead: the table is cached for the step over the same sample objects.
         """
         batch = GlobalBatch.of(samples, microbatches, chunks)
-        table = self._ahead.plan(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
+        table = self._ahead.prepare(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
         return read_media(self.layout, self.ranks, table, batch.samples)
 
     # -- steps -----------------------------------------------------------------------------------------------

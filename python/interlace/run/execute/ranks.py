@@ -141,10 +141,8 @@ class Rank:
         names_apart: set[str] = set()
         for names in mllm.tied_parameters():
             places = self._places(names)
-            homes = [
-                {stage.index for _, layer in places for stage in pipeline.stages if stage.start <= layer < stage.stop}
-                for pipeline in self._graph.layout.pipelines(places[0][0])
-            ]
+            pipelines = self._graph.layout.pipelines(places[0][0])
+            homes = [{pipeline.stage_with(layer) for _, layer in places} for pipeline in pipelines]
             if not own[names[0]].requires_grad and max(map(len, homes)) > 1:
                 names_apart.update(names)
         return names_apart

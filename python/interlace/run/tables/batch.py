@@ -151,7 +151,7 @@ def table_of(
                 "pass one number, or use assign = 'tokens'"
             )
         return step_table(layout, lengths, microbatches=microbatches, **options)
-    replicas = None if dispatcher is None else dispatcher(lengths, given).replica
+    replicas = None if dispatcher is None else dispatcher(lengths, given)
     assignment = None
     if assigner is not None:
         *_, language_model = layout.modules

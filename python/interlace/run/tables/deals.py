@@ -66,9 +66,10 @@ class Deals:
 
     def routes(self, device: torch.device) -> Routes:
         """The routes of the step's table: each rank of the language model gets the rows of its own placeholders."""
-        if self.ranks == 1:
-            return Routes(self._table, device)
-        return Routes(self._table, device, ranks=self.ranks, owners=lambda chunk, name: self._deal(chunk)[1][name])
+        return Routes(self._table, device, ranks=self.ranks, owners=self._owners if self.ranks > 1 else None)
+
+    def _owners(self, chunk: int, encoder: str) -> NDArray[np.int64]:
+        return self._deal(chunk)[1][encoder]
 
     def _deal(self, chunk: int) -> tuple[TokenShards, dict[str, NDArray[np.int64]]]:
         with self._making:  # made once for all ranks of this process

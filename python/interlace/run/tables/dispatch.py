@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -74,24 +73,6 @@ def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatch:
-    """Assignment of n samples to replicas.
-
-    replica: module -> int64 [n]; without encoders that follow the language model. -1: the sample has no item of the
-    encoder. dispatcher, lengths: the inputs of this assignment.
-    """
-
-    replica: Mapping[str, Ints]
-    dispatcher: Dispatcher
-    lengths: Lengths
-
-    @cached_property
-    def loads(self) -> dict[str, Floats]:
-        """Module -> float64 [dp], cost of each replica by `balance.batch_costs`; lazy, steps do not need it."""
-        return {name: self.dispatcher.loads(name, self.lengths, each) for name, each in self.replica.items()}
-
-
-@dataclass(frozen=True, eq=False)
 class Dispatcher:
     """Assigns the samples of a run's batches to replicas.
 
@@ -113,8 +94,11 @@ class Dispatcher:
             stages = [p.stages[0 if name == language_model else -1] for p in self.layout.pipelines(name)]
             self._nodes[name] = np.array([stage.lane.ranks[0] // size for stage in stages], np.int64)
 
-    def __call__(self, lengths: Lengths, llm: Ints | None = None) -> Dispatch:
-        """The dispatch of a batch. llm: int64 [n], the replicas of the language model, if these are given."""
+    def __call__(self, lengths: Lengths, llm: Ints | None = None) -> dict[str, Ints]:
+        """Module -> int64 [n], the replica of each sample of a batch; without encoders that follow the language model.
+
+        -1: the sample has no item of the encoder. llm: the replicas of the language model, if these are given.
+        """
         *encoders, language_model = self.layout.modules
         dp = {name: self.layout.spec(name).dp for name in self.layout.modules}
         n = len(lengths)
@@ -139,7 +123,7 @@ class Dispatcher:
             else:
                 homes[used] = _beside(llm[used], dp[language_model], dp[name])
             replica[name] = homes
-        return Dispatch(replica, self, lengths)
+        return replica
 
     def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
         """float64 [dp], cost of each replica of a module. replica: int64 [n], of each sample; -1: no replica."""
