@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channels.base import Channel
-from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.comm.transports import Transport
-from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.region import Region
@@ -27,16 +25,15 @@ from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.comparison import Comparison
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.execute.device import Mark, current, device_of, drawn_since, generators, seconds
-from interlace.run.execute.gradients import squares, totals, whole_gradients
-from interlace.run.execute.ranks import make_ranks
+from interlace.run.execute.device import Mark, device_of, seconds
+from interlace.run.execute.gradients import GradientNorm, totals, whole_gradients
 from interlace.run.execute.result import StepResult, gathered, measured
 from interlace.run.execute.step import Step
-from interlace.run.execute.threads import run_threads
-from interlace.run.execute.weights import Pieces, Trained
-from interlace.run.graph import edges, groups, stage_graph
-from interlace.run.lanes import groups_of, with_lanes
+from interlace.run.execute.weights import Trained
+from interlace.run.graph import stage_graph
+from interlace.run.lanes import with_lanes
 from interlace.run.options import StepOptions
+from interlace.run.process import Process
 from interlace.run.tables.ahead import TablesAhead
 from interlace.run.tables.assign import assigner_of
 from interlace.run.tables.batch import ChunkInputs, Dispatched, GlobalBatch, Microbatches, read_media
@@ -81,26 +78,19 @@ class ParallelModel:
         self.layout, self.mllm, self.options, self.ranks = layout, mllm, options, list(ranks)
         self.channel, self._failed = channel, ""
         self._last: tuple[Schedule, StepTable, Mapping[int, Sequence[tuple[Mark, Mark]]]] | None = None
-        self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self._agreed = comparison.of_model(mllm, layout, **options.compared())
+        self._agreed = comparison.of_model(mllm, layout, **options.compared()).text
         self.graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=options.sequence_parallel)
-        self._pieces = Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, options.checkpointing, rows, self._pieces, device)
+        self._process = Process(mllm, self.graph, self.ranks, options, rows, channel, device)
+        self._ranks, self._own = self._process.ranks, self._process.own
         self._trained = Trained(mllm)
-        self._lanes = groups_of(layout)
+        parameters = dict(self.named_parameters())
+        self._norm = GradientNorm(parameters, parameters.keys() if self._own is None else self._own.counts, channel)
         self._assigner = assigner_of(options.assign, layout, mllm, recompute=options.recompute)
         self._lists = Lists(self.graph, options.schedule, options.schedule_options or {}, self._assigner)
         self.dispatcher = dispatcher_of(
             options.balance, layout, mllm, recompute=options.recompute, ranks_per_node=options.ranks_per_node
         )
         self._ahead = TablesAhead()
-        self._through: Callable[[Transport], Transport] | None = None
-        if channel is not None:
-            (number,) = self.ranks
-            with as_pipeline_errors():
-                channel.add_groups(groups(self.graph))
-                channel.add_edges(edges(self.graph))
-                self._connect(number, channel)
 
     # -- weights and stages ----------------------------------------------------------------------------------
 
@@ -115,14 +105,11 @@ class ParallelModel:
         With transport "local" these are the model's own. Otherwise they are this rank's: its piece of a weight that its
         lane has cut, and its rows, if any, of a sharded weight.
         """
-        if self.channel is None:
-            yield from self.mllm.named_parameters()
-        else:
-            yield from self._ranks[self.ranks[0]].own.items()
+        yield from self.mllm.named_parameters() if self._own is None else self._own.own.items()
 
     def regions(self) -> dict[str, Region]:
         """Name -> region in the whole weight, for those of `named_parameters` that are pieces."""
-        return {} if self.channel is None else dict(self._ranks[self.ranks[0]].cut)
+        return {} if self._own is None else dict(self._own.cut)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -146,17 +133,7 @@ class ParallelModel:
         For measurements: a `Forwarding` that counts messages, or an `EmulatedTransport` of another speed. May be called
         again to replace the wrapper; on all ranks, between steps.
         """
-        self._through = through
-        if self.channel is not None:
-            (number,) = self.ranks
-            self._connect(number, self.channel)
-
-    def _connect(self, number: int, channel: Channel) -> None:
-        """Connect a rank with those of its lanes."""
-        transports = channel.connect(self._lanes)
-        if self._through is not None:
-            transports = {ranks: self._through(transport) for ranks, transport in transports.items()}
-        self._ranks[number].connect(transports)
+        self._process.connect_lanes(through)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -190,11 +167,7 @@ class ParallelModel:
     def item_transports(self) -> dict[int, Transport]:
         """Rank of this process -> a transport between all ranks, on the host, for the items of streams. Collective;
         the caller closes them."""
-        if self.channel is None:
-            hub = LocalHub(self.layout.world)
-            return {rank: LocalTransport(rank, hub, timeout=self.options.timeout) for rank in self.ranks}
-        with as_pipeline_errors():
-            return {self.ranks[0]: self.channel.connect_all()}
+        return self._process.item_transports()
 
     def needs(
         self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
@@ -265,8 +238,7 @@ class ParallelModel:
             with as_pipeline_errors():
                 yield
         except Exception as error:
-            for rank in self._ranks.values():
-                rank.recover()
+            self._process.recover()
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
@@ -307,7 +279,7 @@ class ParallelModel:
         except ValueError as error:
             return error
         tokens = int(table.targets.sum()) if table.targets is not None else 0
-        digest = comparison.number(table.digest, schedule.digest, self._agreed.text, loss_scale, text)
+        digest = comparison.number(table.digest, schedule.digest, self._agreed, loss_scale, text)
         return Prepared(batch, table, schedule, deals, routes, device, tokens, text, digest)
 
     def _run_step(
@@ -315,7 +287,7 @@ class ParallelModel:
     ) -> StepResult:
         """Arguments as in `step`. loss_scale: None for evaluation."""
         train = loss_scale is not None
-        model = f"{self._agreed.text}; {train=}; {loss_scale=}"
+        model = f"{self._agreed}; {train=}; {loss_scale=}"
         if isinstance(prepared, ValueError):
             Comparison(self.channel, None, model, "").finish()
             raise prepared
@@ -326,28 +298,26 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        self._pieces.refresh()
-        for rank in self._ranks.values():
-            rank.follow()
-        earlier_gradients = self._set_shared_gradients_aside() if train else []
+        self._process.refresh()
+        earlier_gradients = self._process.set_shared_gradients_aside() if train else []
         scale = (loss_scale or 1.0) / prepared.tokens
         steps = {number: self._step(number, prepared, compared, scale) for number in self.ranks}
         if train:
-            self._norm = None
+            self._norm.set(None)
         try:
-            self._execute(prepared.schedule, steps, prepared.digest, prepared.device)
+            self._process.execute(prepared.schedule, steps, prepared.digest, prepared.device)
         except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
             for parameter, gradient in earlier_gradients:
                 parameter.grad = gradient
             raise
-        self._pieces.collect()
+        self._process.pieces.collect()
         for parameter, gradient in earlier_gradients:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         table = prepared.table
         self._last = prepared.schedule, table, {number: step.times for number, step in steps.items()}
         loss, norm, notes = self._results(steps, 0.0 if note is None else float(note()), train)
         if train:
-            self._norm = norm, self._signature()
+            self._norm.set(norm)
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
         return StepResult(loss / prepared.tokens, prepared.tokens, most, notes, table)
 
@@ -371,44 +341,10 @@ class ParallelModel:
             None if dispatched is None else partial(dispatched.start, number),
         )
 
-    def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
-        if self.channel is not None:
-            (number,) = self.ranks
-            with current(device):
-                self._ranks[number].executor(self.channel, steps[number]).run(schedule.of_rank(number))
-            return
-        states = generators(device)
-        network = LocalNetwork(self.layout.world, self.options.timeout)
-        channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
-
-        def play(number: int) -> None:
-            channels[number].begin(digest)
-            self._connect(number, channels[number])
-            executor = self._ranks[number].executor(channels[number], steps[number])
-            with current(device), contextlib.ExitStack() as stack:
-                if self._lanes or self.graph.shards:
-                    # Backward in this thread: autograd's own thread, one per GPU, cannot wait for several ranks.
-                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                executor.run(schedule.of_rank(number))
-
-        if len(self.ranks) == 1:
-            play(self.ranks[0])
-            return
-        try:
-            run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
-        finally:
-            for channel in channels.values():
-                channel.close()
-        if drawn_since(states, device):
-            raise PipelineError(
-                "the model draws random numbers (dropout?), and ranks that are threads of one process share one "
-                "generator: set its dropout to 0, use a layout of world 1, or start a process per rank"
-            )
-
     def _results(self, steps: Mapping[int, Step], note: float, train: bool) -> tuple[float, float, tuple[float, ...]]:
         """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""
         losses = [step.loss for step in steps.values() if step.loss is not None]
-        loss, square = totals(losses, squares(list(self._counted())) if train else [])
+        loss, square = totals(losses, self._norm.squares() if train else [])
         if self.channel is None:
             return loss, square**0.5, (note,) * len(self.ranks)
         mine = [loss, square, note, float(any(step.drew for step in steps.values()))]
@@ -423,30 +359,7 @@ class ParallelModel:
         total, square, *_ = everyone.sum(0).tolist()
         return total, square**0.5, tuple(everyone[:, 2].tolist())
 
-    def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Remove gradients of earlier steps from shared parameters: they are sums over ranks already."""
-        kept = []
-        shared = {rank for reduction in self.graph.reductions for rank in reduction.ranks}
-        for number in self.ranks:
-            if number in shared:
-                for parameter in self._ranks[number].own.values():
-                    if parameter.grad is not None:
-                        kept.append((parameter, parameter.grad))
-                        parameter.grad = None
-        return kept
-
     # -- gradients -------------------------------------------------------------------------------------------
-
-    def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this process counts in norms: each gradient of the model counts on one rank only."""
-        counts = None if self.channel is None else self._ranks[self.ranks[0]].counts
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None and (counts is None or name in counts):
-                yield parameter.grad
-
-    def _signature(self) -> list[tuple[int, int]]:
-        """Identity and version of all gradients, to detect changes."""
-        return [(id(p.grad), p.grad._version) for _, p in self.named_parameters() if p.grad is not None]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, recompute: bool = False) -> float:
@@ -455,33 +368,15 @@ class ParallelModel:
         Each parameter counts once, even if several ranks hold it. The norm is known since the end of the step. If
         gradients were changed since then, pass `recompute` on every rank to compute it again.
         """
-        if recompute:
-            [square] = totals(squares(list(self._counted())))
-            if self.channel is not None:
-                with as_pipeline_errors():
-                    numbers = torch.tensor([square], dtype=torch.float64)
-                    square = float(self.channel.start_all_gather(numbers, "gradient norm").wait().sum())
-            norm = square**0.5
-        elif self._norm is None:
-            raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
-        elif self._norm[1] != self._signature():
-            raise ValueError("gradients were changed since step(): pass recompute=True on every rank")
-        else:
-            norm = self._norm[0]
-        if norm > max_norm:
-            gradients = [p.grad for _, p in self.named_parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
-        self._norm = min(norm, max_norm), self._signature()
-        return norm
+        with as_pipeline_errors():
+            return self._norm.clip(max_norm, recompute)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Name -> the whole gradient, of every parameter of the model, on every rank (for tests and debugging)."""
-        here = self._ranks[self.ranks[0]]
-        if self.channel is None:
+        if self.channel is None or self._own is None:
             return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
-        model = dict(self.mllm.named_parameters(remove_duplicate=False))
+        model, here = dict(self.mllm.named_parameters(remove_duplicate=False)), self._own
         counted = {id(model[name]): (p, here.cut.get(name)) for name, p in here.own.items() if name in here.counts}
         with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
