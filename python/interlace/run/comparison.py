@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from interlace.comm.process.agreement import Arguments, Fingerprint
 from interlace.comm.transports.header import differences
 from interlace.layout import Layout
 from interlace.model import MultimodalModel
+from interlace.run.tables.table import Samples
 
 
 def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Arguments:
@@ -28,7 +28,7 @@ def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Argume
     )  # fmt: skip
 
 
-def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
+def of_samples(groups: Sequence[Samples]) -> Arguments:
     """Arguments of a step that must be equal on all ranks: the global batch in its groups, without media data."""
     samples = [sample for group in groups for sample in group]
     media = [

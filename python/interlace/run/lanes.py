@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.nn.modules.dropout import _DropoutNd
 
 from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, ParallelSpec
+from interlace.model import MultimodalModel
 from interlace.model.language import merge_tokens
 from interlace.model.patterns import is_adapter
 from interlace.model.probe.encoder import encoder_takes_any_order
@@ -74,13 +75,13 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     return list(unique)
 
 
-def check_stages(mllm: Any, layout: Layout) -> None:
+def check_stages(mllm: MultimodalModel, layout: Layout) -> None:
     """Raises ValueError, as the ranks would, for a layout that cuts a module where this is not possible."""
     for module, start, stop in dict.fromkeys((stage.module, stage.start, stage.stop) for stage in layout.stages()):
         mllm.check_stage(module, start, stop)
 
 
-def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
+def with_lanes(graph: StageGraph, mllm: MultimodalModel, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
     """The graph of a layout with the additional sums inside lanes, and the modules whose rows are cut.
 
     Raises ValueError for lanes that this version does not support, for a module that its tp or cp cannot cut, and for
@@ -142,7 +143,7 @@ class HowCut(NamedTuple):
     in_part: set[str]
 
 
-def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
+def how_cut(mllm: MultimodalModel, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
     """The cut of module `name` among `tp` > 1 ranks. whole: a stage with all its layers.
 
     Raises ValueError for a module that cannot be cut among this number of ranks.
@@ -168,7 +169,7 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
 _DRAWN = ("mask_time_prob", "mask_feature_prob", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
-def _draws(mllm: Any, name: str) -> str:
+def _draws(mllm: MultimodalModel, name: str) -> str:
     """The part of module `name` that draws random numbers in its current mode, and its rate; empty if none is found."""
     whole = f"encoders.{name}" if name in mllm.encoders else name
     for path, part in mllm.get_submodule(whole).named_modules(prefix=whole):
@@ -201,7 +202,7 @@ def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part
         )
 
 
-def _not_dealt(mllm: Any, name: str) -> str:
+def _not_dealt(mllm: MultimodalModel, name: str) -> str:
     """The reason why the rows of a module's chunks cannot be distributed among ranks; empty if they can."""
     mixes = "a probe shows that its layers mix rows, or depend on row order, other than by attention and position ids"
     if name in mllm.encoders:
@@ -227,7 +228,7 @@ def plan_of(stage: StageModule) -> dict[str, str]:
     return plan
 
 
-def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
+def cuts_rows(mllm: MultimodalModel, name: str, plan: Mapping[str, str]) -> bool:
     """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
 
     They cannot if rows interact outside attention. This concerns modules that process samples separately for this

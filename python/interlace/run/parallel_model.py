@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from interlace.run.comparison import Comparison
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
 from interlace.run.execute.device import Mark, device_of, seconds
 from interlace.run.execute.gradients import GradientNorm, totals, whole_gradients
-from interlace.run.execute.result import StepResult, gathered, measured
+from interlace.run.execute.result import Spans, StepResult, gathered, measured
 from interlace.run.execute.step import Step
 from interlace.run.execute.weights import Trained
 from interlace.run.graph import stage_graph
@@ -36,11 +36,12 @@ from interlace.run.options import StepOptions
 from interlace.run.process import Process
 from interlace.run.tables.ahead import TablesAhead
 from interlace.run.tables.assign import assigner_of
-from interlace.run.tables.batch import ChunkInputs, Dispatched, GlobalBatch, Microbatches, read_media
+from interlace.run.tables.batch import Batch, ChunkInputs, Dispatched, GlobalBatch, Microbatches, read_media
 from interlace.run.tables.deals import Deals
 from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.lists import Lists
 from interlace.run.tables.needs import Needs, needs_of
+from interlace.run.tables.table import Samples
 from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
 
@@ -144,7 +145,7 @@ class ParallelModel:
 
     def table(
         self,
-        samples: Sequence[Any],
+        samples: Batch,
         microbatches: Microbatches = None,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
@@ -170,13 +171,16 @@ class ParallelModel:
         return self._process.item_transports()
 
     def needs(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
+        self,
+        samples: Samples,
+        microbatches: Microbatches = None,
+        chunks: Mapping[str, int] | None = None,
     ) -> Needs:
         """The parts of `samples` that each rank needs in a step with these arguments. samples: may be outlines."""
         return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
 
     def wanted(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
+        self, samples: Batch, microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments.
 
@@ -190,7 +194,7 @@ class ParallelModel:
 
     def step(
         self,
-        samples: Sequence[Any] | Dispatched,
+        samples: Batch | Dispatched,
         microbatches: Microbatches = None,
         *,
         chunks: Mapping[str, int] | None = None,
@@ -220,7 +224,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
+        self, samples: Batch, microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch on the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         with self._leaving_on_error():
@@ -252,7 +256,7 @@ class ParallelModel:
 
     def _prepare(
         self,
-        samples: Sequence[Any] | Dispatched,
+        samples: Batch | Dispatched,
         microbatches: Microbatches,
         chunks: Mapping[str, int] | None,
         place: tuple[int, int, int],
@@ -388,8 +392,12 @@ class ParallelModel:
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
         schedule, table, marks = self._last
-        times = [seconds(marks.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
-        planning = [self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)]
+        times: Sequence[Spans] = [
+            seconds(marks.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)
+        ]
+        planning: Sequence[Spans] = [
+            self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)
+        ]
         if self.channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():

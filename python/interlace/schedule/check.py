@@ -16,7 +16,7 @@ from interlace import _core
 from interlace.schedule.actions import COMPUTE, Action, Op, action_of
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import check_names, job_bytes, jobs_of, rank_limits, step_arrays
+from interlace.schedule.step import job_bytes, jobs_of, rank_limits, step_arrays
 
 
 class ScheduleError(ValueError):
@@ -65,9 +65,8 @@ def check(
     step = step_arrays(graph, schedule.table)
     sizes = np.zeros(0)
     if activation_bytes is not None:
-        check_names(graph, schedule.table, activation_bytes)
-        sizes = job_bytes(jobs_of(step, schedule.backward), graph.modules, activation_bytes)
-    limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, ranks)
+        sizes = job_bytes(graph, schedule.table, jobs_of(step, schedule.backward), activation_bytes)
+    limits = rank_limits(memory_limit, ranks)
     result = _core.schedule_check(
         *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits, schedule.dispatch
     )

@@ -83,12 +83,12 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[object]:
     """Context in which `device` is the current device; it holds per thread, so each thread must enter it."""
     return torch.accelerator.device_index(device.index) if _device.on_gpu(device) else nullcontext()
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Context for forwards under autocast to `dtype`; None: no autocast."""
     # No cache of casts: threads share the cache and empty it. So gradients of a weight that is used several times would
     # add up in `dtype` or not, depending on timing.
@@ -110,10 +110,11 @@ def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tupl
         return list(times)
     with current(device):
         now = mark(device)
+        assert not isinstance(now, float)
         now.synchronize()
     first = times[0][0]
     began = time.monotonic() - first.elapsed_time(now) / 1e3  # events give only differences [ms]
-    return [tuple(began + first.elapsed_time(mark) / 1e3 for mark in pair) for pair in times]  # type: ignore[misc]
+    return [tuple(began + first.elapsed_time(event) / 1e3 for event in pair) for pair in times]  # type: ignore[misc]
 
 
 def generators(device: torch.device) -> list[Tensor]:

@@ -126,9 +126,9 @@ class Executor:
         if not started:
             step.comparison.finish()
         self._finish(actions)
-        for left, op in ((self._saved, "BACKWARD"), (self._put_off, "BACKWARD_WEIGHT")):
+        for left, lacking in ((self._saved, "BACKWARD"), (self._put_off, "BACKWARD_WEIGHT")):
             for name, stage, chunk in left:
-                raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} has had no {op}")
+                raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} has had no {lacking}")
 
     def _together(self, row: Sequence[int]) -> Sequence[int]:
         """The ranks that run an action together; empty if this rank runs it alone."""
@@ -199,7 +199,7 @@ class Executor:
         else:
             if features := self._features(chunk, runtime.place.cp.rank, backward):
                 inputs = {**inputs, "features": features}
-                received = dict(features)
+                received.update(features)
         by_layer = self.collectives.by_layer.get((module, stage))
         split = self._linears[module, stage] if (module, stage, chunk) in self._split else None
         states = generators(step.device) if runtime.place.lane.world > 1 else None

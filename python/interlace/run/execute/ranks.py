@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch import nn
 from interlace.comm.channels.base import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Layout, Reduction
-from interlace.model import Checkpointing, StageModule
+from interlace.model import Checkpointing, MultimodalModel, StageModule
 from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.executor import Executor
 from interlace.run.execute.layers import Layers
@@ -34,27 +33,27 @@ from interlace.schedule import StageGraph
 class Rank:
     """One rank of this process.
 
-    stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
-    first name; if it is sharded, the rank's rows. cut: the region in the whole weight, for pieces and rows.
-    counts: names of the parameters that no lower rank holds (of a piece: no lower rank holds the same piece). A sum
-    over the model takes these from each rank. sharded: place in `StageGraph.shards` -> this rank's part of the shard;
-    by_layer: the same key -> the layers of a shard that a step may gather a layer at a time.
-    places: (module, stage) -> this rank's place among those that compute it. in_part: names of the parameters that it
-    holds whole, but applies only to its own rows or heads; the whole lane sums their gradients.
+    runtimes, stages: (module, stage) -> StageRuntime, and its StageModule. own: name in the whole model -> parameter on
+    this rank; each once, under its first name; if it is sharded, the rank's rows. cut: the region in the whole weight,
+    for pieces and rows. counts: names of the parameters that no lower rank holds (of a piece: no lower rank holds the
+    same piece). A sum over the model takes these from each rank. sharded: place in `StageGraph.shards` -> this rank's
+    part of the shard; by_layer: the same key -> the layers of a shard that a step may gather a layer at a time.
+    in_part: names of the parameters that it holds whole, but applies only to its own rows or heads; the whole lane sums
+    their gradients.
     """
 
     def __init__(
         self,
         number: int,
-        stages: dict[Key, nn.Module],
-        places: Mapping[Key, Place],
+        runtimes: Mapping[Key, StageRuntime],
         in_part: set[str],
         graph: StageGraph,
-        mllm: Any,
+        mllm: MultimodalModel,
         pieces: Pieces | None,
     ) -> None:
         """pieces: copies and views that follow the model's own parameters, if one process runs all ranks."""
-        self.number, self.stages, self.places, self._in_part = number, stages, places, in_part
+        self.number, self.runtimes, self._in_part = number, runtimes, in_part
+        self.stages = stages = {key: runtime.module for key, runtime in runtimes.items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
         place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
@@ -134,7 +133,7 @@ class Rank:
                 layers_of[index] = Layers(sharded, stage, lowest)
         return layers_of
 
-    def _frozen_apart(self, mllm: Any) -> set[str]:
+    def _frozen_apart(self, mllm: MultimodalModel) -> set[str]:
         """Names of the frozen tied weights that are on several stages of a replica. They stay whole, because each of
         these stages could gather and free them with its own set of slices."""
         own = dict(mllm.named_parameters(remove_duplicate=False))
@@ -185,25 +184,16 @@ class Rank:
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Connect the groups of ranks in its lanes (`groups_of`) to their transports."""
-        for place in self.places.values():
-            place.connect(transports)
+        for runtime in self.runtimes.values():
+            runtime.place.connect(transports)
 
     def executor(self, channel: Channel, step: Step) -> Executor:
         """The executor of this rank's list in a step over `channel`."""
-        graph = self._graph
-        feeding = {producer for producer, _ in graph.links}
-        runtimes = {}
-        for (module, index), stage in self.stages.items():
-            replica = graph.layout.replica(self.number, module)
-            assert replica is not None
-            last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            sink = last and module not in feeding
-            runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
-        collectives = Collectives(channel, graph.reductions, self.parameters, self.sharded, self.by_layer)
-        return Executor(self.number, runtimes, graph, channel, collectives, step)
+        collectives = Collectives(channel, self._graph.reductions, self.parameters, self.sharded, self.by_layer)
+        return Executor(self.number, self.runtimes, self._graph, channel, collectives, step)
 
 
-def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
+def held_in_lane(mllm: MultimodalModel, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
     """Per rank of a layout with the whole model on one lane: parameter -> number of its elements that the rank keeps.
 
     Parameters of which a rank keeps nothing are left out. mllm: on the meta device; it is not changed.
@@ -222,7 +212,7 @@ def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[
 
 
 def make_ranks(
-    mllm: Any,
+    mllm: MultimodalModel,
     graph: StageGraph,
     numbers: Sequence[int],
     checkpointing: Checkpointing,
@@ -247,17 +237,18 @@ def make_ranks(
     in_use: set[int] = set()
     ranks = {}
     for number in numbers:
-        stages: dict[Key, nn.Module] = {}
-        places: dict[Key, Place] = {}
+        runtimes: dict[Key, StageRuntime] = {}
         in_part: set[str] = set()
         of_rank: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
         for stage in graph.layout.of_rank(number):
-            key = stage.module, stage.index
             tp = graph.layout.spec(stage.module).tp
-            place = places[key] = Place.of(number, stage.lane_of(number), tp)
-            copied = "modules" if several or tp > 1 else False  # the weights are linked below
-            part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
-            stages[key] = part
+            place = Place.of(number, stage.lane_of(number), tp)
+            part = mllm.slice(  # the weights of copies are linked below
+                stage.module, stage.start, stage.stop, copy=several or tp > 1, checkpointing=checkpointing
+            )
+            last = stage.stop == graph.layout.pipelines(stage.module)[0].num_layers
+            sink = last and all(producer != stage.module for producer, _ in graph.links)
+            runtimes[stage.module, stage.index] = StageRuntime(part, last, sink, place)
             if tp > 1:
                 in_part |= cut(part, place.tp, rows=stage.module in rows)
             regions = {name: where.region for name, where in cut_weights(part).items()}
@@ -269,8 +260,8 @@ def make_ranks(
             # If one process runs all ranks, they take their pieces from its whole weights.
             if allocate(mllm, held if several else held - regions.keys(), device, bare=bare):
                 model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
-            for name, parameters, key in _parameters_in(part, model_parameters):
-                model, mine = model_parameters[name], parameters[key]
+            for name, mine, parameters, key in _parameters_in(part, model_parameters):
+                model = model_parameters[name]
                 if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
                     if name in regions:
                         own = make(mine) if mine.is_meta else mine
@@ -283,7 +274,7 @@ def make_ranks(
                     of_rank[id(model)] = own
                 parameters[key] = of_rank[id(model)]
         in_use.update(of_rank)
-        rank = ranks[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        rank = ranks[number] = Rank(number, runtimes, in_part, graph, mllm, pieces if several else None)
         for name, parameter in rank.own.items():
             if is_bare(parameter):  # it is not sharded: the rank holds all of it
                 parameter.data = without_values(parameter, device).data
@@ -294,10 +285,10 @@ def make_ranks(
 
 def _parameters_in(
     stage: nn.Module, model_parameters: Collection[str]
-) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str]]:
-    """Name, module dict and key of each parameter of `stage` that the model has, under all its names."""
+) -> Iterator[tuple[str, nn.Parameter, dict[str, nn.Parameter | None], str]]:
+    """Name, parameter, module dict and key of each parameter of `stage` that the model has, under all its names."""
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
             name = f"{prefix}.{key}" if prefix else key
             if parameter is not None and name in model_parameters:
-                yield name, module._parameters, key
+                yield name, parameter, module._parameters, key

@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.run.tables.table import PORT, Assignment, Lengths
 from interlace.run.tables.work import OPS, Work
 from interlace.schedule import Chunk, Edge, Op, Options, StageGraph, StepTable, one_f_one_b
@@ -151,7 +152,7 @@ class Assigner:
         return Replica(self.layout, self.work)
 
 
-def assigner_of(method: Method, layout: Layout, mllm: Any, *, recompute: bool = False) -> Assigner | None:
+def assigner_of(method: Method, layout: Layout, mllm: MultimodalModel, *, recompute: bool = False) -> Assigner | None:
     """The Assigner for a model on a layout; None for "tokens". recompute: see `Work.of`.
 
     Raises ValueError, as `Assigner`.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interlace.layout import Layout
-from interlace.model import Media, MultimodalModel
+from interlace.model import Media, MultimodalModel, Sample, SampleOutline
 from interlace.model.inputs.places import KEY, with_places
 from interlace.model.language import look_at
 from interlace.model.naming import LANGUAGE_MODEL
@@ -20,9 +20,11 @@ from interlace.model.sample import check_samples
 from interlace.run.execute.device import moved
 from interlace.run.tables.assign import DEFERRING, Assigner
 from interlace.run.tables.dispatch import Dispatcher
-from interlace.run.tables.table import Lengths, step_table
+from interlace.run.tables.table import Lengths, Samples, step_table
 from interlace.schedule import StepTable
 
+Batch = Samples | Sequence[Samples]
+"""Samples, or lists of samples: the chunks of the language model."""
 Microbatches = int | Sequence[int] | None
 """Number for every replica of the language model, or one number for each (see `step_table`)."""
 
@@ -37,11 +39,11 @@ class Dispatched:
     end time of that exchange (`time.monotonic`; None: not yet).
     """
 
-    of_rank: Mapping[int, list[Any]]
+    of_rank: Mapping[int, list[Sample | SampleOutline]]
     start: Callable[[int], Callable[[], float | None]]
 
     @property
-    def samples(self) -> list[Any]:
+    def samples(self) -> list[Sample | SampleOutline]:
         """The samples of the first rank here: their metadata are equal on every rank."""
         return next(iter(self.of_rank.values()))
 
@@ -50,7 +52,7 @@ class Dispatched:
 class GlobalBatch:
     """Inputs of a step, equal on every rank: samples, and the options of their cut (see `ParallelModel.step`)."""
 
-    samples: list[Any]
+    samples: list[Sample | SampleOutline]
     groups: list[list[int]] | None
     """Indices of the samples of each chunk of the language model; None: samples are spread by their tokens."""
     microbatches: Microbatches
@@ -83,7 +85,7 @@ class GlobalBatch:
             raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
         if isinstance(microbatches, int) and microbatches != len(samples):
             raise ValueError(f"microbatches is {microbatches}, but samples has {len(samples)} lists: omit microbatches")
-        flat: list[Any] = []
+        flat: list[Sample | SampleOutline] = []
         groups = []
         for group in samples:
             if group:
@@ -124,7 +126,7 @@ class GlobalBatch:
             chunks=self.chunks, place=self.place,
         )  # fmt: skip
 
-    def lists(self) -> list[list[Any]]:
+    def lists(self) -> list[list[Sample | SampleOutline]]:
         """The samples in their groups, or all in one."""
         return [self.samples] if self.groups is None else [[self.samples[i] for i in group] for group in self.groups]
 
@@ -161,7 +163,7 @@ def table_of(
     return step_table(layout, lengths, microbatches=microbatches, assignment=assignment, replicas=replicas, **options)
 
 
-def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Sequence[Any]) -> list[Media]:
+def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Samples) -> list[Media]:
     """The media of `samples` that `ranks` read in a step with this table: of chunks whose first stage they have."""
     firsts = {
         (stage.module, layout.replica(rank, stage.module))
@@ -178,7 +180,9 @@ def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples
     ]
 
 
-def collated(mllm: MultimodalModel, module: str, samples: Sequence[Any], device: torch.device, *, decode: bool) -> Any:
+def collated(
+    mllm: MultimodalModel, module: str, samples: Sequence[Sample], device: torch.device, *, decode: bool
+) -> dict[str, Any]:
     """A module's inputs for `samples` on `device`, with host values that would otherwise need a GPU synchronization."""
     made = mllm.collate_module(module, samples, decode=decode)
     places = None
@@ -201,7 +205,7 @@ class ChunkInputs:
         self,
         mllm: MultimodalModel,
         table: StepTable,
-        samples: Sequence[Any],
+        samples: Samples,
         stages: Collection[tuple[str, int]],
         device: torch.device,
     ) -> None:
@@ -213,7 +217,8 @@ class ChunkInputs:
         """The inputs of a stage. Only the first stage of a module is given decoded media."""
         made, left = (None, 1) if first_stage else self._kept.pop(chunk, (None, self._later[module]))
         if made is None:
-            samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
+            # Outlines have all that a module needs of samples whose tokens this rank does not compute with.
+            samples = cast(list[Sample], [self._samples[i] for i in self._table.chunks[chunk].samples])
             made = collated(self._mllm, module, samples, self._device, decode=first_stage)
         if left > 1:
             self._kept[chunk] = made, left - 1

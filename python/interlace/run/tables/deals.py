@@ -7,8 +7,7 @@ to the chunk sends each rank only those of its own placeholders.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,12 +15,13 @@ from numpy.typing import NDArray
 
 from interlace.balance import TokenShards
 from interlace.layout import Layout
-from interlace.model import IGNORE, MultimodalModel
+from interlace.model import IGNORE, MultimodalModel, Sample
 from interlace.model.inputs.placeholders import blank_id, is_placeholder
 from interlace.model.multimodal import LANGUAGE_MODEL
 from interlace.parallel.context import Context, Share, assign_tokens
 from interlace.parallel.route import Routes
 from interlace.run.lanes import Place
+from interlace.run.tables.table import Samples
 from interlace.schedule import StepTable
 
 
@@ -32,7 +32,12 @@ class Deals:
     """
 
     def __init__(
-        self, mllm: MultimodalModel, layout: Layout, table: StepTable, samples: Sequence[Any], order: str
+        self,
+        mllm: MultimodalModel,
+        layout: Layout,
+        table: StepTable,
+        samples: Samples,
+        order: str,
     ) -> None:
         self._mllm, self._table, self._samples, self._order = mllm, table, samples, order
         self.ranks = layout.spec(LANGUAGE_MODEL).cp
@@ -74,7 +79,7 @@ class Deals:
     def _deal(self, chunk: int) -> tuple[TokenShards, dict[str, NDArray[np.int64]]]:
         with self._making:  # made once for all ranks of this process
             if chunk not in self._made:
-                samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
+                samples = cast(list[Sample], [self._samples[i] for i in self._table.chunks[chunk].samples])
                 collated = self._mllm.collate_module(LANGUAGE_MODEL, samples)
                 shards = assign_tokens(collated["mask"], self.ranks, self._order, collated["plan"])
                 ids = collated["input_ids"]

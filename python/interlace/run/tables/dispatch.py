@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.model.rows import ROWS
 from interlace.run.tables.table import Lengths
 from interlace.run.tables.work import Work
@@ -57,7 +58,7 @@ class Phase:
         return found | ({"items": np.maximum(items, 1)} if several else {})
 
 
-def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
+def phases_of(mllm: MultimodalModel, work: Work) -> dict[str, Phase]:
     """Module -> its Phase, from the counted work of its layers and the model's batching.
 
     Layers of encoders never process padding; those of a language model that takes one row per sample do.
@@ -210,7 +211,12 @@ class Dispatcher:
 
 
 def dispatcher_of(
-    method: Balance, layout: Layout, mllm: Any, *, recompute: bool = False, ranks_per_node: int | None = None
+    method: Balance,
+    layout: Layout,
+    mllm: MultimodalModel,
+    *,
+    recompute: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Dispatcher | None:
     """The Dispatcher for a model on a layout; None if no module has several replicas. recompute: see `Work.of`."""
     if all(spec.dp == 1 for spec, _ in layout.modules.values()):

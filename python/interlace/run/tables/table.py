@@ -18,19 +18,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import Sample, SampleOutline
 from interlace.schedule.table import Chunk, Edge, StepTable, merged
 
 PORT = "embeds"
 MOST_NOMINAL = 1 << 20  # most samples of a table for planning: there are equally many links between chunks
 
 Ints = NDArray[np.int64]
+Samples = Sequence[Sample | SampleOutline]
+"""Samples of a batch. Those whose tokens are on other ranks are outlines."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Lengths:
     items: Mapping[str, Ints] | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Any], encoders: Sequence[str]) -> Lengths:
+    def of(cls, samples: Samples, encoders: Sequence[str]) -> Lengths:
         """The lengths of `samples`; media need not be decoded."""
         return cls(
             np.array([len(sample) for sample in samples], np.int64),
