@@ -1,7 +1,7 @@
 """Lanes of several ranks: supported layouts, the cut of a lane's stages, and the connections of its ranks.
 
 A lane has tp * cp ranks, tensor-parallel ones innermost: place c * tp + t. The tp ranks of one c hold the same rows,
-and a piece of each weight inside the blocks that a plan cuts. The cp ranks of one t hold the same weights, and their
+and a piece of each weight inside the blocks that are cut. The cp ranks of one t hold the same weights, and their
 shares of the rows of a chunk (`interlace.parallel.context`).
 
 With sequence parallelism the rows inside each stage are also cut among the tp ranks: split before its first block and
@@ -33,7 +33,7 @@ from interlace.model.rows import PACKED
 from interlace.model.stages.attention_switch import NAMES
 from interlace.model.stages.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
-from interlace.parallel.families import Unknown, ancestors, derived_plan
+from interlace.parallel.families import Unknown, ancestors, derived_styles
 from interlace.parallel.tensor import CONTAINERS
 from interlace.parallel.vocabulary import vocabulary_plan
 from interlace.schedule import StageGraph
@@ -151,10 +151,10 @@ def how_cut(mllm: MultimodalModel, name: str, whole: StageModule, tp: int, *, se
     try:
         if name in mllm.encoders and mllm.encoders[name].implementation not in NAMES:
             raise Unknown("its attention, which does not use HuggingFace's interface")
-        plan = plan_of(whole)
-        check_plan(whole, plan, tp)
-        rows = sequence_parallel and cuts_rows(mllm, name, plan)
-        return HowCut(rows, used_in_part(whole, plan, sequence_parallel=rows))
+        styles = styles_of(whole)
+        check_plan(whole, styles, tp)
+        rows = sequence_parallel and cuts_rows(mllm, name, styles)
+        return HowCut(rows, used_in_part(whole, styles, sequence_parallel=rows))
     except Unknown as error:
         raise ValueError(
             f"{name} does not support tp = {tp}: no rule for {error}. Use tp = 1 for {name}, and pp or dp instead"
@@ -216,27 +216,27 @@ def _not_dealt(mllm: MultimodalModel, name: str) -> str:
     return ""
 
 
-def plan_of(stage: StageModule) -> dict[str, str]:
-    """The tensor-parallel plan of a stage. Raises Unknown if it cannot be derived from its blocks."""
-    plan = derived_plan(stage)
+def styles_of(stage: StageModule) -> dict[str, str]:
+    """Module path -> style of a stage for `tensor_parallel`. Raises Unknown if it cannot be derived from its blocks."""
+    styles = derived_styles(stage)
     for path, part in stage.named_modules():
         if any(parameter is not None for parameter in part._parameters.values()):
-            if not any(plan.get(outer, "layers") not in CONTAINERS for outer in (path, *ancestors(path))):
-                plan[path] = "replicate"
+            if not any(styles.get(outer, "layers") not in CONTAINERS for outer in (path, *ancestors(path))):
+                styles[path] = "replicate"
     if not stage.is_encoder and stage.ends_with_head:
-        plan |= vocabulary_plan(stage.language_model, "language_model")
-    return plan
+        styles |= vocabulary_plan(stage.language_model, "language_model")
+    return styles
 
 
-def cuts_rows(mllm: MultimodalModel, name: str, plan: Mapping[str, str]) -> bool:
-    """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
+def cuts_rows(mllm: MultimodalModel, name: str, styles: Mapping[str, str]) -> bool:
+    """Whether the rows of module `name`, cut by these `styles`, can be cut too between the products of its blocks.
 
     They cannot if rows interact outside attention. This concerns modules that process samples separately for this
     reason (`mllm.packing`), modules with a second list of blocks, whose rows may differ, and encoders that pass the
     positions of all rows to their layers.
     """
     takes_item_data = name in mllm.encoders and mllm.encoders[name].takes_item_data
-    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not takes_item_data
+    return mllm.packing[name] == PACKED and list(styles.values()).count("layers") == 1 and not takes_item_data
 
 
 def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
@@ -244,10 +244,10 @@ def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
 
     Returns the names of the weights that a rank uses in part; the lane sums their gradients once per step.
     """
-    plan = plan_of(stage)
-    in_part = used_in_part(stage, plan, sequence_parallel=rows)
+    styles = styles_of(stage)
+    in_part = used_in_part(stage, styles, sequence_parallel=rows)
     length = rows_of_plan if rows else None
-    tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
+    tensor_parallel(stage, styles, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
     return in_part
 
 

@@ -259,8 +259,10 @@ def _write(sample: Sample, part: str, into: Tensor, at: int) -> int:
 def _assembled(
     rank: int, offer: Offer, parts: set[str], own: Sample | None, received: Mapping[str, Tensor]
 ) -> Sample | SampleOutline:
-    """A sample on a rank that computes with `parts` of it. own: if this rank has read it; received: the parts that another
-    rank has read."""
+    """A sample on a rank that computes with `parts` of it.
+
+    own: if this rank has read it; received: the parts that another rank has read.
+    """
     outline = offer.outline
     media: dict[str, list[Media]] = {}
     for name, items in outline.media.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -241,39 +240,38 @@ def make_ranks(
         in_part: set[str] = set()
         of_rank: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
         for stage in graph.layout.of_rank(number):
-            tp = graph.layout.spec(stage.module).tp
-            place = Place.of(number, stage.lane_of(number), tp)
+            spec = graph.layout.spec(stage.module)
+            place = Place.of(number, stage.lane_of(number), spec.tp)
             part = mllm.slice(  # the weights of copies are linked below
-                stage.module, stage.start, stage.stop, copy=several or tp > 1, checkpointing=checkpointing
+                stage.module, stage.start, stage.stop, copy=several or spec.tp > 1, checkpointing=checkpointing
             )
             last = stage.stop == graph.layout.pipelines(stage.module)[0].num_layers
             sink = last and all(producer != stage.module for producer, _ in graph.links)
             runtimes[stage.module, stage.index] = StageRuntime(part, last, sink, place)
-            if tp > 1:
+            if spec.tp > 1:
                 in_part |= cut(part, place.tp, rows=stage.module in rows)
             regions = {name: where.region for name, where in cut_weights(part).items()}
             held = {name for name, _ in part.named_parameters()}
-            shard = graph.layout.spec(stage.module).shard
-            separate = tp > 1 or shard != "none"  # its gradients may be partial sums during a step
-            bare = shard == "full" and not several  # their rows get memory later, when this rank's rows are known
-            make = partial(without_memory if bare else without_values, device=device)
+            bare = spec.shard == "full" and not several  # rows get memory later, when this rank's rows are known
             # If one process runs all ranks, they take their pieces from its whole weights.
             if allocate(mllm, held if several else held - regions.keys(), device, bare=bare):
                 model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
+            partial_sums = several and (spec.tp > 1 or spec.shard != "none")  # as gradients during a step
             for name, mine, parameters, key in _parameters_in(part, model_parameters):
                 model = model_parameters[name]
                 if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
+                    own = model
                     if name in regions:
-                        own = make(mine) if mine.is_meta else mine
-                    elif several and (separate or id(model) in in_use):
+                        make = without_memory if bare else without_values
+                        own = make(mine, device) if mine.is_meta else mine
+                    elif partial_sums or id(model) in in_use:
                         own = nn.Parameter(model.data, requires_grad=model.requires_grad)
-                    else:
-                        own = model
                     if several and own is not model:
-                        pieces.add(model, place.tp.rank if separate else None, own, regions.get(name))
+                        pieces.add(model, place.tp.rank if partial_sums else None, own, regions.get(name))
                     of_rank[id(model)] = own
                 parameters[key] = of_rank[id(model)]
-        in_use.update(of_rank)
+        if several:
+            in_use.update(of_rank)
         rank = ranks[number] = Rank(number, runtimes, in_part, graph, mllm, pieces if several else None)
         for name, parameter in rank.own.items():
             if is_bare(parameter):  # it is not sharded: the rank holds all of it

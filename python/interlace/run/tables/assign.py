@@ -90,8 +90,8 @@ class Assigner:
                 own = {name: each[mine] for name, each in work.items()}
                 slots[:, mine] = self._entrain(lengths.take(mine), own, encoder[mine], llm[mine], most)
             else:
-                plan = balance.assign_microbatches(encoder[mine], llm[mine], most, shrink=printed, as_printed=printed)
-                slots[:, mine] = plan.encoder_of, plan.llm_of if printed else plan.encoder_of
+                found = balance.assign_microbatches(encoder[mine], llm[mine], most, shrink=printed, as_printed=printed)
+                slots[:, mine] = found.encoder_of, found.llm_of if printed else found.encoder_of
         return Assignment(replica, slots[0], slots[1], work)
 
     def _entrain(self, lengths: Lengths, work: Mapping[str, Ints], encoder: Ints, llm: Ints, count: int) -> Slots:
@@ -116,11 +116,11 @@ class Assigner:
         yield even, even
         tokens = balance.assign(lengths.tokens, count, capacity=-(-len(llm) // count)).astype(np.int64)
         yield tokens, tokens
-        plans = [balance.assign_microbatches(encoder, llm, count)]
-        if plans[0].microbatches < count:
-            plans.insert(0, balance.assign_microbatches(encoder, llm, count, shrink=False))
-        for plan in plans:
-            yield plan.encoder_of.astype(np.int64), plan.llm_of.astype(np.int64)
+        paired = [balance.assign_microbatches(encoder, llm, count)]
+        if paired[0].microbatches < count:
+            paired.insert(0, balance.assign_microbatches(encoder, llm, count, shrink=False))
+        for each in paired:
+            yield each.encoder_of.astype(np.int64), each.llm_of.astype(np.int64)
 
     def durations(self, table: StepTable) -> Callable[[Op, str, int, int], float]:
         """Durations of a table's actions, in FLOPs of a rank, for generators that order by them."""
