@@ -261,7 +261,7 @@ class Layout:
         costs: of the layers (default: counted). frozen_aware, recompute: see `interlace.costs.modules.layer_costs`.
         """
         per_layer = _per_layer(mllm, costs, frozen_aware, recompute)
-        return cls(*place.from_specs(per_layer, specs, placement=placement, ranks=ranks))
+        return cls(*place.from_specs(per_layer, specs, placement, ranks))
 
     @classmethod
     def balanced(

@@ -40,11 +40,7 @@ Home = dict[tuple[str, int, int], list[Lane]]
 
 
 def from_specs(
-    per_layer: Mapping[str, NDArray[np.float64]],
-    specs: Mapping[str, ParallelSpec],
-    *,
-    placement: str,
-    ranks: int | None,
+    per_layer: Mapping[str, NDArray[np.float64]], specs: Mapping[str, ParallelSpec], placement: str, ranks: int | None
 ) -> Parts:
     """Cut every module into ``specs[module].stages`` stages and place them.
 

@@ -155,13 +155,10 @@ def how_cut(mllm: MultimodalModel, name: str, whole: StageModule, tp: int, *, se
         check_plan(whole, styles, tp)
         rows = sequence_parallel and cuts_rows(mllm, name, styles)
         return HowCut(rows, used_in_part(whole, styles, sequence_parallel=rows))
-    except Unknown as error:
+    except (Unknown, ValueError) as error:
+        reason = f"no rule for {error}. Use" if isinstance(error, Unknown) else f"{error}. Or use"
         raise ValueError(
-            f"{name} does not support tp = {tp}: no rule for {error}. Use tp = 1 for {name}, and pp or dp instead"
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"{name} does not support tp = {tp}: {error}. Or use tp = 1 for {name}, and pp or dp instead"
+            f"{name} does not support tp = {tp}: {reason} tp = 1 for {name}, and pp or dp instead"
         ) from error
 
 

@@ -171,10 +171,7 @@ class ParallelModel:
         return self._process.item_transports()
 
     def needs(
-        self,
-        samples: Samples,
-        microbatches: Microbatches = None,
-        chunks: Mapping[str, int] | None = None,
+        self, samples: Samples, microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> Needs:
         """The parts of `samples` that each rank needs in a step with these arguments. samples: may be outlines."""
         return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
@@ -333,17 +330,10 @@ class ParallelModel:
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
         }
-        return Step(
-            prepared.routes[number],
-            ends,
-            ChunkInputs(self.mllm, table, samples, self._ranks[number].stages, device),
-            prepared.deals[number],
-            scale,
-            compared,
-            device,
-            self.options.autocast,
-            None if dispatched is None else partial(dispatched.start, number),
-        )
+        inputs = ChunkInputs(self.mllm, table, samples, self._ranks[number].stages, device)
+        dispatch = None if dispatched is None else partial(dispatched.start, number)
+        routes, deals, autocast = prepared.routes[number], prepared.deals[number], self.options.autocast
+        return Step(routes, ends, inputs, deals, scale, compared, device, autocast, dispatch)
 
     def _results(self, steps: Mapping[int, Step], note: float, train: bool) -> tuple[float, float, tuple[float, ...]]:
         """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""

@@ -96,14 +96,9 @@ def _error(
             "microbatches or activation checkpointing"
         )
     else:
-        text = f"rank {rank} " + _TEXTS[kind].format(
-            action=action,
-            other=other,
-            lane=action.peer,
-            source=f"{other.module}/{other.stage}, chunk {other.chunk}",
-            count=fault["count"],
-            other_rank=fault["other_rank"],
-        )
+        source = f"{other.module}/{other.stage}, chunk {other.chunk}"
+        words = {**fault, "action": action, "other": other, "lane": action.peer, "source": source}
+        text = f"rank {rank} {_TEXTS[kind].format(**words)}"
     return ScheduleError(text, rank, action)
 
 

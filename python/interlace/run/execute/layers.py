@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from interlace.comm.channels.base import Channel, Pending
 from interlace.comm.overlap.deferred import DeferredGradients
@@ -177,8 +178,8 @@ class LayerByLayer:
         output = call(*args, **kwargs)
         self._free(number)
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._backward_reached, number))
         return output
 
@@ -316,15 +317,3 @@ def _wrap_call(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     if compiled is None:
         return partial(layer.__dict__.pop, "_compiled_call_impl")
     return partial(layer.__dict__.__setitem__, "_compiled_call_impl", compiled)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a layer's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, Collection) and not isinstance(output, str):
-        for value in output:
-            yield from _tensors(value)

@@ -55,14 +55,12 @@ class Rank:
         self.stages = stages = {key: runtime.module for key, runtime in runtimes.items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
-        place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
-        held: dict[int, tuple[str, nn.Parameter]] = {}
-        for stage in stages.values():
-            for name, parameter in stage.named_parameters():
-                first = held.setdefault(id(parameter), (name, parameter))
-                if place[name] < place[first[0]]:
-                    held[id(parameter)] = (name, parameter)
-        self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
+        held = {n: p for stage in stages.values() for n, p in stage.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}  # id of a parameter -> its first name in the model
+        for name, _ in mllm.named_parameters(remove_duplicate=False):
+            if name in held:
+                first.setdefault(id(held[name]), name)
+        self.own = {name: held[name] for name in first.values()}
         cut = {name: where for stage in stages.values() for name, where in cut_weights(stage).items()}
         self.cut = {name: cut[name].region for name in self.own if name in cut}
         self._tied = {

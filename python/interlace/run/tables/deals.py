@@ -31,14 +31,7 @@ class Deals:
     Raises ValueError for a sample that a language model with context parallelism cannot process.
     """
 
-    def __init__(
-        self,
-        mllm: MultimodalModel,
-        layout: Layout,
-        table: StepTable,
-        samples: Samples,
-        order: str,
-    ) -> None:
+    def __init__(self, mllm: MultimodalModel, layout: Layout, table: StepTable, samples: Samples, order: str) -> None:
         self._mllm, self._table, self._samples, self._order = mllm, table, samples, order
         self.ranks = layout.spec(LANGUAGE_MODEL).cp
         self._made: dict[int, tuple[TokenShards, dict[str, NDArray[np.int64]]]] = {}
