@@ -48,7 +48,7 @@ MLPS = (
     (("linear_fc1",), "linear_fc2"),
     (("c_fc",), "c_proj"),
 )
-_PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
+PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 
 
 class Unknown(Exception):
@@ -204,7 +204,7 @@ def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
     layers = {name: getattr(module, name) for name in (*in_layers, out_layers[0])}
     size = getattr(module, "head_dim", None)
     in_layer, out_layer = layers[in_layers[0]], layers[out_layers[0]]
-    queries = in_layer.out_features // _PARTS[COLUMNS[in_layers[0]]]
+    queries = in_layer.out_features // PARTS[COLUMNS[in_layers[0]]]
     if not isinstance(size, int) or queries % size or out_layer.in_features != queries:
         raise Unknown(f"the head size of {label} is unknown: head_dim is missing or does not match its layers")
     styles = {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layers[0]): "row"}
@@ -236,7 +236,7 @@ def _mlp(module: nn.Module, path: str, in_layers: tuple[str, ...], out_layer: st
     features = getattr(module, out_layer).in_features
     for name in in_layers:
         layer = getattr(module, name)
-        if layer.in_features != hidden or layer.out_features != features * _PARTS[COLUMNS[name]]:
+        if layer.in_features != hidden or layer.out_features != features * PARTS[COLUMNS[name]]:
             raise Unknown(f"{_joined(path, name)} has {layer.out_features} outputs, and {out_layer} {features} inputs")
     return {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layer): "row"}
 

@@ -54,14 +54,13 @@ from interlace.comm import all_gather_matmul
 from interlace.comm.process.agreement import Fingerprint
 from interlace.comm.process.groups import Group
 from interlace.parallel.adapters import APART, adapter_styles, is_adapted
-from interlace.parallel.families import ancestors, plan_for
+from interlace.parallel.families import PARTS, ancestors, plan_for
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks, SummedGradients, average_gradient, gather, split
 from interlace.parallel.products import copied_products
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
-PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 PARTS_APART = {f"{style}{APART}": parts for style, parts in PARTS.items()}
 CUT = (*PARTS, *PARTS_APART, "column_gathered", "vocabulary", "row")
 REPLICATED = ("sequence", "heads", "replicate")

@@ -16,6 +16,7 @@ from interlace.model import MultimodalModel
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.execute.device import current, drawn_since, generators
 from interlace.run.execute.ranks import make_ranks
+from interlace.run.execute.sharding import Sharded
 from interlace.run.execute.step import Step
 from interlace.run.execute.threads import run_threads
 from interlace.run.execute.weights import Pieces
@@ -77,8 +78,8 @@ class Process:
     def refresh(self) -> None:
         """Before a step: update pieces and shards from the model's own parameters, and drop their gradients."""
         self.pieces.refresh()
-        for rank in self.ranks.values():
-            rank.follow()
+        for sharded in self._sharded():
+            sharded.follow()
 
     def set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove gradients of earlier steps from shared parameters: they are sums over ranks already."""
@@ -127,5 +128,8 @@ class Process:
 
     def recover(self) -> None:
         """After a failed step: leave shards in a valid state."""
-        for rank in self.ranks.values():
-            rank.recover()
+        for sharded in self._sharded():
+            sharded.recover()
+
+    def _sharded(self) -> list[Sharded]:
+        return [sharded for rank in self.ranks.values() for sharded in rank.sharded.values()]

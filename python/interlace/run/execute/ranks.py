@@ -169,16 +169,6 @@ class Rank:
         apart = {name for number in self._graph.uneven for name in self._tied[number]}
         return [p for name, p in due.items() if (name in self._in_part) == reduction.in_part and name not in apart]
 
-    def follow(self) -> None:
-        """Before a step: shards follow weights that were moved or replaced."""
-        for sharded in self.sharded.values():
-            sharded.follow()
-
-    def recover(self) -> None:
-        """Restore a valid state of the shards after a failed step."""
-        for sharded in self.sharded.values():
-            sharded.recover()
-
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Connect the groups of ranks in its lanes (`groups_of`) to their transports."""
         for runtime in self.runtimes.values():

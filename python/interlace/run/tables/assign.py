@@ -102,13 +102,8 @@ class Assigner:
           `balance.reorder_microbatches`. If the first stage may run ahead, its own imbalance costs little.
         - the assignment of "tokens", so that the result is never slower than it
         """
-        best: tuple[float, Slots] | None = None
-        for slots in self._candidates(lengths, encoder, llm, count):
-            found = self.replica.span(lengths, work, slots)
-            if best is None or found < best[0]:
-                best = found, slots
-        assert best is not None
-        return best[1]
+        candidates = self._candidates(lengths, encoder, llm, count)
+        return min(candidates, key=lambda slots: self.replica.span(lengths, work, slots))
 
     def _candidates(self, lengths: Lengths, encoder: Ints, llm: Ints, count: int) -> Iterator[Slots]:
         even = balance.assign(llm, count, method="even").astype(np.int64)
