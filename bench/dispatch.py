@@ -106,7 +106,7 @@ def padded_least(ranks: int, seed: int) -> dict[str, Any]:
     dispatcher, lengths = dispatcher_for(ranks, "per_module"), lengths_for(ranks, seed)
     rows = lengths.rows[phase][lengths.rows[phase] > 0].astype(np.float64)
     costs = rows + dispatcher.phases[phase].quadratic * rows**2
-    load = dispatcher(lengths).loads[phase]
+    load = dispatcher.loads(phase, lengths, dispatcher(lengths)[phase])
     return {
         "phase": phase, "items": len(costs), "costliest_over_mean": float(load.max() / load.mean()),
         "padding": float(load.sum() / costs.sum() - 1),
@@ -122,8 +122,9 @@ def balance_of(ranks: int) -> dict[str, Any]:
         for method in ("none", "per_module"):
             ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
             for seed in range(SEEDS):
-                loads = dispatcher_for(ranks, method)(lengths_for(ranks, seed, order)).loads
-                for phase, load in loads.items():
+                dispatcher, lengths = dispatcher_for(ranks, method), lengths_for(ranks, seed, order)
+                for phase, replicas in dispatcher(lengths).items():
+                    load = dispatcher.loads(phase, lengths, replicas)
                     ratios[phase].append(float(load.max() / load.mean()))
             of_order[method] = {
                 phase: {"mean": statistics.mean(each), "most": max(each)} for phase, each in ratios.items()
@@ -141,7 +142,7 @@ def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
         at = [(time.perf_counter(), time.process_time())]
         found = dispatcher(lengths)
         at.append((time.perf_counter(), time.process_time()))
-        table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=found.replica)
+        table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=found)
         at.append((time.perf_counter(), time.process_time()))
         table.links  # noqa: B018 (computes them)
         at.append((time.perf_counter(), time.process_time()))

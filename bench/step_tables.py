@@ -24,6 +24,8 @@ from bench.measure import command, machine, versions, write_json
 from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import Routes
+from interlace.run.comparison import Comparison
+from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.executor import Executor
 from interlace.run.execute.step import StageRuntime, Step
 from interlace.run.execute.threads import run_threads
@@ -132,18 +134,31 @@ def executor(ranks: int, repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class SameRows:
+    """The same inputs for every chunk and place."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def of(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        return {"rows": self.rows}
+
+    def inputs(self, _module: str, _chunk: int, _place: Place, collated: dict[str, Tensor]) -> dict[str, Tensor]:
+        return collated
+
+
 def play(schedule: Schedule, table: StepTable, stages: Any, rows: Tensor) -> None:
     """The step by the executors."""
     routes, graph = Routes(table), schedule.graph
     ends = {i: (c.module, len(graph.layout.pipelines(c.module)[0].stages) - 1) for i, c in enumerate(table.chunks)}
     network = LocalNetwork(len(stages), 60.0)
-    lanes = [lane.ranks for lane in graph.layout.lanes()]
 
     def run(rank: int) -> None:
         channel = LocalChannel(rank, network)
-        step = Step(routes, ends, lambda *_: {"rows": rows}, lambda *given: given[-1], 1.0)
-        executor = Executor(rank, stages[rank], channel, graph.modules, lanes, graph.reductions, lambda _: [], {}, {})
-        executor.run(schedule.of_rank(rank), step)
+        inputs: Any = SameRows(rows)
+        step = Step(routes, ends, inputs, inputs, 1.0, Comparison(None, 0, "", ""), torch.device("cpu"))
+        collectives = Collectives(channel, graph.reductions, lambda _: [], {}, {})
+        Executor(rank, stages[rank], graph, channel, collectives, step).run(schedule.of_rank(rank))
 
     if len(stages) == 1:
         run(0)

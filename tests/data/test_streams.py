@@ -6,7 +6,6 @@ import itertools
 import json
 import time
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,7 +257,7 @@ def test_a_reader_that_is_late_is_named(parallel, monkeypatch: pytest.MonkeyPatc
     def quick():
         yield from (text(str(i)) for i in range(9))
 
-    monkeypatch.setattr(parallel, "options", replace(parallel.options, timeout=3.0))
+    monkeypatch.setattr(parallel._process, "_timeout", 3.0)
     order = [unit[1] for unit in __import__("interlace.data.streams.base", fromlist=["dealt"]).dealt(3, 0, 0, 1, 3)]
     sources = [slow if shard in order else quick for shard in range(3)]
     with StreamLoader(IterableStream(sources), parallel, 3, timeout=3.0) as loader:

@@ -175,7 +175,7 @@ def test_pieces_make_the_whole(parts):
     for place in range(2):
         layer = ColumnParallelLinear.from_linear(whole, Ranks.at(place, 2), sequence_parallel=False, parts=parts)
         for name, parameter in layer.named_parameters():
-            layer.put(name, found[name], parameter.detach())
+            layer.region(name).put(found[name], parameter.detach())
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
 
 

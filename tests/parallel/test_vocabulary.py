@@ -261,7 +261,7 @@ def test_pieces_make_the_whole():
         cut = VocabularyHead.from_linear(whole, Ranks.at(place, 4))
         spans.append((cut.first, len(cut.weight)))
         for name, parameter in cut.named_parameters():
-            cut.put(name, found[name], parameter.detach())
+            cut.region(name).put(found[name], parameter.detach())
     assert spans == [(0, 3), (3, 3), (6, 3), (9, 2)]
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
 

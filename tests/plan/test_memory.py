@@ -181,8 +181,7 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
         begin(self, number)
 
     def gives(self: LayerByLayer) -> Any:
-        due = [weights for unit in self._units for weights, _ in unit.summed]
-        sums = [total[: -len(weights)] for weights, total in zip(due, self._sums, strict=True) if total is not None]
+        sums = [total.sum[: -len(total.weights)] for total in self.totals() if total.sum is not None]
         held.gradients = max(held.gradients, sum(total.nbytes for total in sums) + layered.pop(self, 0))
         return give(self)
 

@@ -127,7 +127,7 @@ def norm_of(gradients: dict[str, torch.Tensor | None], mllm: MultimodalModel) ->
 
 def compare_holders(parallel: ParallelModel) -> None:
     """From now on a step fails if ranks have different bits of a shared gradient: their weights would drift apart."""
-    pieces, names = parallel._pieces, {id(p): name for name, p in parallel.mllm.named_parameters()}
+    pieces, names = parallel._process.pieces, {id(p): name for name, p in parallel.mllm.named_parameters()}
     collect = pieces.collect
 
     def compare() -> None:

@@ -19,7 +19,7 @@ from interlace.run import parallelize
 from interlace.run.execute import device as devices
 from interlace.run.execute.device import device_of, moved
 from interlace.run.graph import edges
-from interlace.run.tables.batch import collator
+from interlace.run.tables.batch import ChunkInputs
 from interlace.schedule import Op
 from tests.distributed.pipeline import REPRESENTATIVE, parity
 from tests.distributed.workers import run_ranks
@@ -71,12 +71,12 @@ def test_what_stages_are_given_lies_on_their_device():
     samples = [sample for group in random_microbatches(mllm, "all") for sample in group]
     table = parallelize(mllm, make_layout(mllm, "parallel", 3)).table(samples)
     stages = [(name, stage) for name in mllm.modules_order() for stage in range(3)]  # a first stage, and two later ones
-    here, away = (collator(mllm, table, samples, stages, device) for device in (torch.device("cpu"), META))
+    here, away = (ChunkInputs(mllm, table, samples, stages, device) for device in (torch.device("cpu"), META))
     for i, chunk in enumerate(table.chunks):
         for first in (True, False):
-            there = away(chunk.module, i, first)
-            assert first or there is away(chunk.module, i, first)
-            assert len(tensors(there)) == len(tensors(here(chunk.module, i, first))) > 0
+            there = away.of(chunk.module, i, first_stage=first)
+            assert first or there is away.of(chunk.module, i, first_stage=first)
+            assert len(tensors(there)) == len(tensors(here.of(chunk.module, i, first_stage=first))) > 0
             assert all(x.is_meta for x in tensors(there))
 
 
@@ -109,11 +109,11 @@ class Event:
 
 
 def test_events_become_seconds_of_the_programs_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.clock(torch.device("cpu"))() > 0
+    assert devices.mark(torch.device("cpu")) > 0
     assert devices.seconds([(1.0, 2.0)], torch.device("cpu")) == [(1.0, 2.0)]
     gpu = torch.device("cuda", 0)
     assert devices.seconds([], gpu) == []
-    monkeypatch.setattr(devices, "_event", lambda device: Event(5000.0))
+    monkeypatch.setattr(devices, "mark", lambda device: Event(5000.0))
     monkeypatch.setattr(devices, "current", lambda device: devices.nullcontext())
     monkeypatch.setattr(devices.time, "monotonic", lambda: 100.0)
     found = devices.seconds([(Event(1000.0), Event(1500.0)), (Event(1500.0), Event(4000.0))], gpu)

@@ -17,9 +17,9 @@ from interlace import balance
 from interlace.data import Loader
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
-from interlace.run import parallel_model, parallelize
+from interlace.run import parallelize
 from interlace.run.tables.ahead import TablesAhead
-from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.batch import ChunkInputs, GlobalBatch
 from interlace.run.tables.dispatch import BALANCES, Dispatcher, Phase
 from interlace.run.tables.table import Lengths, step_table
 from tests.run.dispatch import LLM, NAMES, batch_of
@@ -118,7 +118,7 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
     dispatcher, lengths, count = drawn
     layout = dispatcher.layout
     found = dispatcher(lengths)
-    table = step_table(layout, lengths, microbatches=count, replicas=found.replica)
+    table = step_table(layout, lengths, microbatches=count, replicas=found)
     for name in NAMES:
         rows = lengths.tokens if name == LLM else lengths.rows[name]
         items = np.ones(len(rows), np.int64) if name == LLM else np.maximum(lengths.items_of(name), 1)
@@ -138,8 +138,9 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
                     one + phase.quadratic * one**2 / k for one, k in zip(length, share.tolist(), strict=True)
                 )
         assert np.allclose(dispatcher.computed(table, lengths)[name], costs, rtol=1e-12)
-        if name in found.loads and len(used):
-            assert np.array_equal(found.loads[name], dispatcher.computed(table, lengths)[name])
+        if name in found and len(used):
+            loads = dispatcher.loads(name, lengths, found[name])
+            assert np.array_equal(loads, dispatcher.computed(table, lengths)[name])
         if dispatcher.method == "per_module" or (dispatcher.method == "llm" and name == LLM):
             how = {"batching": phase.batching, "quadratic": phase.quadratic}
             if phase.in_items:
@@ -161,7 +162,7 @@ def test_dispatch_keeps_rows_on_their_rank_or_node() -> None:
     lengths = Lengths(rows + 400, np.ones(4, np.int64), {"vision": rows, "audio": np.zeros(4, np.int64)})
     for node in (None, 1, 2):
         found = Dispatcher("per_module", layout, dict.fromkeys(NAMES, Phase()), node)
-        table = step_table(layout, lengths, replicas=found(lengths).replica)
+        table = step_table(layout, lengths, replicas=found(lengths))
         moved, between = found.crossing(table)
         assert between == 0
         assert node == 2 or moved == 0
@@ -170,28 +171,22 @@ def test_dispatch_keeps_rows_on_their_rank_or_node() -> None:
 def test_what_the_executor_computes_is_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where each chunk is collated for its FORWARD: tokens of the language model, rows of encoders."""
     mllm = tiny_mllm(layers=1)
-    samples, real = batch_of(mllm, "uneven"), parallel_model.collator
+    samples, real = batch_of(mllm, "uneven"), ChunkInputs.of
     counted: Counter[tuple[str, int]] = Counter()
 
-    def counting(mllm: Any, table: Any, given: Any, stages: Any, device: Any) -> Any:
-        inner = real(mllm, table, given, stages, device)
+    def counting(self: ChunkInputs, module: str, chunk: int, *, first_stage: bool) -> Any:
+        made = real(self, module, chunk, first_stage=first_stage)
+        counted[module, self._table.chunks[chunk].replica] += int((made["plan"].q_doc >= 0).sum())
+        return made
 
-        def inputs(module: str, chunk: int, first: bool) -> Any:
-            made = inner(module, chunk, first)
-            plan = made["plan"]
-            counted[module, table.chunks[chunk].replica] += int((plan.q_doc >= 0).sum())
-            return made
-
-        return inputs
-
-    monkeypatch.setattr(parallel_model, "collator", counting)
+    monkeypatch.setattr(ChunkInputs, "of", counting)
     layout = layout_of(mllm, "parallel", (2, 3, 2))
     parallel = parallelize(mllm, layout, balance="per_module", timeout=30)
     parallel.step(samples, 2)
     dispatcher = parallel.dispatcher
     assert dispatcher is not None
     lengths = Lengths.of(samples, NAMES[:-1])
-    replica = dispatcher(lengths).replica
+    replica = dispatcher(lengths)
     tokens = {
         LLM: [len(s.input_ids) for s in samples],
         **{
@@ -295,15 +290,15 @@ def test_tables_are_kept_for_as_many_batches_as_are_read_ahead() -> None:
     layout = layout_of(mllm, "parallel", (1, 1, 1))
     tables = TablesAhead()
     batches = [GlobalBatch.of(batch_of(mllm, "uneven"), 2) for _ in range(20)]
-    made = [tables.plan(batch, lambda batch=batch: batch.table(layout)) for batch in batches]  # type: ignore[misc]
+    made = [tables.prepare(batch, lambda batch=batch: batch.table(layout)) for batch in batches]  # type: ignore[misc]
     found = [tables.take(batch) for batch in batches]
     assert [table and table.digest for table in found] == [table.digest for table in made]
     for batch in batches:
-        tables.plan(batch, lambda: made[0])
+        tables.prepare(batch, lambda: made[0])
     batches, kept = batches[:1], batches[0]
     del batch
     gc.collect()
-    tables.plan(kept, lambda: made[0])
+    tables.prepare(kept, lambda: made[0])
     assert len(tables._tables) == 1
 
 

@@ -256,7 +256,7 @@ def test_a_step_leaves_no_sums_behind() -> None:
     def added(self: LayerByLayer) -> None:
         add(self)
         made.append(weakref.ref(self))
-        sums.extend(weakref.ref(each) for each in self._sums if each is not None)
+        sums.extend(weakref.ref(total.sum) for total in self.totals() if total.sum is not None)
 
     gc.collect()
     gc.disable()

@@ -16,7 +16,7 @@ from interlace.parallel.region import Region
 from interlace.run import PipelineError, parallelize
 from interlace.run.execute.ranks import make_ranks
 from interlace.run.execute.sharding import Sharded
-from interlace.run.execute.weights import Pieces, Views
+from interlace.run.execute.weights import Pieces
 from interlace.run.graph import stage_graph
 from interlace.run.lanes import with_lanes
 from interlace.schedule import Op
@@ -109,7 +109,7 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
     for rank in range(layout.world):
         own = copy.deepcopy(mllm)
         graph, rows = with_lanes(stage_graph(own, layout), own, sequence_parallel=False)
-        options: Any = ("none", rows, Views(), Pieces(), torch.device("cpu"))
+        options: Any = ("none", rows, Pieces(), torch.device("cpu"))
         held = make_ranks(own, graph, [rank], *options)[rank]
         assert held.cut.keys() <= held.own.keys()
         for name, parameter in held.own.items():

@@ -283,7 +283,7 @@ def test_a_layer_that_is_recomputed_runs_exactly_twice(checkpointing: Any, monke
     parallel.step(batch)
     assert halves(parallel)
     chunks = {id(stage): 0 for of_rank in parallel.stages.values() for stage in of_rank.values()}
-    schedule, _ = parallel._last or pytest.fail("no step")
+    schedule, *_ = parallel._last or pytest.fail("no step")
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.op is Op.FORWARD:
@@ -340,10 +340,10 @@ def test_weights_gathered_by_layer_get_gradients_by_layer(monkeypatch: pytest.Mo
     wholes = dict(stage.named_parameters())
     scatter, seen = LayerByLayer._scatter, []
 
-    def look(self: LayerByLayer, summed: Any, first: int, key: str) -> None:
+    def look(self: LayerByLayer, due: Any, key: str) -> None:
         if self._sharded.place == 1 and key.endswith("weights"):
             seen.append({name.split(".layers.")[-1].split(".")[0] for name, p in wholes.items() if p.grad is not None})
-        scatter(self, summed, first, key)
+        scatter(self, due, key)
 
     monkeypatch.setattr(LayerByLayer, "_scatter", look)
     loss, due = oracle(alone, batch)

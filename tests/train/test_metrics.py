@@ -284,7 +284,7 @@ def test_replicas_tell_how_even_they_are_and_had_been() -> None:
     samples = [Sample(each, each, {}, "text") for each in ids]
     dispatcher = Dispatcher("llm", layout, {"language_model": Phase()})
     lengths = Lengths.of(samples, [])
-    table = step_table(layout, lengths, microbatches=1, replicas=dispatcher(lengths).replica)
+    table = step_table(layout, lengths, microbatches=1, replicas=dispatcher(lengths))
     parallel = SimpleNamespace(dispatcher=dispatcher, layout=layout, feature_bytes=4)
     assert dispatch_metrics(parallel, table, samples) == {
         "balance/imbalance/language_model": 1.0,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.run.execute.ranks import make_ranks
-from interlace.run.execute.weights import Pieces, Views
+from interlace.run.execute.weights import Pieces
 from interlace.run.graph import stage_graph
 
 
@@ -16,7 +16,7 @@ class OfOneRank:
 
     def __init__(self, model: Any, layout: Any, rank: int) -> None:
         graph, device = stage_graph(model, layout), torch.device("cpu")
-        ranks = make_ranks(model, graph, [rank], "none", set(), Views(), Pieces(), device)
+        ranks = make_ranks(model, graph, [rank], "none", set(), Pieces(), device)
         self.mllm, self.rank = model, ranks[rank]
         self.stages: dict[int, Any] = {rank: self.rank.stages}
 

@@ -9,15 +9,22 @@ over all ranks of all lanes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.layout import place
 from interlace.layout.parts import Lane, Pipeline, Reduction, Shard, Stage
 from interlace.layout.spec import ParallelSpec
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
 
 @dataclass(frozen=True)
@@ -134,13 +141,7 @@ class Layout:
 
     def holders(self, module: str, layer: int) -> tuple[Lane, ...]:
         """The lanes that hold layer `layer` of `module`: for each replica its own lane, then those of its copies."""
-        return tuple(
-            lane
-            for pipeline in self.pipelines(module)
-            for stage in pipeline.stages
-            if stage.start <= layer < stage.stop
-            for lane in stage.lanes
-        )
+        return tuple(lane for pipeline in self.pipelines(module) for lane in pipeline.stage_with(layer).lanes)
 
     def same_weights(self, module: str, layer: int) -> tuple[tuple[int, ...], ...]:
         """For each tensor-parallel place of `module`: ranks that hold the same weights of `layer`, lane by lane."""
@@ -231,7 +232,7 @@ class Layout:
         if len(distinct) < 2:
             return False
         for pipeline in self.pipelines(module):
-            stages = [next(s for s in pipeline.stages if s.start <= layer < s.stop) for layer in distinct]
+            stages = [pipeline.stage_with(layer) for layer in distinct]
             lanes = [stage.lane for stage in stages]
             arrangements.add((tuple(map(stages.index, stages)), tuple(map(lanes.index, lanes))))
         return len(arrangements) > 1
@@ -246,39 +247,49 @@ class Layout:
     @classmethod
     def from_specs(
         cls,
-        mllm: Any,
+        mllm: MultimodalModel,
         specs: Mapping[str, ParallelSpec],
         *,
         placement: str = "parallel",
-        costs: Mapping[str, Any] | None = None,
+        costs: Mapping[str, ModuleCosts] | None = None,
         ranks: int | None = None,
         frozen_aware: bool = True,
         recompute: bool = False,
     ) -> Layout:
-        """Cut every module into `specs[module].pp` stages and place them: see `interlace.layout.place.from_specs`."""
-        parts = place.from_specs(
-            mllm, specs, placement=placement, costs=costs, ranks=ranks, frozen_aware=frozen_aware, recompute=recompute
-        )
-        return cls(*parts)
+        """Cut every module into `specs[module].pp` stages and place them: see `interlace.layout.place.from_specs`.
+
+        costs: of the layers (default: counted). frozen_aware, recompute: see `interlace.costs.modules.layer_costs`.
+        """
+        per_layer = _per_layer(mllm, costs, frozen_aware, recompute)
+        return cls(*place.from_specs(per_layer, specs, placement, ranks))
 
     @classmethod
     def balanced(
         cls,
-        mllm: Any,
+        mllm: MultimodalModel,
         ranks: int,
         *,
-        costs: Mapping[str, Any] | None = None,
+        costs: Mapping[str, ModuleCosts] | None = None,
         frozen_aware: bool = True,
         recompute: bool = False,
         dp: int = 1,
     ) -> Layout:
-        """Cut the chain of all layers into `ranks` balanced ranges: see `interlace.layout.place.balanced`."""
-        return cls(*place.balanced(mllm, ranks, costs=costs, frozen_aware=frozen_aware, recompute=recompute, dp=dp))
+        """Cut the chain of all layers into `ranks` balanced ranges: see `interlace.layout.place.balanced`.
+
+        frozen_aware=False balances 3 x forward instead, as LLM pipelines do; both give layouts of the same kind, so
+        their iteration times are comparable. costs, recompute: as in `from_specs`.
+        """
+        return cls(*place.balanced(_per_layer(mllm, costs, frozen_aware, recompute), ranks, dp=dp))
 
     def describe(self) -> str:
         """One line per rank with its layers."""
-        return "\n".join(f"rank {rank}: {_names(self.of_rank(rank))}" for rank in range(self.world))
+        held = [[f"{s.module}[{s.start}:{s.stop}]" for s in self.of_rank(rank)] for rank in range(self.world)]
+        return "\n".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(held))
 
 
-def _names(stages: Sequence[Stage]) -> str:
-    return ", ".join(f"{stage.module}[{stage.start}:{stage.stop}]" for stage in stages)
+def _per_layer(
+    mllm: MultimodalModel, costs: Mapping[str, ModuleCosts] | None, frozen_aware: bool, recompute: bool
+) -> dict[str, NDArray[np.float64]]:
+    """Module -> the costs by which its layers are cut; modules in the order of data flow."""
+    costs = analytic_costs(mllm) if costs is None else costs
+    return layer_costs(costs, list(mllm.modules_order()), frozen_aware=frozen_aware, recompute=recompute)

@@ -97,6 +97,10 @@ class Pipeline:
         """Layers of the module."""
         return self.stages[-1].stop
 
+    def stage_with(self, layer: int) -> Stage:
+        """The stage that holds layer `layer`."""
+        return next(stage for stage in self.stages if stage.start <= layer < stage.stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace.balance.partition import partition
-from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.layout.parts import Lane, Pipeline, Stage
 from interlace.layout.spec import ParallelSpec
 
@@ -36,37 +35,30 @@ Parts = tuple[dict[str, tuple[ParallelSpec, tuple[Pipeline, ...]]], int, str]
 """Arguments of a Layout: its modules, its world and its placement."""
 Unit = list[tuple[str, int]]
 """Stages (module, index) of one replica that share a lane."""
+Home = dict[tuple[str, int, int], list[Lane]]
+"""(module, stage, replica) -> the lanes of a stage; those after the first are copies."""
 
 
 def from_specs(
-    mllm: Any,
-    specs: Mapping[str, ParallelSpec],
-    *,
-    placement: str = "parallel",
-    costs: Mapping[str, ModuleCosts] | None = None,
-    ranks: int | None = None,
-    frozen_aware: bool = True,
-    recompute: bool = False,
+    per_layer: Mapping[str, NDArray[np.float64]], specs: Mapping[str, ParallelSpec], placement: str, ranks: int | None
 ) -> Parts:
     """Cut every module into ``specs[module].stages`` stages and place them.
 
-    ranks: number per replica, for modules of one dp (and tp = cp = 1). Default: one for each of the pp stages (merged
-        stages if colocated; virtual stages share the rank of another stage). With fewer ranks, neighbouring stages
-        share a rank, grouped to minimise the load of the busiest rank.
+    per_layer: module -> float64 [layers], costs of its layers; modules in the order of data flow. ranks: number per
+        replica, for modules of one dp (and tp = cp = 1). Default: one for each of the pp stages (merged stages if
+        colocated; virtual stages share the rank of another stage). With fewer ranks, neighbouring stages share a rank,
+        grouped to minimise the load of the busiest rank.
 
     Raises ValueError for unknown modules, more stages than layers, degrees that do not fit the placement, and ranks
     that the specs cannot use.
     """
-    order = list(mllm.modules_order())
+    order = list(per_layer)
     _check_specs(order, specs)
     if placement not in PLACEMENTS:
         raise ValueError(
             f"unknown placement {placement!r}: use {', '.join(map(repr, PLACEMENTS))} "
             "(a chain cut anywhere comes from Layout.balanced)"
         )
-    per_layer = layer_costs(
-        costs if costs is not None else analytic_costs(mllm), order, frozen_aware=frozen_aware, recompute=recompute
-    )
     cuts: Cuts = {name: _cut(name, per_layer[name], specs[name]) for name in order}
     if placement == "shared":
         return _shared(order, specs, cuts, ranks)
@@ -82,64 +74,43 @@ def from_specs(
                 f"ranks = {ranks} makes stages of a replica share ranks, which needs one dp for all modules and "
                 f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}: leave ranks out"
             )
-        return _unfolded(order, specs, cuts, units, placement)
-    num_ranks = len(units) if ranks is None else ranks
-    if not 1 <= num_ranks <= len(units):
-        raise ValueError(
-            f"{num_ranks} ranks do not match the specs, which give {len(units)} stages to place "
-            f"({placement}: {_degrees(specs, 'pp')}): use 1 to {len(units)} ranks per replica, or raise pp"
-        )
-    unit_cost = [sum(float(per_layer[n][cuts[n][i] : cuts[n][i + 1]].sum()) for n, i in unit) for unit in units]
-    bounds = partition(np.asarray(unit_cost), num_ranks)
-    rank_of = {
-        key: rank for rank in range(num_ranks) for unit in units[bounds[rank] : bounds[rank + 1]] for key in unit
-    }
-
-    def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
-        local = [rank_of[name, index]] if (name, index) in rank_of else range(num_ranks)
-        return tuple(Lane((replica * num_ranks + rank,)) for rank in local)
-
-    return _layout(order, specs, cuts, lanes, num_ranks * specs[order[0]].dp, placement)
+    if ranks is not None:
+        if not 1 <= ranks <= len(units):
+            raise ValueError(
+                f"{ranks} ranks do not match the specs, which give {len(units)} stages to place "
+                f"({placement}: {_degrees(specs, 'pp')}): use 1 to {len(units)} ranks per replica, or raise pp"
+            )
+        unit_cost = [sum(float(per_layer[n][cuts[n][i] : cuts[n][i + 1]].sum()) for n, i in unit) for unit in units]
+        bounds = partition(np.asarray(unit_cost), ranks)
+        units = [[key for unit in units[start:stop] for key in unit] for start, stop in pairwise(bounds)]
+    return _placed(order, specs, cuts, units, placement)
 
 
-def balanced(
-    mllm: Any,
-    ranks: int,
-    *,
-    costs: Mapping[str, ModuleCosts] | None = None,
-    frozen_aware: bool = True,
-    recompute: bool = False,
-    dp: int = 1,
-) -> Parts:
+def balanced(per_layer: Mapping[str, NDArray[np.float64]], ranks: int, *, dp: int) -> Parts:
     """Cut the chain of all layers (encoders in order, then the language model) into `ranks` balanced ranges.
 
-    A range may hold the end of one module and the start of the next: then its rank has a stage of each.
-    frozen_aware=False balances 3 x forward instead, as LLM pipelines do; both give layouts of the same kind, so their
-    iteration times are comparable. dp: replicas of the whole chain.
+    A range may hold the end of one module and the start of the next: then its rank has a stage of each. per_layer: as
+    in `from_specs`. dp: replicas of the whole chain.
     """
-    order = list(mllm.modules_order())
-    per_layer = layer_costs(
-        costs if costs is not None else analytic_costs(mllm), order, frozen_aware=frozen_aware, recompute=recompute
-    )
+    order = list(per_layer)
     chain = np.concatenate([per_layer[name] for name in order])
     if not 1 <= ranks <= len(chain):
         raise ValueError(f"cannot cut {len(chain)} layers into {ranks} ranges: use 1 to {len(chain)} ranks")
     bounds = partition(chain, ranks)
     cuts: Cuts = {}
-    homes: dict[str, list[int]] = {}
+    units: list[Unit] = [[] for _ in range(ranks)]
+    specs = {}
     offset = 0
     for name in order:
         layers = len(per_layer[name])
         starts = np.clip(bounds - offset, 0, layers)
-        homes[name] = [rank for rank in range(ranks) if starts[rank] < starts[rank + 1]]
-        cuts[name] = np.array([*(starts[rank] for rank in homes[name]), layers], dtype=np.int32)
+        homes = [rank for rank in range(ranks) if starts[rank] < starts[rank + 1]]
+        cuts[name] = np.array([*(starts[rank] for rank in homes), layers], dtype=np.int32)
+        specs[name] = ParallelSpec(pp=len(homes), dp=dp)
+        for index, rank in enumerate(homes):
+            units[rank].append((name, index))
         offset += layers
-    specs = {name: ParallelSpec(pp=len(homes[name]), dp=dp) for name in order}
-
-    def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
-        return (Lane((replica * ranks + homes[name][index],)),)
-
-    return _layout(order, specs, cuts, lanes, ranks * dp, "chain")
+    return _placed(order, specs, cuts, units, "chain")
 
 
 def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: str) -> list[Unit]:
@@ -169,10 +140,10 @@ def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: s
     return [[stage for unit in units for stage in unit] for units in merged] + llm_lanes
 
 
-def _unfolded(
+def _placed(
     order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, units: Sequence[Unit], placement: str
 ) -> Parts:
-    """One separate lane for each unit of each replica."""
+    """One separate lane for each unit of each replica. Replicated encoders are on all lanes of their replica."""
     if len({spec.dp for spec in specs.values()}) == 1:
         turns = [(replica, unit) for replica in range(specs[order[0]].dp) for unit in units]
     else:
@@ -185,14 +156,18 @@ def _unfolded(
             for replica in range(specs[name].dp)
             for unit in module_units
         ]
-    home: dict[tuple[str, int, int], Lane] = {}
+    home: Home = {}
+    of_replica: dict[int, list[Lane]] = {}
     next_rank = 0
     for replica, unit in turns:
         size = specs[unit[0][0]].lane_size
         lane = Lane(tuple(range(next_rank, next_rank + size)))
         next_rank += size
-        home.update({(name, index, replica): lane for name, index in unit})
-    return _layout(order, specs, cuts, lambda name, i, replica: (home[name, i, replica],), next_rank, placement)
+        of_replica.setdefault(replica, []).append(lane)
+        home.update({(name, index, replica): [lane] for name, index in unit})
+    for name in order[:-1] if placement == "replicated" else ():  # encoders of one stage
+        home.update({(name, 0, replica): lanes for replica, lanes in of_replica.items()})
+    return _layout(order, specs, cuts, home, next_rank, placement)
 
 
 def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, ranks: int | None) -> Parts:
@@ -203,28 +178,26 @@ def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts,
             f"shared modules run on the same ranks, so tp * cp * pp * dp must be equal for all"
             f"{'' if ranks in (None, world) else f' and equal to ranks = {ranks}'}; got {products}"
         )
-
-    def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
-        spec = specs[name]
-        size = spec.lane_size
-        first = (replica * spec.pp + spec.lane_index(index)) * size
-        return (Lane(tuple(range(first, first + size))),)
-
-    return _layout(order, specs, cuts, lanes, world, "shared")
+    home: Home = {}
+    for name, spec in specs.items():
+        for replica in range(spec.dp):
+            for index in range(spec.stages):
+                first = (replica * spec.pp + spec.lane_index(index)) * spec.lane_size
+                home[name, index, replica] = [Lane(tuple(range(first, first + spec.lane_size)))]
+    return _layout(order, specs, cuts, home, world, "shared")
 
 
 def _layout(
-    order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, lanes: Any, world: int, placement: str
+    order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, home: Home, world: int, placement: str
 ) -> Parts:
-    """lanes(module, stage index, replica) -> the lanes of a stage; those after the first are copies."""
     modules = {}
     for name in order:
         pipelines = []
         for replica in range(specs[name].dp):
             stages = []
-            for i in range(specs[name].stages):
-                lane, *copies = lanes(name, i, replica)
-                stages.append(Stage(name, i, int(cuts[name][i]), int(cuts[name][i + 1]), lane, tuple(copies)))
+            for i, (start, stop) in enumerate(pairwise(cuts[name].tolist())):
+                lane, *copies = home[name, i, replica]
+                stages.append(Stage(name, i, start, stop, lane, tuple(copies)))
             pipelines.append(Pipeline(name, replica, tuple(stages)))
         modules[name] = (specs[name], tuple(pipelines))
     return modules, world, placement

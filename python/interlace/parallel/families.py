@@ -48,7 +48,7 @@ MLPS = (
     (("linear_fc1",), "linear_fc2"),
     (("c_fc",), "c_proj"),
 )
-_PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
+PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 
 
 class Unknown(Exception):
@@ -63,7 +63,7 @@ def plan_for(module: nn.Module) -> dict[str, str]:
     unknown part (named in the message).
     """
     try:
-        return derived_plan(module)
+        return derived_styles(module)
     except Unknown as error:
         raise ValueError(
             f"no tensor-parallel plan for {type(module).__name__}: {error}. Write a plan, module path -> style (see "
@@ -71,29 +71,29 @@ def plan_for(module: nn.Module) -> dict[str, str]:
         ) from None
 
 
-def derived_plan(module: nn.Module) -> dict[str, str]:
-    """As `plan_for`, but raises Unknown if no plan can be derived."""
+def derived_styles(module: nn.Module) -> dict[str, str]:
+    """As `plan_for`, but raises Unknown if no style can be derived."""
     parts = dict(module.named_modules())
     lists = {path: part for path, part in parts.items() if isinstance(part, nn.ModuleList)}
     blocks = {path: part for path, part in lists.items() if any(map(_has_attention, part))}
     # A list of heads or experts inside a block belongs to that block.
     blocks = {path: part for path, part in blocks.items() if not any(_inside(path, outer) for outer in blocks)}
-    plan: dict[str, str] = {}
+    styles: dict[str, str] = {}
     if not blocks:
         if not _has_attention(module):
             raise Unknown(_unknown_attention(module))
-        plan = _block(module, "")
+        styles = _block(module, "")
     for path, block_list in blocks.items():
         for index, block in enumerate(block_list):
             if next(block.parameters(), None) is not None:  # otherwise a placeholder for a block of another stage
-                plan |= _block(block, f"{path}.{index}")
-        plan[path] = "layers"
-        _check_own_plan(parts, path, plan)
+                styles |= _block(block, f"{path}.{index}")
+        styles[path] = "layers"
+        _check_own_styles(parts, path, styles)
     for path in blocks:
         model = min((outer for outer in (path, *ancestors(path)) if _is_model(parts[outer])), key=len, default=None)
         if model is not None:
-            plan |= dict.fromkeys(_outside_blocks(parts[model], model, set(blocks)), "replicate")
-    return plan
+            styles |= dict.fromkeys(_outside_blocks(parts[model], model, set(blocks)), "replicate")
+    return styles
 
 
 def _inside(path: str, outer: str) -> bool:
@@ -160,7 +160,7 @@ def _layers_of_attention(module: nn.Module) -> tuple[str, ...]:
 
 
 def _block(block: nn.Module, path: str) -> dict[str, str]:
-    """The plan of one block. Raises Unknown."""
+    """The styles of the modules of one block. Raises Unknown."""
     attentions = [name for name, part in block.named_modules() if _layers_of_attention(part)]
     if len(attentions) != 1:
         reason = f"has {len(attentions)} supported attentions, not one" if attentions else "has no supported attention"
@@ -168,33 +168,34 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
     attention = attentions[0]
     if not attention:  # the module itself is an attention
         return _attention(block, path)[0]
-    plan, hidden = _attention(block.get_submodule(attention), _joined(path, attention))
+    styles, hidden = _attention(block.get_submodule(attention), _joined(path, attention))
     if direct := [name for name, parameter in block._parameters.items() if parameter is not None]:
         _check_each_token(block, path, hidden, direct)
-        plan[path] = "sequence"
+        styles[path] = "sequence"
     names = {name: child for name, child in block.named_children() if name != attention.partition(".")[0]}
     if attention.count("."):
         raise Unknown(f"{_joined(path, attention)} is nested too deep in its block")
     for in_layers, out_layer in MLPS:  # blocks that hold the MLP layers directly (Whisper)
         if out_layer in names and all(linear_of(names.get(name)) is not None for name in (*in_layers, out_layer)):
-            plan |= _mlp(block, path, in_layers, out_layer, hidden)
+            styles |= _mlp(block, path, in_layers, out_layer, hidden)
             names = {name: child for name, child in names.items() if name not in (*in_layers, out_layer)}
     for name, child in names.items():
         child_path = _joined(path, name)
         if next(child.parameters(), None) is None:
             continue
         if "experts" in dict(child.named_children()):
-            plan[child_path] = _experts(child, child_path)
-        elif mlp_plan := _known_mlp(child, child_path, hidden):
-            plan |= {child_path: "gather", **mlp_plan}
+            _check_experts(child, child_path)
+            styles[child_path] = "sequence"
+        elif of_mlp := _known_mlp(child, child_path, hidden):
+            styles |= {child_path: "gather", **of_mlp}
         else:
             _check_each_token(child, child_path, hidden, [key for key, _ in child.named_parameters()])
-            plan[child_path] = "sequence"
-    return plan
+            styles[child_path] = "sequence"
+    return styles
 
 
 def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
-    """The plan of an attention, and the size of the hidden state. Raises Unknown."""
+    """The styles of the layers of an attention, and the size of the hidden state. Raises Unknown."""
     in_layers = _layers_of_attention(module)
     out_layers = [name for name in OUTPUT_PROJECTIONS if _is_linear(module, name)]
     label = f"{path or 'it'} ({type(module).__name__})"
@@ -203,25 +204,25 @@ def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
     layers = {name: getattr(module, name) for name in (*in_layers, out_layers[0])}
     size = getattr(module, "head_dim", None)
     in_layer, out_layer = layers[in_layers[0]], layers[out_layers[0]]
-    queries = in_layer.out_features // _PARTS[COLUMNS[in_layers[0]]]
+    queries = in_layer.out_features // PARTS[COLUMNS[in_layers[0]]]
     if not isinstance(size, int) or queries % size or out_layer.in_features != queries:
         raise Unknown(f"the head size of {label} is unknown: head_dim is missing or does not match its layers")
-    plan = {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layers[0]): "row"}
+    styles = {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layers[0]): "row"}
     for name, child in module.named_children():
         parameters = list(child.parameters())
         if name in layers or not parameters:
             continue
         if list(child.children()) or any(tuple(parameter.shape) != (size,) for parameter in parameters):
             raise Unknown(f"{_joined(path, name)} ({type(child).__name__}) is not applied per head")
-        plan[_joined(path, name)] = "heads"
+        styles[_joined(path, name)] = "heads"
     if any(parameter is not None for parameter in module._parameters.values()):
         raise Unknown(f"{label} has parameters of its own ({', '.join(module._parameters)})")
-    plan[path] = "gather_narrow" if _takes_width_of_input(type(module).forward) else "gather"
-    return plan, out_layer.out_features
+    styles[path] = "gather_narrow" if _takes_width_of_input(type(module).forward) else "gather"
+    return styles, out_layer.out_features
 
 
 def _known_mlp(module: nn.Module, path: str, hidden: int) -> dict[str, str]:
-    """The plan of the layers of a gated or plain MLP; empty for any other module."""
+    """The styles of the layers of a gated or plain MLP; empty for any other module."""
     parts = dict(module.named_modules())
     owners = [name for name, part in parts.items() if next(part.parameters(recurse=False), None) is not None]
     layers = {next((outer for outer in ancestors(name) if is_adapted(parts[outer])), name) for name in owners}
@@ -235,19 +236,19 @@ def _mlp(module: nn.Module, path: str, in_layers: tuple[str, ...], out_layer: st
     features = getattr(module, out_layer).in_features
     for name in in_layers:
         layer = getattr(module, name)
-        if layer.in_features != hidden or layer.out_features != features * _PARTS[COLUMNS[name]]:
+        if layer.in_features != hidden or layer.out_features != features * PARTS[COLUMNS[name]]:
             raise Unknown(f"{_joined(path, name)} has {layer.out_features} outputs, and {out_layer} {features} inputs")
     return {_joined(path, name): COLUMNS[name] for name in in_layers} | {_joined(path, out_layer): "row"}
 
 
-def _experts(module: nn.Module, path: str) -> str:
+def _check_experts(module: nn.Module, path: str) -> None:
+    """Raise Unknown for experts that are separate modules."""
     experts = module.get_submodule("experts")
     if isinstance(experts, nn.ModuleList) or not list(experts.parameters(recurse=False)):
         raise Unknown(
             f"{path} ({type(module).__name__}) has its experts as separate modules: each rank would train others, so "
             "gradients could not be summed"
         )
-    return "sequence"
 
 
 def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str]) -> None:
@@ -256,7 +257,7 @@ def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str
         raise Unknown(f"{path} ({type(module).__name__}) is not a supported attention, MLP or norm")
 
 
-@cache  # reading the source takes as long as the rest of a plan
+@cache  # reading the source takes as long as all the rest
 def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
     """True if the code joins heads to the width of its input (SigLIP in transformers 4), not to that of the heads."""
     try:
@@ -270,16 +271,16 @@ def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
 # ---------------------------------------------------------------------- transformers' own plans
 
 
-def _check_own_plan(parts: dict[str, Any], path: str, plan: dict[str, str]) -> None:
-    """Raise Unknown if transformers' own plan keeps a layer whole that `plan` cuts."""
+def _check_own_styles(parts: dict[str, Any], path: str, styles: dict[str, str]) -> None:
+    """Raise Unknown if transformers' own plan keeps a layer whole that `styles` cuts."""
     owner = next((parts[outer] for outer in ancestors(path) if getattr(parts[outer], "config", None) is not None), None)
     own_plan: dict[str, str] = getattr(getattr(owner, "config", None), "base_model_tp_plan", None) or {}
-    for layer, style in plan.items():
+    for layer, style in styles.items():
         if style not in ("column", "row") or not _inside(layer, path):
             continue
         for pattern, own_style in own_plan.items():
             if fnmatch.fnmatchcase(f".{layer}", f"*.{pattern}") and own_style in _NOT_CUT.get(style, ()):
-                if not _follows_fused(layer, plan):
+                if not _follows_fused(layer, styles):
                     raise Unknown(f"{layer} is not sharded by transformers' own plan ({own_style!r})")
 
 
@@ -289,7 +290,9 @@ _NOT_CUT = {
 }
 
 
-def _follows_fused(path: str, plan: dict[str, str]) -> bool:
+def _follows_fused(path: str, styles: dict[str, str]) -> bool:
     """True if a row layer follows fused halves or thirds. These are cut so that nothing has to be joined."""
     parent = path.rpartition(".")[0]
-    return any(_inside(other, parent) and style in ("column_halves", "column_thirds") for other, style in plan.items())
+    return any(
+        _inside(other, parent) and style in ("column_halves", "column_thirds") for other, style in styles.items()
+    )

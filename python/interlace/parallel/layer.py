@@ -48,10 +48,6 @@ class ParallelLayer(nn.Module):
         """
         return self.region(key).piece(full)
 
-    def put(self, key: str, full: Tensor, piece: Tensor) -> None:
-        """Write this rank's shard into the whole; the inverse of `piece`. Other ranks' shards are unchanged."""
-        self.region(key).put(full, piece)
-
     def gather(self, key: str, piece: Tensor) -> Tensor:
         """The whole parameter from all ranks' shards; the inverse of `piece`. Collective."""
         if key not in self.cut:

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -53,14 +54,13 @@ from interlace.comm import all_gather_matmul
 from interlace.comm.process.agreement import Fingerprint
 from interlace.comm.process.groups import Group
 from interlace.parallel.adapters import APART, adapter_styles, is_adapted
-from interlace.parallel.families import ancestors, plan_for
+from interlace.parallel.families import PARTS, ancestors, plan_for
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks, SummedGradients, average_gradient, gather, split
 from interlace.parallel.products import copied_products
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
-PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 PARTS_APART = {f"{style}{APART}": parts for style, parts in PARTS.items()}
 CUT = (*PARTS, *PARTS_APART, "column_gathered", "vocabulary", "row")
 REPLICATED = ("sequence", "heads", "replicate")
@@ -68,6 +68,17 @@ CONTAINERS = ("gather", "gather_narrow", "layers")
 STYLES = (*CUT, *REPLICATED, *CONTAINERS)
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 HEAD_WIDTHS = ("embed_dim", "all_head_size")  # total width of all heads
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Options of `tensor_parallel`."""
+
+    sequence_parallel: bool
+    num_chunks: int | Literal["auto"]
+    regather: bool
+    length: Callable[[], int] | None
+    sum_gradients: bool
 
 
 def tensor_parallel(
@@ -107,7 +118,7 @@ def tensor_parallel(
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     styles, shared = _checked(module, plan, ranks)
-    row_options = {"fill": length is not None, "sum_gradients": sum_gradients}
+    options = _Options(sequence_parallel, num_chunks, regather, length, sum_gradients)
     ranks.must_agree(
         "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
         parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
@@ -115,9 +126,7 @@ def tensor_parallel(
         sum_gradients=sum_gradients,
     )  # fmt: skip
     parts = {
-        path: _part(
-            module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, row_options
-        )
+        path: _part(module.get_submodule(path), path, style, ranks, options, shared)
         for path, style in styles.items()
         if style in CUT
     }
@@ -140,8 +149,7 @@ def tensor_parallel(
     for path, columns in shared.items():
         shared_module = module.get_submodule(path)
         names = [column[len(path) + 1 if path else 0 :] for column in columns]
-        narrow = styles[path] == "gather_narrow"
-        hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, narrow, length)
+        hook = SharedInput(ranks, names, options, narrow=styles[path] == "gather_narrow")
         shared_module.register_forward_pre_hook(hook, with_kwargs=True)
         shared_module.register_forward_hook(hook.release, always_call=True)
         if hasattr(shared_module, "head_dim"):
@@ -157,13 +165,14 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
     """
     ranks = Ranks.at(0, world)
     styles, shared = _checked(module, plan, ranks)
+    options = _Options(False, "auto", False, None, True)
     seen: set[tuple[str, str]] = set()  # layers checked so far; layers of other blocks are identical
     for path, style in styles.items():
         if style in CUT:
             layer = module.get_submodule(path)
             if (style, repr(layer)) not in seen:
                 seen.add((style, repr(layer)))
-                _part(_shapes(layer), path, style, ranks, False, "auto", False, shared, {})
+                _part(_shapes(layer), path, style, ranks, options, shared)
 
 
 def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:
@@ -224,9 +233,8 @@ def _shapes(layer: nn.Module) -> nn.Module:
 
 
 def _part(
-    layer: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
-    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], row_options: Mapping[str, bool],
-) -> ParallelLayer:  # fmt: skip
+    layer: nn.Module, path: str, style: str, ranks: Ranks, options: _Options, shared: Mapping[str, list[str]]
+) -> ParallelLayer:
     try:
         if isinstance(layer, nn.Embedding):
             return VocabularyEmbedding(layer, ranks)
@@ -235,15 +243,17 @@ def _part(
             return VocabularyHead.from_linear(layer, ranks)
         if style == "row":
             return RowParallelLinear.from_linear(
-                layer, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **row_options
-            )
+                layer, ranks, sequence_parallel=options.sequence_parallel, num_chunks=options.num_chunks,
+                fill=options.length is not None, sum_gradients=options.sum_gradients,
+            )  # fmt: skip
         parts = (PARTS | PARTS_APART).get(style, 1)
         if parts > 1 and layer.out_features % (parts * ranks.world):
             raise ValueError(f"{layer.out_features} outputs in {parts} parts are not divisible by {ranks.world} ranks")
         has_full_rows = style not in PARTS or any(path in columns for columns in shared.values())
         return ColumnParallelLinear.from_linear(
-            layer, ranks, sequence_parallel=sequence_parallel and not has_full_rows, num_chunks=num_chunks,
-            gather_output=style == "column_gathered", regather=regather, parts=parts,
+            layer, ranks, sequence_parallel=options.sequence_parallel and not has_full_rows,
+            num_chunks=options.num_chunks, gather_output=style == "column_gathered", regather=options.regather,
+            parts=parts,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -302,27 +312,24 @@ class SharedInput:
     parallelism.
     """
 
-    def __init__(
-        self, ranks: Ranks, columns: list[str], sequence_parallel: bool, num_chunks: int | Literal["auto"],
-        regather: bool, narrow: bool, length: Callable[[], int] | None,
-    ) -> None:  # fmt: skip
-        self.ranks, self.columns, self.narrow, self.length = ranks, columns, narrow, length
-        self.sequence_parallel, self.num_chunks, self.regather = sequence_parallel, num_chunks, regather
+    def __init__(self, ranks: Ranks, columns: list[str], options: _Options, *, narrow: bool) -> None:
+        self.ranks, self.columns, self.options, self.narrow = ranks, columns, options, narrow
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
         columns = self._layers(module)
         weights = [column.weight for column in columns]
         deferral = next((column.deferral for column in columns if column.deferral is not None), None)
-        if self.sequence_parallel:
+        options = self.options
+        if options.sequence_parallel:
             rows, products = all_gather_matmul(
-                hidden, weights, group=self.ranks.transport(hidden), num_chunks=self.num_chunks, regather=self.regather,
-                deferral=deferral,
+                hidden, weights, group=self.ranks.transport(hidden), num_chunks=options.num_chunks,
+                regather=options.regather, deferral=deferral,
             )  # fmt: skip
-            if self.length is not None and rows.shape[-2] != (length := self.length()):
+            if options.length is not None and rows.shape[-2] != (length := options.length()):
                 rows, *products = (tensor[..., :length, :].contiguous() for tensor in (rows, *products))
         else:
-            rows, products = copied_products(hidden, weights, self.ranks, self.num_chunks, deferral)
+            rows, products = copied_products(hidden, weights, self.ranks, options.num_chunks, deferral)
         # Tensors derived from these rows reach column layers through copied_products, which sums gradients.
         shared_rows = average_gradient(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):

@@ -1,6 +1,7 @@
 """Runs steps on real ranks: `parallelize(mllm, layout)` returns this process's share of a model.
 
-- `placing`, `parallel_model`: the public interface. `graph`, `lanes`: stages of a layout, and lanes of several ranks.
+- `placing`, `parallel_model`: the public interface. `process`: the ranks of this process. `graph`, `lanes`: stages of a
+  layout, and lanes of several ranks.
 - `comparison`: fingerprints that ranks compare before a step.
 - `tables/`: step tables from lengths. `execute/`: the executor and its state.
 """

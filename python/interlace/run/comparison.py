@@ -7,8 +7,7 @@ numbers only if the numbers differ, to report the difference.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +16,7 @@ from interlace.comm.process.agreement import Arguments, Fingerprint
 from interlace.comm.transports.header import differences
 from interlace.layout import Layout
 from interlace.model import MultimodalModel
+from interlace.run.tables.table import Samples
 
 
 def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Arguments:
@@ -28,7 +28,7 @@ def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Argume
     )  # fmt: skip
 
 
-def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
+def of_samples(groups: Sequence[Samples]) -> Arguments:
     """Arguments of a step that must be equal on all ranks: the global batch in its groups, without media data."""
     samples = [sample for group in groups for sample in group]
     media = [
@@ -50,12 +50,11 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
     )  # fmt: skip
 
 
-def disagreement(texts: Mapping[int, str]) -> str:
-    """Differences between the texts of `Arguments` (by rank) and the first one; "" if there are none."""
-    (first, mine), *others = texts.items()
-    for rank, theirs in others:
-        if theirs != mine:
-            return "; ".join(differences(mine, theirs, f"on rank {first}", f"on rank {rank}"))
+def disagreement(texts: Sequence[str]) -> str:
+    """Differences between the texts of `Arguments`, by rank, and the first one; "" if there are none."""
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            return "; ".join(differences(texts[0], theirs, "on rank 0", f"on rank {rank}"))
     return ""
 
 
@@ -65,34 +64,38 @@ def number(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-def begin(channel: Channel | None, digest: int, refused: bool, model: str, given: str) -> Callable[[], None]:
-    """Start to compare the inputs of a step between ranks; the returned call finishes the comparison.
+class Comparison:
+    """Comparison of the inputs of a step between ranks; in flight from construction to `finish`.
 
-    channel: None if one process runs all ranks (no comparison needed). digest: `number` of all inputs. refused:
-    this rank cannot run its batch. model, given: the texts behind the digest, sent only if digests differ.
-    The call raises ValueError, on all ranks, if a rank refused or has other inputs; CommError if a rank is lost.
+    channel: None if one process runs all ranks (no comparison needed). digest: `number` of all inputs; None: this rank
+    cannot run its batch. model, given: the texts behind the digest, sent only if digests differ.
     """
-    if channel is None or channel.world == 1:
-        return lambda: None
-    channel.begin(0)  # until the comparison has shown that all ranks have the same table
-    numbers = torch.tensor([float(digest), float(refused)], dtype=torch.float64)
-    pending = channel.start_all_gather(numbers, "start of the step")
 
-    def compare() -> None:
-        everyone = pending.wait()
-        if refused:
-            return  # the caller raises its own error
+    def __init__(self, channel: Channel | None, digest: int | None, model: str, given: str) -> None:
+        self._channel = None if channel is None or channel.world == 1 else channel
+        self._digest, self._texts = digest, [model, given]
+        if self._channel is not None:
+            self._channel.begin(0)  # until the comparison has shown that all ranks have the same table
+            numbers = torch.tensor([float(digest or 0), float(digest is None)], dtype=torch.float64)
+            self._pending = self._channel.start_all_gather(numbers, "start of the step")
+
+    def finish(self) -> None:
+        """Raises ValueError, on all ranks, if a rank refused or has other inputs; CommError if a rank is lost. A rank
+        that refused raises its own error afterwards."""
+        if self._channel is None:
+            return
+        everyone = self._pending.wait()
+        if self._digest is None:
+            return
         if bad := everyone[:, 1].nonzero().flatten().tolist():
             ranks = ", ".join(map(str, bad))
             raise ValueError(f"rank {ranks} rejected its batch, so no rank runs this step: see the error of that rank")
         if not bool((everyone[:, 0] == everyone[0, 0]).all()):
-            inputs = channel.exchange([model, given], "inputs of the ranks")
-            wrong = disagreement({rank: model for rank, (model, _) in enumerate(inputs)})
-            wrong = wrong or disagreement({rank: given for rank, (_, given) in enumerate(inputs)})
+            inputs = self._channel.exchange(self._texts, "inputs of the ranks")
+            models, batches = zip(*inputs, strict=True)
+            wrong = disagreement(models) or disagreement(batches)
             raise ValueError(
                 "the inputs of the ranks differ, so no rank runs this step: "
                 f"{wrong or 'their step tables or schedules differ: use the same version of Interlace on all ranks'}"
             )
-        channel.begin(digest)
-
-    return compare
+        self._channel.begin(self._digest)

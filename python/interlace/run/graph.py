@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.model.rows import PACKED, ROWS
 from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
 from interlace.schedule import Op, StageGraph, StepTable
 
 
-def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
+def stage_graph(mllm: MultimodalModel, layout: Layout) -> StageGraph:
     """The nodes and links of `layout`, with the trainable layers of `mllm`.
 
     Raises ValueError if the layout is of another model, or if it shards tied weights whose layers are together in some
@@ -35,7 +35,7 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout), repeating=_repeating(mllm))
 
 
-def _repeating(mllm: Any) -> frozenset[str]:
+def _repeating(mllm: MultimodalModel) -> frozenset[str]:
     """The modules that may run a layer several times for one chunk: they call their layers for some of the chunk's
     samples or items at a time, or have one layer at several places."""
     repeating = set()
@@ -81,7 +81,7 @@ def groups(graph: StageGraph) -> list[tuple[int, ...]]:
     return found
 
 
-def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
+def _tied(mllm: MultimodalModel, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
     """The layers of trained weights that are in several stages; one entry for all weights in the same layers.
     Raises ValueError for tied weights that the ranks cannot hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
@@ -100,10 +100,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
                 f"{names[0]} is shared by several modules, and their ranks cannot keep it equal: untie it, or freeze "
                 "it and use tp = 1 without shard = 'full' for these modules"
             )
-        homes = [
-            {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}
-            for pipeline in layout.pipelines(places[0][0])
-        ]
+        homes = [{pipeline.stage_with(layer) for _, layer in places} for pipeline in layout.pipelines(places[0][0])]
         spec = layout.spec(places[0][0])
         if trained and spec.shard != "none" and layout.uneven(places[0][0], [layer for _, layer in places]):
             raise ValueError(
@@ -129,7 +126,7 @@ def check_read(graph: StageGraph, table: StepTable) -> None:
         raise ValueError(f"no chunk reads {unread}, so it has no gradient: omit it from the step's table")
 
 
-def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
+def parameter_layers(mllm: MultimodalModel) -> dict[str, tuple[str, int]]:
     """Name of a parameter -> (module, the layer that it is placed with)."""
     layer_of = {}
     for module in mllm.modules_order():
@@ -161,7 +158,7 @@ def users_of(root: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]
 
 
 def stage_durations(
-    mllm: Any, layout: Layout, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
+    mllm: MultimodalModel, layout: Layout, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
 ) -> dict[tuple[Op, str, int], float]:
     """Seconds of FORWARD, BACKWARD and its halves of every stage, for `simulate`.
 

@@ -1,7 +1,7 @@
 """Lanes of several ranks: supported layouts, the cut of a lane's stages, and the connections of its ranks.
 
 A lane has tp * cp ranks, tensor-parallel ones innermost: place c * tp + t. The tp ranks of one c hold the same rows,
-and a piece of each weight inside the blocks that a plan cuts. The cp ranks of one t hold the same weights, and their
+and a piece of each weight inside the blocks that are cut. The cp ranks of one t hold the same weights, and their
 shares of the rows of a chunk (`interlace.parallel.context`).
 
 With sequence parallelism the rows inside each stage are also cut among the tp ranks: split before its first block and
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.nn.modules.dropout import _DropoutNd
 
 from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, ParallelSpec
+from interlace.model import MultimodalModel
 from interlace.model.language import merge_tokens
 from interlace.model.patterns import is_adapter
 from interlace.model.probe.encoder import encoder_takes_any_order
@@ -32,7 +33,7 @@ from interlace.model.rows import PACKED
 from interlace.model.stages.attention_switch import NAMES
 from interlace.model.stages.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
-from interlace.parallel.families import Unknown, ancestors, derived_plan
+from interlace.parallel.families import Unknown, ancestors, derived_styles
 from interlace.parallel.tensor import CONTAINERS
 from interlace.parallel.vocabulary import vocabulary_plan
 from interlace.schedule import StageGraph
@@ -74,13 +75,13 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     return list(unique)
 
 
-def check_stages(mllm: Any, layout: Layout) -> None:
+def check_stages(mllm: MultimodalModel, layout: Layout) -> None:
     """Raises ValueError, as the ranks would, for a layout that cuts a module where this is not possible."""
     for module, start, stop in dict.fromkeys((stage.module, stage.start, stage.stop) for stage in layout.stages()):
         mllm.check_stage(module, start, stop)
 
 
-def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
+def with_lanes(graph: StageGraph, mllm: MultimodalModel, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
     """The graph of a layout with the additional sums inside lanes, and the modules whose rows are cut.
 
     Raises ValueError for lanes that this version does not support, for a module that its tp or cp cannot cut, and for
@@ -142,7 +143,7 @@ class HowCut(NamedTuple):
     in_part: set[str]
 
 
-def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
+def how_cut(mllm: MultimodalModel, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
     """The cut of module `name` among `tp` > 1 ranks. whole: a stage with all its layers.
 
     Raises ValueError for a module that cannot be cut among this number of ranks.
@@ -150,17 +151,14 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
     try:
         if name in mllm.encoders and mllm.encoders[name].implementation not in NAMES:
             raise Unknown("its attention, which does not use HuggingFace's interface")
-        plan = plan_of(whole)
-        check_plan(whole, plan, tp)
-        rows = sequence_parallel and cuts_rows(mllm, name, plan)
-        return HowCut(rows, used_in_part(whole, plan, sequence_parallel=rows))
-    except Unknown as error:
+        styles = styles_of(whole)
+        check_plan(whole, styles, tp)
+        rows = sequence_parallel and cuts_rows(mllm, name, styles)
+        return HowCut(rows, used_in_part(whole, styles, sequence_parallel=rows))
+    except (Unknown, ValueError) as error:
+        reason = f"no rule for {error}. Use" if isinstance(error, Unknown) else f"{error}. Or use"
         raise ValueError(
-            f"{name} does not support tp = {tp}: no rule for {error}. Use tp = 1 for {name}, and pp or dp instead"
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"{name} does not support tp = {tp}: {error}. Or use tp = 1 for {name}, and pp or dp instead"
+            f"{name} does not support tp = {tp}: {reason} tp = 1 for {name}, and pp or dp instead"
         ) from error
 
 
@@ -168,7 +166,7 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
 _DRAWN = ("mask_time_prob", "mask_feature_prob", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
-def _draws(mllm: Any, name: str) -> str:
+def _draws(mllm: MultimodalModel, name: str) -> str:
     """The part of module `name` that draws random numbers in its current mode, and its rate; empty if none is found."""
     whole = f"encoders.{name}" if name in mllm.encoders else name
     for path, part in mllm.get_submodule(whole).named_modules(prefix=whole):
@@ -201,7 +199,7 @@ def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part
         )
 
 
-def _not_dealt(mllm: Any, name: str) -> str:
+def _not_dealt(mllm: MultimodalModel, name: str) -> str:
     """The reason why the rows of a module's chunks cannot be distributed among ranks; empty if they can."""
     mixes = "a probe shows that its layers mix rows, or depend on row order, other than by attention and position ids"
     if name in mllm.encoders:
@@ -215,27 +213,27 @@ def _not_dealt(mllm: Any, name: str) -> str:
     return ""
 
 
-def plan_of(stage: StageModule) -> dict[str, str]:
-    """The tensor-parallel plan of a stage. Raises Unknown if it cannot be derived from its blocks."""
-    plan = derived_plan(stage)
+def styles_of(stage: StageModule) -> dict[str, str]:
+    """Module path -> style of a stage for `tensor_parallel`. Raises Unknown if it cannot be derived from its blocks."""
+    styles = derived_styles(stage)
     for path, part in stage.named_modules():
         if any(parameter is not None for parameter in part._parameters.values()):
-            if not any(plan.get(outer, "layers") not in CONTAINERS for outer in (path, *ancestors(path))):
-                plan[path] = "replicate"
+            if not any(styles.get(outer, "layers") not in CONTAINERS for outer in (path, *ancestors(path))):
+                styles[path] = "replicate"
     if not stage.is_encoder and stage.ends_with_head:
-        plan |= vocabulary_plan(stage.language_model, "language_model")
-    return plan
+        styles |= vocabulary_plan(stage.language_model, "language_model")
+    return styles
 
 
-def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
-    """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
+def cuts_rows(mllm: MultimodalModel, name: str, styles: Mapping[str, str]) -> bool:
+    """Whether the rows of module `name`, cut by these `styles`, can be cut too between the products of its blocks.
 
     They cannot if rows interact outside attention. This concerns modules that process samples separately for this
     reason (`mllm.packing`), modules with a second list of blocks, whose rows may differ, and encoders that pass the
     positions of all rows to their layers.
     """
     takes_item_data = name in mllm.encoders and mllm.encoders[name].takes_item_data
-    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not takes_item_data
+    return mllm.packing[name] == PACKED and list(styles.values()).count("layers") == 1 and not takes_item_data
 
 
 def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
@@ -243,10 +241,10 @@ def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
 
     Returns the names of the weights that a rank uses in part; the lane sums their gradients once per step.
     """
-    plan = plan_of(stage)
-    in_part = used_in_part(stage, plan, sequence_parallel=rows)
+    styles = styles_of(stage)
+    in_part = used_in_part(stage, styles, sequence_parallel=rows)
     length = rows_of_plan if rows else None
-    tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
+    tensor_parallel(stage, styles, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
     return in_part
 
 

@@ -11,45 +11,44 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from interlace.comm.channels.base import Channel
-from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.comm.transports import Transport
-from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.region import Region
 from interlace.parallel.route import Routes
 from interlace.run import comparison
+from interlace.run.comparison import Comparison
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.execute.device import autocast as autocast_to
-from interlace.run.execute.device import clock, current, device_of, drawing, seconds
-from interlace.run.execute.gradients import squares, totals, whole_gradients
-from interlace.run.execute.ranks import make_ranks
-from interlace.run.execute.result import StepResult, as_text, measured, times_of
+from interlace.run.execute.device import Mark, device_of, seconds
+from interlace.run.execute.gradients import GradientNorm, totals, whole_gradients
+from interlace.run.execute.result import Spans, StepResult, gathered, measured
 from interlace.run.execute.step import Step
-from interlace.run.execute.threads import run_threads
-from interlace.run.execute.weights import Pieces, Trained, Views
-from interlace.run.graph import edges, groups, stage_graph
-from interlace.run.lanes import groups_of, with_lanes
+from interlace.run.execute.weights import Trained
+from interlace.run.graph import stage_graph
+from interlace.run.lanes import with_lanes
 from interlace.run.options import StepOptions
+from interlace.run.process import Process
 from interlace.run.tables.ahead import TablesAhead
 from interlace.run.tables.assign import assigner_of
-from interlace.run.tables.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
-from interlace.run.tables.deals import Deals, deals_of
+from interlace.run.tables.batch import Batch, ChunkInputs, Dispatched, GlobalBatch, Microbatches, read_media
+from interlace.run.tables.deals import Deals
 from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.lists import Lists
 from interlace.run.tables.needs import Needs, needs_of
+from interlace.run.tables.table import Samples
 from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
 
 
 class Prepared(NamedTuple):
-    """A batch ready to run. deals, routes: of each rank of this process."""
+    """A batch ready to run. deals, routes: of each rank of this process. tokens: its valid targets. text, digest: of
+    the batch, and of all inputs, for `Comparison`."""
 
     batch: GlobalBatch
     table: StepTable
@@ -57,6 +56,9 @@ class Prepared(NamedTuple):
     deals: Mapping[int, Deals]
     routes: Mapping[int, Routes]
     device: torch.device
+    tokens: int
+    text: str
+    digest: int
 
 
 class ParallelModel:
@@ -75,32 +77,21 @@ class ParallelModel:
         device: torch.device,
     ):
         self.layout, self.mllm, self.options, self.ranks = layout, mllm, options, list(ranks)
-        self.graph = stage_graph(mllm, layout)
-        self._agreed = comparison.of_model(mllm, layout, **options.compared())
-        self._last: tuple[Schedule, StepTable] | None = None
-        self._times: dict[int, list[tuple[Any, Any]]] = {}
         self.channel, self._failed = channel, ""
-        self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=options.sequence_parallel)
-        self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(
-            mllm, self.graph, ranks, options.checkpointing, rows, self._views, self._pieces, device
-        )
+        self._last: tuple[Schedule, StepTable, Mapping[int, Sequence[tuple[Mark, Mark]]]] | None = None
+        self._agreed = comparison.of_model(mllm, layout, **options.compared()).text
+        self.graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=options.sequence_parallel)
+        self._process = Process(mllm, self.graph, self.ranks, options, rows, channel, device)
+        self._ranks, self._own = self._process.ranks, self._process.own
         self._trained = Trained(mllm)
-        self._lanes = groups_of(layout)
+        parameters = dict(self.named_parameters())
+        self._norm = GradientNorm(parameters, parameters.keys() if self._own is None else self._own.counts, channel)
         self._assigner = assigner_of(options.assign, layout, mllm, recompute=options.recompute)
         self._lists = Lists(self.graph, options.schedule, options.schedule_options or {}, self._assigner)
         self.dispatcher = dispatcher_of(
             options.balance, layout, mllm, recompute=options.recompute, ranks_per_node=options.ranks_per_node
         )
         self._ahead = TablesAhead()
-        self._through: Callable[[Transport], Transport] = lambda transport: transport
-        if channel is not None:
-            (number,) = self.ranks
-            with as_pipeline_errors():
-                channel.add_groups(groups(self.graph))
-                channel.add_edges(edges(self.graph))
-                self._connect(number, channel)
 
     # -- weights and stages ----------------------------------------------------------------------------------
 
@@ -115,14 +106,11 @@ class ParallelModel:
         With transport "local" these are the model's own. Otherwise they are this rank's: its piece of a weight that its
         lane has cut, and its rows, if any, of a sharded weight.
         """
-        if self.channel is None:
-            yield from self.mllm.named_parameters()
-        else:
-            yield from self._ranks[self.ranks[0]].own.items()
+        yield from self.mllm.named_parameters() if self._own is None else self._own.own.items()
 
     def regions(self) -> dict[str, Region]:
         """Name -> region in the whole weight, for those of `named_parameters` that are pieces."""
-        return {} if self.channel is None else dict(self._ranks[self.ranks[0]].cut)
+        return {} if self._own is None else dict(self._own.cut)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -146,14 +134,7 @@ class ParallelModel:
         For measurements: a `Forwarding` that counts messages, or an `EmulatedTransport` of another speed. May be called
         again to replace the wrapper; on all ranks, between steps.
         """
-        self._through = through
-        if self.channel is not None:
-            (number,) = self.ranks
-            self._connect(number, self.channel)
-
-    def _connect(self, number: int, channel: Channel) -> None:
-        """Connect a rank with those of its lanes."""
-        self._ranks[number].connect({ranks: self._through(t) for ranks, t in channel.connect(self._lanes).items()})
+        self._process.connect_lanes(through)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -164,7 +145,7 @@ class ParallelModel:
 
     def table(
         self,
-        samples: Sequence[Any],
+        samples: Batch,
         microbatches: Microbatches = None,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
@@ -187,34 +168,30 @@ class ParallelModel:
     def item_transports(self) -> dict[int, Transport]:
         """Rank of this process -> a transport between all ranks, on the host, for the items of streams. Collective;
         the caller closes them."""
-        if self.channel is None:
-            hub = LocalHub(self.layout.world)
-            return {rank: LocalTransport(rank, hub, timeout=self.options.timeout) for rank in self.ranks}
-        with as_pipeline_errors():
-            return {self.ranks[0]: self.channel.connect_all()}
+        return self._process.item_transports()
 
     def needs(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
+        self, samples: Samples, microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> Needs:
         """The parts of `samples` that each rank needs in a step with these arguments. samples: may be outlines."""
         return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
 
     def wanted(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
+        self, samples: Batch, microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments.
 
         For the thread that reads ahead: the table is cached for the step over the same sample objects.
         """
         batch = GlobalBatch.of(samples, microbatches, chunks)
-        table = self._ahead.plan(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
+        table = self._ahead.prepare(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
         return read_media(self.layout, self.ranks, table, batch.samples)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(
         self,
-        samples: Sequence[Any] | Dispatched,
+        samples: Batch | Dispatched,
         microbatches: Microbatches = None,
         *,
         chunks: Mapping[str, int] | None = None,
@@ -239,15 +216,17 @@ class ParallelModel:
         gradients are undefined.
         """
         with self._leaving_on_error():
-            return self._run_step(samples, microbatches, chunks, place, note, loss_scale)
+            prepared = self._prepare(samples, microbatches, chunks, place, loss_scale)
+            return self._run_step(prepared, note, loss_scale)
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
+        self, samples: Batch, microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch on the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         with self._leaving_on_error():
-            return self._run_step(samples, microbatches, chunks, (0, 0, 0), lambda: 0.0, None)
+            prepared = self._prepare(samples, microbatches, chunks, (0, 0, 0), None)
+            return self._run_step(prepared, None, None)
 
     @contextlib.contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -260,8 +239,7 @@ class ParallelModel:
             with as_pipeline_errors():
                 yield
         except Exception as error:
-            for rank in self._ranks.values():
-                rank.recover()
+            self._process.recover()
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
@@ -273,162 +251,97 @@ class ParallelModel:
                     raise PipelineError(self._failed) from error
             raise
 
-    def _run_step(
+    def _prepare(
         self,
-        samples: Sequence[Any] | Dispatched,
+        samples: Batch | Dispatched,
         microbatches: Microbatches,
         chunks: Mapping[str, int] | None,
         place: tuple[int, int, int],
-        note: Callable[[], float],
         loss_scale: float | None,
+    ) -> Prepared | ValueError:
+        """The tables of a batch; the error of a batch that cannot run, which the other ranks must learn of first.
+
+        Arguments as in `step`. loss_scale: None for evaluation.
+        """
+        train, order = loss_scale is not None, self.options.context_order
+        try:
+            if train:
+                self._trained.check(self.mllm)
+            batch, device = GlobalBatch.of(samples, microbatches, chunks, place), device_of(self.mllm)
+            table = self._table(batch)
+            if batch.dispatched is None:
+                deals = dict.fromkeys(self.ranks, Deals(self.mllm, self.layout, table, batch.samples, order))
+            else:
+                given = batch.dispatched.of_rank
+                deals = {rank: Deals(self.mllm, self.layout, table, given[rank], order) for rank in self.ranks}
+            schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
+            routes = {number: each.routes(device) for number, each in deals.items()}
+            text = comparison.of_samples(batch.lists()).text
+        except ValueError as error:
+            return error
+        tokens = int(table.targets.sum()) if table.targets is not None else 0
+        digest = comparison.number(table.digest, schedule.digest, self._agreed, loss_scale, text)
+        return Prepared(batch, table, schedule, deals, routes, device, tokens, text, digest)
+
+    def _run_step(
+        self, prepared: Prepared | ValueError, note: Callable[[], float] | None, loss_scale: float | None
     ) -> StepResult:
         """Arguments as in `step`. loss_scale: None for evaluation."""
-        train, prepared, refused = loss_scale is not None, None, None
-        text, digest = "", 0
-        try:
-            prepared = self._prepare(samples, microbatches, chunks, place, train)
-            text = comparison.of_samples(prepared.batch.lists()).text
-            digest = comparison.number(
-                prepared.table.digest, prepared.schedule.digest, self._agreed.text, loss_scale, text
-            )
-        except ValueError as error:
-            refused = error
-        compare = comparison.begin(
-            self.channel, digest, prepared is None, f"{self._agreed.text}; {train=}; {loss_scale=}", text
-        )
-        if prepared is None:
-            compare()
-            assert refused is not None
-            raise refused
-        table = prepared.table
-        tokens = int(table.targets.sum()) if table.targets is not None else 0
-        if tokens == 0:
-            compare()
+        train = loss_scale is not None
+        model = f"{self._agreed}; {train=}; {loss_scale=}"
+        if isinstance(prepared, ValueError):
+            Comparison(self.channel, None, model, "").finish()
+            raise prepared
+        compared = Comparison(self.channel, prepared.digest, model, prepared.text)
+        if prepared.tokens == 0:
+            compared.finish()
             if train:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        self._refresh()
-        earlier_gradients = self._set_shared_gradients_aside() if train else []
-        steps = self._steps(prepared, compare, (loss_scale or 1.0) / tokens)
+        self._process.refresh()
+        earlier_gradients = self._process.set_shared_gradients_aside() if train else []
+        scale = (loss_scale or 1.0) / prepared.tokens
+        steps = {number: self._step(number, prepared, compared, scale) for number in self.ranks}
         if train:
-            self._norm = None
+            self._norm.set(None)
         try:
-            self._execute(prepared.schedule, steps, digest, prepared.device)
+            self._process.execute(prepared.schedule, steps, prepared.digest, prepared.device)
         except ValueError:  # the ranks' inputs differ, and no backward has run: restore the gradients of earlier steps
             for parameter, gradient in earlier_gradients:
                 parameter.grad = gradient
             raise
-        self._collect_gradients()
+        self._process.pieces.collect()
         for parameter, gradient in earlier_gradients:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._last = prepared.schedule, table
-        self._times = {number: step.times for number, step in steps.items()}
-        loss, norm, notes = self._results(steps, note, train)
+        table = prepared.table
+        self._last = prepared.schedule, table, {number: step.times for number, step in steps.items()}
+        loss, norm, notes = self._results(steps, 0.0 if note is None else float(note()), train)
         if train:
-            self._norm = norm, self._signature()
+            self._norm.set(norm)
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
-        return StepResult(loss / tokens, tokens, most, notes, table)
+        return StepResult(loss / prepared.tokens, prepared.tokens, most, notes, table)
 
-    def _prepare(
-        self,
-        samples: Sequence[Any] | Dispatched,
-        microbatches: Microbatches,
-        chunks: Mapping[str, int] | None,
-        place: tuple[int, int, int],
-        train: bool,
-    ) -> Prepared:
-        """Table and schedule of a batch. Raises ValueError for a batch that cannot run."""
-        if train:
-            self._trained.check(self.mllm)
-        batch, device = GlobalBatch.of(samples, microbatches, chunks, place), device_of(self.mllm)
-        table = self._table(batch)
-        deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self.options.context_order)
-        schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
-        routes = {number: each.routes(device) for number, each in deals.items()}
-        return Prepared(batch, table, schedule, deals, routes, device)
-
-    def _steps(self, prepared: Prepared, compare: Callable[[], None], scale: float) -> dict[int, Step]:
-        """Inputs of the step for each rank of this process. compare: see `Step.start`; scale: of the summed loss."""
-        table, device = prepared.table, prepared.device
+    def _step(self, number: int, prepared: Prepared, compared: Comparison, scale: float) -> Step:
+        """The inputs of a step for one rank of this process. scale: of the summed loss."""
+        table, device, dispatched = prepared.table, prepared.device, prepared.batch.dispatched
+        samples = prepared.batch.samples if dispatched is None else dispatched.of_rank[number]
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
         }
-        return {
-            number: Step(
-                routes=prepared.routes[number],
-                ends=ends,
-                inputs=collator(self.mllm, table, prepared.batch.of_rank(number), self._ranks[number].stages, device),
-                dealt=prepared.deals[number].inputs,
-                scale=scale,
-                start=compare,
-                autocast=lambda: autocast_to(device, self.options.autocast),
-                mark=clock(device),
-                drawing=partial(drawing, device),
-                dispatch=prepared.batch.starter(number),
-            )
-            for number in self.ranks
-        }
+        inputs = ChunkInputs(self.mllm, table, samples, self._ranks[number].stages, device)
+        dispatch = None if dispatched is None else partial(dispatched.start, number)
+        routes, deals, autocast = prepared.routes[number], prepared.deals[number], self.options.autocast
+        return Step(routes, ends, inputs, deals, scale, compared, device, autocast, dispatch)
 
-    def _refresh(self) -> None:
-        """Update views, pieces and shards from the model's own parameters, and drop their gradients."""
-        self._views.refresh()
-        self._views.drop_gradients()  # of a failed step
-        self._pieces.refresh()
-        self._pieces.drop_gradients()
-        for rank in self._ranks.values():
-            rank.follow()
-
-    def _collect_gradients(self) -> None:
-        """Collect all gradients of the step in this process's parameters."""
-        self._views.drop_gradients()
-        self._pieces.collect()
-        self._pieces.drop_gradients()
-
-    def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
-        if self.channel is not None:
-            (number,) = self.ranks
-            with current(device):
-                self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
-            return
-        drawn = drawing(device)
-        network = LocalNetwork(self.layout.world, self.options.timeout)
-        channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
-
-        def play(number: int) -> None:
-            channels[number].begin(digest)
-            self._connect(number, channels[number])
-            executor = self._ranks[number].executor(channels[number])
-            with current(device), contextlib.ExitStack() as stack:
-                if self._lanes or self.graph.shards:
-                    # Backward in this thread: autograd's own thread, one per GPU, cannot wait for several ranks.
-                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                executor.run(schedule.of_rank(number), steps[number])
-
-        if len(self.ranks) == 1:
-            play(self.ranks[0])
-            return
-        try:
-            run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
-        finally:
-            for channel in channels.values():
-                channel.close()
-        if drawn():
-            raise PipelineError(
-                "the model draws random numbers (dropout?), and ranks that are threads of one process share one "
-                "generator: set its dropout to 0, use a layout of world 1, or start a process per rank"
-            )
-
-    def _results(
-        self, steps: Mapping[int, Step], note: Callable[[], float], train: bool
-    ) -> tuple[float, float, tuple[float, ...]]:
+    def _results(self, steps: Mapping[int, Step], note: float, train: bool) -> tuple[float, float, tuple[float, ...]]:
         """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""
         losses = [step.loss for step in steps.values() if step.loss is not None]
-        loss, square = totals(losses, squares(list(self._counted())) if train else [])
-        mine = [loss, square, float(note()), float(any(step.drew for step in steps.values()))]
+        loss, square = totals(losses, self._norm.squares() if train else [])
         if self.channel is None:
-            return loss, square**0.5, (mine[2],) * len(self.ranks)
+            return loss, square**0.5, (note,) * len(self.ranks)
+        mine = [loss, square, note, float(any(step.drew for step in steps.values()))]
         with as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
@@ -440,30 +353,7 @@ class ParallelModel:
         total, square, *_ = everyone.sum(0).tolist()
         return total, square**0.5, tuple(everyone[:, 2].tolist())
 
-    def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Remove gradients of earlier steps from shared parameters: they are sums over ranks already."""
-        kept = []
-        shared = {rank for reduction in self.graph.reductions for rank in reduction.ranks}
-        for number in self.ranks:
-            if number in shared:
-                for parameter in self._ranks[number].own.values():
-                    if parameter.grad is not None:
-                        kept.append((parameter, parameter.grad))
-                        parameter.grad = None
-        return kept
-
     # -- gradients -------------------------------------------------------------------------------------------
-
-    def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this process counts in norms: each gradient of the model counts on one rank only."""
-        counts = None if self.channel is None else self._ranks[self.ranks[0]].counts
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None and (counts is None or name in counts):
-                yield parameter.grad
-
-    def _signature(self) -> list[tuple[int, int]]:
-        """Identity and version of all gradients, to detect changes."""
-        return [(id(p.grad), p.grad._version) for _, p in self.named_parameters() if p.grad is not None]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, recompute: bool = False) -> float:
@@ -472,33 +362,15 @@ class ParallelModel:
         Each parameter counts once, even if several ranks hold it. The norm is known since the end of the step. If
         gradients were changed since then, pass `recompute` on every rank to compute it again.
         """
-        if recompute:
-            [square] = totals(squares(list(self._counted())))
-            if self.channel is not None:
-                with as_pipeline_errors():
-                    numbers = torch.tensor([square], dtype=torch.float64)
-                    square = float(self.channel.start_all_gather(numbers, "gradient norm").wait().sum())
-            norm = square**0.5
-        elif self._norm is None:
-            raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
-        elif self._norm[1] != self._signature():
-            raise ValueError("gradients were changed since step(): pass recompute=True on every rank")
-        else:
-            norm = self._norm[0]
-        if norm > max_norm:
-            gradients = [p.grad for _, p in self.named_parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
-        self._norm = min(norm, max_norm), self._signature()
-        return norm
+        with as_pipeline_errors():
+            return self._norm.clip(max_norm, recompute)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Name -> the whole gradient, of every parameter of the model, on every rank (for tests and debugging)."""
-        here = self._ranks[self.ranks[0]]
-        if self.channel is None:
+        if self.channel is None or self._own is None:
             return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
-        model = dict(self.mllm.named_parameters(remove_duplicate=False))
+        model, here = dict(self.mllm.named_parameters(remove_duplicate=False)), self._own
         counted = {id(model[name]): (p, here.cut.get(name)) for name, p in here.own.items() if name in here.counts}
         with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
@@ -509,14 +381,15 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        schedule, table = self._last
-        times = [seconds(self._times.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
-        spans = [self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)]
+        schedule, table, marks = self._last
+        times: Sequence[Spans] = [
+            seconds(marks.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)
+        ]
+        planning: Sequence[Spans] = [
+            self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)
+        ]
         if self.channel is not None:
             (number,) = self.ranks
-            text = f"{as_text(times[number])};{as_text(spans[number])}"
             with as_pipeline_errors():
-                said = [text.partition(";") for text in self.channel.exchange(text, "timeline")]
-            times = [times_of(own, rank, len(schedule.of_rank(rank))) for rank, (own, _, _) in enumerate(said)]
-            spans = [times_of(own, rank, len(own.split()) // 2) for rank, (_, _, own) in enumerate(said)]
-        return measured(schedule, table, times, spans)
+                times, planning = gathered(self.channel, schedule, times[number], planning[number])
+        return measured(schedule, table, times, planning)

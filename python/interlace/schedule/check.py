@@ -16,7 +16,7 @@ from interlace import _core
 from interlace.schedule.actions import COMPUTE, Action, Op, action_of
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import check_names, job_bytes, jobs_of, rank_limits, step_arrays
+from interlace.schedule.step import job_bytes, jobs_of, rank_limits, step_arrays
 
 
 class ScheduleError(ValueError):
@@ -65,9 +65,8 @@ def check(
     step = step_arrays(graph, schedule.table)
     sizes = np.zeros(0)
     if activation_bytes is not None:
-        check_names(graph, schedule.table, activation_bytes)
-        sizes = job_bytes(jobs_of(step, schedule.backward), graph.modules, activation_bytes)
-    limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, ranks)
+        sizes = job_bytes(graph, schedule.table, jobs_of(step, schedule.backward), activation_bytes)
+    limits = rank_limits(memory_limit, ranks)
     result = _core.schedule_check(
         *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits, schedule.dispatch
     )
@@ -83,73 +82,52 @@ _SEND = list(Op).index(Op.SEND)
 def _error(
     schedule: Schedule, fault: dict[str, Any], limits: NDArray[np.float64], peaks: Sequence[float]
 ) -> ScheduleError:
-    modules, rank = schedule.graph.modules, fault["rank"]
+    modules, rank, kind = schedule.graph.modules, fault["rank"], fault["kind"]
     action, other = action_of(fault["row"], modules), action_of(fault["other"], modules)
-    source = f"{other.module}/{other.stage}, chunk {other.chunk}"
-    runs = f"rank {rank} runs {action}"
-    match fault["kind"]:
-        case "times":
-            text = f"rank {rank} has {action} {fault['count']} times"
-        case "besides":
-            text = f"rank {rank} has both {action} and {other}, which contains it"
-        case "lacks":
-            text = f"rank {rank} lacks {action}"
-        case "half":
-            text = f"rank {rank} lacks {action}, the other half of {other}"
-        case "extra":
-            text = f"rank {rank} must not have {action}: {_reason_against(schedule, rank, action)}"
-        case "lane_order":
-            text = (
-                f"{runs}, but rank {fault['other_rank']} of its lane runs {other}: the ranks of a lane must run its "
-                "forwards and backwards in one order"
-            )
-        case "after_reduction":
-            text = f"{runs} after the REDUCE_GRAD of its stage, {other}"
-        case "after_tied":
-            text = f"{runs} after {other}: tied weights must be summed after all others"
-        case "reduction_order":
-            text = f"{runs} before {other}, but other ranks after it: all ranks must sum and gather in one common order"
-        case "two_ways":
-            text = (
-                f"{runs}, but rank {fault['other_rank']} runs {other}: either all ranks gather weights once, or all of "
-                "them layer by layer"
-            )
-        case "meeting_order":
-            text = (
-                f"{runs}, but rank {fault['other_rank']} does not: ranks that gather weights layer by layer must run "
-                "equally many forwards and backwards with them in one order"
-            )
-        case "message_order":
-            text = (
-                f"rank {rank} expects {action}, but the next message from lane {action.peer} is {other}: receives must "
-                "be in the order of the sends between two lanes"
-            )
-        case "send_forward":
-            text = f"{runs} before the forward that produces it"
-        case "send_backward":
-            text = f"{runs} before the backward of {source}"
-        case "no_forward":
-            text = f"{runs} before its forward"
-        case "no_input_half":
-            text = f"{runs} before its BACKWARD_INPUT"
-        case "no_output":
-            text = f"{runs} before it has the output of {source}"
-        case "no_gradient":
-            text = f"{runs} before it has the gradient from {source}"
-        case "no_unshard":
-            text = f"{runs} before {other}, which gathers weights that it needs"
-        case "after_reshard":
-            text = f"{runs} after {other}, which releases weights that it needs"
-        case "deadlock":
-            lines = "\n".join(f"  {_explain(schedule, fault['at'], *stuck)}" for stuck in fault["stuck"])
-            text = f"deadlock: these ranks wait forever\n{lines}"
-        case _:
-            text = (
-                f"rank {rank} holds {fault['bytes']:.0f} bytes ({fault['count']} forwards in flight) at {action}, over "
-                f"its limit of {limits[rank]:.0f}; it would need {peaks[rank]:.0f}: use more stages, smaller "
-                "microbatches or activation checkpointing"
-            )
+    if kind == "extra":
+        text = f"rank {rank} must not have {action}: {_reason_against(schedule, rank, action)}"
+    elif kind == "deadlock":
+        lines = "\n".join(f"  {_explain(schedule, fault['at'], *stuck)}" for stuck in fault["stuck"])
+        text = f"deadlock: these ranks wait forever\n{lines}"
+    elif kind == "memory":
+        text = (
+            f"rank {rank} holds {fault['bytes']:.0f} bytes ({fault['count']} forwards in flight) at {action}, over "
+            f"its limit of {limits[rank]:.0f}; it would need {peaks[rank]:.0f}: use more stages, smaller "
+            "microbatches or activation checkpointing"
+        )
+    else:
+        source = f"{other.module}/{other.stage}, chunk {other.chunk}"
+        words = {**fault, "action": action, "other": other, "lane": action.peer, "source": source}
+        text = f"rank {rank} {_TEXTS[kind].format(**words)}"
     return ScheduleError(text, rank, action)
+
+
+_TEXTS = {  # by kind of fault, after "rank ..."
+    "times": "has {action} {count} times",
+    "besides": "has both {action} and {other}, which contains it",
+    "lacks": "lacks {action}",
+    "half": "lacks {action}, the other half of {other}",
+    "lane_order": "runs {action}, but rank {other_rank} of its lane runs {other}: the ranks of a lane must run its "
+    "forwards and backwards in one order",
+    "after_reduction": "runs {action} after the REDUCE_GRAD of its stage, {other}",
+    "after_tied": "runs {action} after {other}: tied weights must be summed after all others",
+    "reduction_order": "runs {action} before {other}, but other ranks after it: all ranks must sum and gather in one "
+    "common order",
+    "two_ways": "runs {action}, but rank {other_rank} runs {other}: either all ranks gather weights once, or all of "
+    "them layer by layer",
+    "meeting_order": "runs {action}, but rank {other_rank} does not: ranks that gather weights layer by layer must run "
+    "equally many forwards and backwards with them in one order",
+    "message_order": "expects {action}, but the next message from lane {lane} is {other}: receives must be in the "
+    "order of the sends between two lanes",
+    "send_forward": "runs {action} before the forward that produces it",
+    "send_backward": "runs {action} before the backward of {source}",
+    "no_forward": "runs {action} before its forward",
+    "no_input_half": "runs {action} before its BACKWARD_INPUT",
+    "no_output": "runs {action} before it has the output of {source}",
+    "no_gradient": "runs {action} before it has the gradient from {source}",
+    "no_unshard": "runs {action} before {other}, which gathers weights that it needs",
+    "after_reshard": "runs {action} after {other}, which releases weights that it needs",
+}
 
 
 def _reason_against(schedule: Schedule, rank: int, action: Action) -> str:

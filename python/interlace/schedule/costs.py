@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,32 +28,27 @@ ActivationBytes = Mapping[Any, float]
 
 def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
     """Cached lookup of seconds. It raises ValueError for an action without a cost or with a negative one."""
-    cache: dict[tuple[Op, str, int, int], float] = {}
 
-    def look_up(op: Op, module: str, stage: int, chunk: int) -> float:
-        if callable(durations):
-            return durations(op, module, stage, chunk)
-        if isinstance(durations, np.ndarray):
-            return float(durations[CODES[op], stage, chunk])
-        for key in ((op, module, stage, chunk), (op, module, stage), (op, module), op):
-            if key in durations:
-                return durations[key]
-        raise ValueError(
-            f"durations has no entry for {op.name} of {module}/{stage}, chunk {chunk}: give one under "
-            f"(Op.{op.name}, {module!r}, {stage}), (Op.{op.name}, {module!r}) or Op.{op.name}"
-        )
-
+    @cache
     def duration(op: Op, module: str, stage: int, chunk: int) -> float:
-        key = (op, module, stage, chunk)
-        seconds = cache.get(key)
-        if seconds is None:
-            seconds = float(look_up(op, module, stage, chunk))
-            if not (seconds >= 0.0 and math.isfinite(seconds)):
+        if callable(durations):
+            seconds = durations(op, module, stage, chunk)
+        elif isinstance(durations, np.ndarray):
+            seconds = durations[CODES[op], stage, chunk]
+        else:
+            keys = ((op, module, stage, chunk), (op, module, stage), (op, module), op)
+            key = next((key for key in keys if key in durations), None)
+            if key is None:
                 raise ValueError(
-                    f"{op.name} of {module}/{stage}, chunk {chunk} costs {seconds} seconds: it must be finite and >= 0"
+                    f"durations has no entry for {op.name} of {module}/{stage}, chunk {chunk}: give one under "
+                    f"(Op.{op.name}, {module!r}, {stage}), (Op.{op.name}, {module!r}) or Op.{op.name}"
                 )
-            cache[key] = seconds
-        return seconds
+            seconds = durations[key]
+        if not (seconds >= 0.0 and math.isfinite(seconds)):
+            raise ValueError(
+                f"{op.name} of {module}/{stage}, chunk {chunk} costs {seconds} seconds: it must be finite and >= 0"
+            )
+        return float(seconds)
 
     return duration
 

@@ -11,7 +11,7 @@ from interlace import _core
 from interlace.schedule.costs import ActivationBytes, Durations
 from interlace.schedule.graph import StageGraph
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import check_names, job_bytes, jobs_of, rank_limits, step_arrays, step_seconds
+from interlace.schedule.step import job_bytes, jobs_of, rank_limits, step_arrays, step_seconds
 from interlace.schedule.table import StepTable
 
 
@@ -85,15 +85,14 @@ def make(
     if in_flight is not None and in_flight < 1:
         raise ValueError(f"in_flight is {in_flight}: it must be at least 1")
     kind, step = KINDS[name], step_arrays(graph, table)
-    limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, graph.layout.world)
+    limits = rank_limits(memory_limit, graph.layout.world)
     seconds = sizes = np.zeros(0)
     if durations is not None or activation_bytes is not None:
         jobs = jobs_of(step, backward)
         if durations is not None:
             seconds = step_seconds(jobs, graph.modules, durations, whole=kind.whole, halves=kind.halves)
         if activation_bytes is not None:
-            check_names(graph, table, activation_bytes)
-            sizes = job_bytes(jobs, graph.modules, activation_bytes)
+            sizes = job_bytes(graph, table, jobs, activation_bytes)
     rows, first = _core.schedule_lists(
         *step, kind.number, backward, backward and reduce_grad, seconds, sizes, limits, in_flight or 0, dispatch
     )

@@ -12,7 +12,7 @@ the previous stage, or the last stage of a module from which the chunk reads row
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -92,10 +92,8 @@ class StageGraph:
     tied: tuple[tuple[tuple[str, int], ...], ...] = ()
     in_part: frozenset[str] = frozenset()
     repeating: frozenset[str] = frozenset()
-    _number: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._number.update({name: i for i, name in enumerate(self.modules)})
         for name in self.modules:
             if not valid_module_name(name):
                 raise ValueError(f'module name {name!r} must not contain white space or any of , ; / @ + < > = "')
@@ -104,7 +102,7 @@ class StageGraph:
                 raise ValueError(f"trainable[{name!r}] needs one flag for each of its {layers} layers")
         for link in self.links:
             for name in link:
-                if name not in self._number:
+                if name not in self.modules:
                     raise ValueError(
                         f"link {link} has the unknown module {name!r}: use one of {', '.join(self.modules)}"
                     )
@@ -179,7 +177,7 @@ class StageGraph:
                 for same_weights in zip(*(layout.same_weights(module, layer) for layer in layers), strict=True):
                     sets.append(tuple(sorted({rank for ranks in same_weights for rank in ranks})))
             for pipeline in layout.pipelines(module) if number not in self.uneven else ():
-                lanes = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for layer in layers]
+                lanes = [pipeline.stage_with(layer).lane for layer in layers]
                 for same_weights in zip(*(lane.cp_groups(tp) for lane in lanes), strict=True):
                     # Context-parallel ranks have the same sum by now, so each reduces with ranks of its own place.
                     sets += [tuple(sorted(set(same_place))) for same_place in zip(*same_weights, strict=True)]
@@ -265,61 +263,48 @@ class StageGraph:
                 layers.update(layer for _, layer in group)
         return self._holding(shard.module, layers, shard.owners)
 
-    def by_layer(self, shard: Shard) -> bool:
-        """True if `shard` may be gathered layer by layer.
+    def by_layer(self, shard: Shard, members: Sequence[int] | None = None) -> bool:
+        """True if `shard` may be gathered layer by layer. members: of it, if they are known.
 
         Two conditions make all of its ranks join the same gathers. Each rank has exactly the shard's layers in one
         stage. Each layer runs once per chunk.
         """
-        return self._by_layer(shard, self.shard_members(shard))
-
-    def _by_layer(self, shard: Shard, members: Sequence[int]) -> bool:
-        stages = [self.stage_of(node) for node in members]
+        stages = [self.stage_of(node) for node in (self.shard_members(shard) if members is None else members)]
         same_layers = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
         return shard.full and shard.module not in self.repeating and same_layers
-
-    def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
-        """For each rank of each group in order, its first node among the group's members."""
-        first_nodes = []
-        for group, group_members in zip(groups, members, strict=True):
-            candidates = set(group_members)
-            first_nodes += [
-                next(n for n in self._nodes_on[group.module, rank] if n in candidates) for rank in group.ranks
-            ]
-        return first_nodes
 
     @cached_property
     def arrays(self) -> GraphArrays:
         """The graph for compiled code."""
-        nodes, lanes = self.nodes, self.layout.lanes()
-        members = [self.members(reduction) for reduction in self.reductions]
-        users = [self.shard_members(shard) for shard in self.shards]
-        counts = [sum(len(stage.lanes) for stage in p.stages) for p in self.pipelines]
+        nodes, lanes, reductions, shards = self.nodes, self.layout.lanes(), self.reductions, self.shards
+        number = {name: i for i, name in enumerate(self.modules)}
+        adding = [self.members(reduction) for reduction in reductions]
+        users = [self.shard_members(shard) for shard in shards]
+        by_layer = [self.by_layer(shard, members) for shard, members in zip(shards, users, strict=True)]
         return GraphArrays(
             _ints([n.pipeline for n in nodes]),
             _ints([n.stage for n in nodes]),
             _ints([n.lane for n in nodes]),
             _ints([n.copy for n in nodes]),
-            _ints([self.trains(self.pipelines[n.pipeline].stages[n.stage]) for n in nodes]),
-            _ints([self._number[p.module] for p in self.pipelines]),
-            _starts(counts),
-            _starts([len(lane.ranks) for lane in lanes]),
-            _ints([rank for lane in lanes for rank in lane.ranks]),
-            _ints([[self._number[a], self._number[b]] for a, b in self.links]).reshape(-1, 2),
-            _starts([len(reduction.ranks) for reduction in self.reductions]),
-            _ints([rank for reduction in self.reductions for rank in reduction.ranks]),
-            _ints(self._first_nodes(self.reductions, members)),
-            _ints([reduction.tied >= 0 for reduction in self.reductions]),
-            _starts([len(of_group) for of_group in members]),
-            _ints([node for of_group in members for node in of_group]),
-            _starts([len(shard.ranks) for shard in self.shards]),
-            _ints([rank for shard in self.shards for rank in shard.ranks]),
-            _ints(self._first_nodes(self.shards, users)),
-            _ints([shard.full for shard in self.shards]),
-            _ints([self._by_layer(shard, of_group) for shard, of_group in zip(self.shards, users, strict=True)]),
-            _starts([len(of_group) for of_group in users]),
-            _ints([node for of_group in users for node in of_group]),
+            _ints([self.trains(self.stage_of(n)) for n in range(len(nodes))]),
+            _ints([number[p.module] for p in self.pipelines]),
+            _starts([sum(len(stage.lanes) for stage in p.stages) for p in self.pipelines]),
+            *_lists([lane.ranks for lane in lanes]),
+            _ints([[number[a], number[b]] for a, b in self.links]).reshape(-1, 2),
+            *self._group_arrays(reductions, adding, [reduction.tied >= 0 for reduction in reductions]),
+            *self._group_arrays(shards, users, [shard.full for shard in shards], by_layer),
         )
+
+    def _group_arrays(
+        self, groups: Sequence[Reduction | Shard], members: Sequence[Sequence[int]], *flags: Sequence[bool]
+    ) -> list[Ints]:
+        """The arrays of reductions or shards: ranks, for each rank its first node among the members, flags, members."""
+        first_nodes = []
+        for group, candidates in zip(groups, map(set, members), strict=True):
+            for rank in group.ranks:
+                first_nodes.append(next(n for n in self._nodes_on[group.module, rank] if n in candidates))
+        ranks = _lists([group.ranks for group in groups])
+        return [*ranks, _ints(first_nodes), *map(_ints, flags), *_lists(members)]
 
     @classmethod
     def build(
@@ -339,30 +324,26 @@ class StageGraph:
             StageGraph.build({"vision": [0], "audio": [1], "language_model": [2, 3]},
                              [("vision", "language_model"), ("audio", "language_model")])
         """
-        ranks = [
-            [(held_by,) if isinstance(held_by, int) else tuple(held_by) for held_by in stage_ranks]
-            for stage_ranks in modules.values()
-        ]
-        per_replica = 1 + max(
-            (rank for stage_ranks in ranks for held_by in stage_ranks for rank in held_by), default=-1
-        )
+        lanes_of = {
+            name: [(held_by,) if isinstance(held_by, int) else tuple(held_by) for held_by in stages]
+            for name, stages in modules.items()
+        }
+        every = (rank for stages in lanes_of.values() for held_by in stages for rank in held_by)
+        per_replica = 1 + max(every, default=-1)
         specs = {}
         flags: dict[str, tuple[bool, ...]] = {}
-        for (name, stage_ranks), stages in zip(modules.items(), ranks, strict=True):
+        for name, stage_ranks in lanes_of.items():
             if not stage_ranks:
                 raise ValueError(f"module {name!r} has no stages")
             trained = True if trainable is None else trainable.get(name, True)
             flags[name] = (trained,) * len(stage_ranks) if isinstance(trained, bool) else tuple(map(bool, trained))
             pipelines = []
             for replica in range(replicas):
-                lanes = [[Lane((replica * per_replica + rank,)) for rank in held_by] for held_by in stages]
-                pipelines.append(
-                    Pipeline(
-                        name,
-                        replica,
-                        tuple(Stage(name, i, i, i + 1, lane, tuple(copies)) for i, (lane, *copies) in enumerate(lanes)),
-                    )
-                )
+                stages = []
+                for i, held_by in enumerate(stage_ranks):
+                    lane, *copies = (Lane((replica * per_replica + rank,)) for rank in held_by)
+                    stages.append(Stage(name, i, i, i + 1, lane, tuple(copies)))
+                pipelines.append(Pipeline(name, replica, tuple(stages)))
             specs[name] = (ParallelSpec(pp=len(stage_ranks), dp=replicas), tuple(pipelines))
         layout = Layout(specs, per_replica * replicas)
         return cls(layout, tuple(links), flags, tuple(tuple(group) for group in tied))
@@ -374,3 +355,8 @@ def _ints(values: Sequence[object]) -> Ints:
 
 def _starts(counts: Sequence[int]) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _lists(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Starts of lists of numbers, and the numbers of all."""
+    return _starts([len(each) for each in lists]), _ints([number for each in lists for number in each])

@@ -62,15 +62,12 @@ class Schedule:
         graph: StageGraph,
         table: StepTable,
         lists: Sequence[Sequence[Action]],
-        *,
-        backward: bool = True,
-        reduce_grad: bool = True,
-        dispatch: bool = False,
+        **flags: bool,
     ) -> Schedule:
-        """Schedule from lists of objects, one list per rank."""
+        """Schedule from lists of objects, one list per rank. flags: backward, reduce_grad, dispatch."""
         rows = [rows_of(actions, graph.modules) for actions in lists]
         first = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(np.int64)
-        return cls(name, graph, table, np.concatenate(rows), first, backward, reduce_grad, dispatch)
+        return cls(name, graph, table, np.concatenate(rows), first, **flags)
 
     @classmethod
     def of_order(

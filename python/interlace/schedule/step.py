@@ -89,8 +89,13 @@ def step_seconds(
     return seconds.reshape(-1)
 
 
-def check_names(graph: StageGraph, table: StepTable, activation_bytes: ActivationBytes) -> None:
-    """Raises ValueError for a key that names no stage of the graph or no chunk of the table."""
+def job_bytes(
+    graph: StageGraph, table: StepTable, jobs: Jobs, activation_bytes: ActivationBytes
+) -> NDArray[np.float64]:
+    """Activation bytes of each job, float64 [jobs].
+
+    Raises ValueError for a key that names no stage of the graph or no chunk of the table.
+    """
     stages = {module: len(graph.layout.pipelines(module)[0].stages) for module in graph.modules}
     for key in activation_bytes:
         module, stage, *chunk = key
@@ -99,21 +104,21 @@ def check_names(graph: StageGraph, table: StepTable, activation_bytes: Activatio
                 f"activation_bytes has the key {key}, which is not a (module, stage) or (module, stage, chunk) of the "
                 "step"
             )
-
-
-def job_bytes(jobs: Jobs, modules: Sequence[str], activation_bytes: ActivationBytes) -> NDArray[np.float64]:
-    """Activation bytes of each job, float64 [jobs]."""
     chunk_free = not any(len(key) == 3 for key in activation_bytes)
     kinds, kind = np.unique(jobs.work[:, :2] if chunk_free else jobs.work, axis=0, return_inverse=True)
-    sizes = [bytes_held(activation_bytes, modules[m], stage, *(chunk or [-1])) for m, stage, *chunk in kinds.tolist()]
+    sizes = [
+        bytes_held(activation_bytes, graph.modules[m], stage, *(chunk or [-1])) for m, stage, *chunk in kinds.tolist()
+    ]
     return np.asarray(np.array(sizes, np.float64)[kind.reshape(-1)])
 
 
-def rank_limits(memory_limit: float | Sequence[float], ranks: int) -> NDArray[np.float64]:
-    """Memory limit of each rank, float64 [ranks], from one limit or one per rank.
+def rank_limits(memory_limit: float | Sequence[float] | None, ranks: int) -> NDArray[np.float64]:
+    """Memory limit of each rank, float64 [ranks], from one limit or one per rank; empty without a limit.
 
     Raises ValueError for a wrong number of limits.
     """
+    if memory_limit is None:
+        return np.zeros(0)
     scalar = isinstance(memory_limit, (int, float))
     limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
     if limits.shape != (ranks,):

@@ -67,7 +67,7 @@ def test_drawn_samples_are_assigned_as_the_run_does(method: Method) -> None:
     assignment = assigner and assigner(samples.lengths, 4)
     dispatcher = dispatcher_of(config.train.balance, layout, model, recompute=config.train.recompute)
     assert dispatcher is not None and dispatcher.method == "llm"
-    replicas = dispatcher(samples.lengths).replica
+    replicas = dispatcher(samples.lengths)
     table = step_table(layout, samples.lengths, microbatches=4, assignment=assignment, replicas=replicas)
     timed = assigner.options(table) if assigner else {}
     assert schedule.table.digest == table.digest and (len(table.deferred) > 0) == bool(timed) == (method != "tokens")
@@ -85,7 +85,7 @@ def test_a_plan_knows_the_nodes_of_the_run() -> None:
     schedule, _ = large.play(config, model, layout, samples, costs, Links(), 4)
     dispatcher = dispatcher_of("per_module", layout, model, recompute=config.train.recompute, ranks_per_node=2)
     assert dispatcher is not None
-    replicas = dispatcher(samples.lengths).replica
+    replicas = dispatcher(samples.lengths)
     assert schedule.table.digest == step_table(layout, samples.lengths, microbatches=4, replicas=replicas).digest
 
 

@@ -134,7 +134,7 @@ class StreamLoader:
         self.epoch, self.position, self._ended = first.epoch, first.position, list(first.ended)
         self._places = {each.reader: each.place for each in found.values() if each.place is not None}
         given = Dispatched({rank: each.moved.samples for rank, each in found.items()}, self._start)
-        return StreamBatch(given, *first.began, first.moved.plan)
+        return StreamBatch(given, *first.began, first.moved.transfers)
 
     def _start(self, rank: int) -> Callable[[], float | None]:
         """The DISPATCH of a step: begins the exchange of the next batch."""

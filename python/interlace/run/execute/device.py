@@ -7,9 +7,8 @@ is a pair of events, which are read on request and not in the loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ from interlace.parallel.sending import plan_to_device, to_device
 
 NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
 """Cached attributes of a plan."""
+
+Mark = float | torch.Event
+"""A point in time: seconds of `time.monotonic`, or an event on a GPU."""
 
 ON_THE_HOST = {"lengths", "grid_thw", "merge_sizes"}
 """Keys of inputs that the host reads for shapes. On the GPU, reading them would cause a synchronization."""
@@ -81,21 +83,25 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[object]:
     """Context in which `device` is the current device; it holds per thread, so each thread must enter it."""
     return torch.accelerator.device_index(device.index) if _device.on_gpu(device) else nullcontext()
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Context for forwards under autocast to `dtype`; None: no autocast."""
     # No cache of casts: threads share the cache and empty it. So gradients of a weight that is used several times would
     # add up in `dtype` or not, depending on timing.
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def clock(device: torch.device) -> Callable[[], Any]:
-    """A call that records a time mark of the work on `device`; `seconds` reads the marks."""
-    return partial(_event, device) if _device.on_gpu(device) else time.monotonic
+def mark(device: torch.device) -> Mark:
+    """A time mark of the work on `device`; `seconds` reads marks."""
+    if not _device.on_gpu(device):
+        return time.monotonic()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
 
 
 def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tuple[float, float]]:
@@ -103,11 +109,12 @@ def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tupl
     if not _device.on_gpu(device) or not times:
         return list(times)
     with current(device):
-        now = _event(device)
+        now = mark(device)
+        assert not isinstance(now, float)
         now.synchronize()
     first = times[0][0]
     began = time.monotonic() - first.elapsed_time(now) / 1e3  # events give only differences [ms]
-    return [tuple(began + first.elapsed_time(mark) / 1e3 for mark in pair) for pair in times]  # type: ignore[misc]
+    return [tuple(began + first.elapsed_time(event) / 1e3 for event in pair) for pair in times]  # type: ignore[misc]
 
 
 def generators(device: torch.device) -> list[Tensor]:
@@ -116,13 +123,6 @@ def generators(device: torch.device) -> list[Tensor]:
     return [*states, torch.get_device_module(device).get_rng_state(device)] if _device.on_gpu(device) else states
 
 
-def drawing(device: torch.device) -> Callable[[], bool]:
-    """A call that returns whether random numbers have been drawn since."""
-    before = generators(device)
-    return lambda: any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
-
-
-def _event(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
+def drawn_since(states: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether random numbers have been drawn since `generators` returned `states`."""
+    return any(not torch.equal(a, b) for a, b in zip(states, generators(device), strict=True))

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.balance.rearrange import AllToAllPlan
@@ -52,7 +51,8 @@ class Offer:
 
     def sizes(self, parts: Sequence[str]) -> list[int]:
         """Bytes that each part takes in a transfer (see `interlace.run.tables.needs`)."""
-        return [self._text_bytes() if part == LANGUAGE_MODEL else sum(self.item_bytes(part)) for part in parts]
+        text = 2 * _INT32.bits // 8 * self.outline.length
+        return [text if part == LANGUAGE_MODEL else sum(self.item_bytes(part)) for part in parts]
 
     def item_bytes(self, encoder: str) -> list[int]:
         """Bytes that each of its media of an encoder takes in a transfer."""
@@ -62,13 +62,10 @@ class Offer:
             for item, dtype in zip(items, self.dtypes.get(encoder, ()), strict=True)
         ]
 
-    def _text_bytes(self) -> int:
-        return 2 * _INT32.bits // 8 * self.outline.length
-
     @property
     def bytes(self) -> int:
         """Bytes of all parts."""
-        return self._text_bytes() + sum(sum(self.item_bytes(name)) for name in self.outline.media)
+        return sum(self.sizes((LANGUAGE_MODEL, *self.outline.media)))
 
 
 def offered(sample: Sample, placeholders: Mapping[str, Ids]) -> list[Any]:
@@ -80,31 +77,23 @@ def offered(sample: Sample, placeholders: Mapping[str, Ids]) -> list[Any]:
     for what, ids in (("input_ids", sample.input_ids), ("labels", sample.labels)):
         if int(ids.min()) < _INT32.min or int(ids.max()) > _INT32.max:
             raise ValueError(f"sample {sample.name!r}: {what} do not fit in 32 bits, in which they are sent")
-    media = {
-        name: [
-            [list(item.shape), item.tokens, start, _name_of(item), {k: list(v) for k, v in item.about.items()}]
-            for item, start in zip(items, _starts(sample, name, placeholders), strict=True)
-        ]
-        for name, items in sample.media.items()
-        if items
-    }
+    media: dict[str, list[Any]] = {}
+    for name, items in sample.media.items():
+        if not items:
+            continue
+        if name not in placeholders:
+            raise ValueError(f"sample {sample.name!r} has media of {name!r}, but the model has no such encoder")
+        try:
+            starts = item_starts(sample.input_ids, placeholders[name], [item.tokens for item in items])
+        except ValueError as error:
+            raise ValueError(f"sample {sample.name!r}, {name}: {error}: use the model's placeholder") from None
+        media[name] = []
+        for item, start in zip(items, starts, strict=True):
+            if item.data is None:
+                raise ValueError(f"{item} has no data: a reader must return samples that it can decode")
+            about, dtype = {key: list(value) for key, value in item.about.items()}, str(item.data.dtype)
+            media[name].append([list(item.shape), item.tokens, start, dtype.removeprefix("torch."), about])
     return [len(sample), sample.targets, digest_of(sample.input_ids, sample.labels), media, sample.name]
-
-
-def _starts(sample: Sample, name: str, placeholders: Mapping[str, Ids]) -> list[int]:
-    if name not in placeholders:
-        raise ValueError(f"sample {sample.name!r} has media of {name!r}, but the model has no such encoder")
-    try:
-        return item_starts(sample.input_ids, placeholders[name], [item.tokens for item in sample.media[name]])
-    except ValueError as error:
-        raise ValueError(f"sample {sample.name!r}, {name}: {error}: use the model's placeholder") from None
-
-
-def _name_of(item: Media) -> str:
-    data = item.data
-    if data is None:
-        raise ValueError(f"{item} has no data: a reader must return samples that it can decode")
-    return str(data.dtype).removeprefix("torch.")
 
 
 def digest_of(ids: Tensor, labels: Tensor) -> int:
@@ -146,13 +135,12 @@ def offer_of(reader: int, values: Any, encoders: Sequence[str]) -> Offer:
 @dataclass(frozen=True, eq=False)
 class Moved:
     """A batch on one rank after its exchange. samples: in the batch's order, see
-    `interlace.run.tables.batch.Dispatched`. sent, received: bytes of this rank. plan: transfers of all ranks, in
-    bytes."""
+    `interlace.run.tables.batch.Dispatched`. sent, received: bytes of this rank. transfers: of all ranks, in bytes."""
 
     samples: list[Sample | SampleOutline]
     sent: int
     received: int
-    plan: AllToAllPlan
+    transfers: AllToAllPlan
 
 
 class Exchange:
@@ -207,10 +195,10 @@ class Exchange:
         Raises ValueError, on all ranks, if a rank would send or receive more than the limit.
         """
         sizes = np.array([offer.sizes(needs.parts) for offer in offers], np.int64).reshape(-1, len(needs.parts))
-        plan, items = needs.plan([offer.reader for offer in offers], sizes, self.world)
-        self._check(plan.source, plan.destination, plan.sizes, [offers[i].outline for i in items[:, 0]])
-        out, into = plan.sends(self.rank), plan.receives(self.rank)
-        gives, takes = plan.send_splits(self.rank).tolist(), plan.receive_splits(self.rank).tolist()
+        transfers, items = needs.transfers([offer.reader for offer in offers], sizes, self.world)
+        self._check(transfers, [offers[i].outline for i in items[:, 0]])
+        out, into = transfers.sends(self.rank), transfers.receives(self.rank)
+        gives, takes = transfers.send_splits(self.rank).tolist(), transfers.receive_splits(self.rank).tolist()
         packed = torch.zeros(sum(gives), dtype=torch.uint8)
         at = 0
         for sample, part, _ in items[out].tolist():
@@ -220,32 +208,25 @@ class Exchange:
         what = "exchange of the next step's items"
         # Runs even if nothing moves: all ranks must execute the same number of collectives.
         self._named(what, lambda: all_to_all_single(arrived, packed, takes, gives, group=self.transport))
-        parts: dict[tuple[int, str], Tensor] = {}
-        at = 0
-        for place, (sample, part, _) in zip(into.tolist(), items[into].tolist(), strict=True):
-            size = int(plan.sizes[place])
-            parts[sample, needs.parts[part]] = arrived[at : at + size]
-            at += size
+        received: dict[int, dict[str, Tensor]] = {}  # index in the batch -> parts
+        pieces = arrived.split(transfers.sizes[into].tolist())
+        for piece, (sample, part, _) in zip(pieces, items[into].tolist(), strict=True):
+            received.setdefault(sample, {})[needs.parts[part]] = piece
         needed = needs.of_rank(self.rank)
         samples = [
-            _assembled(self.rank, offer, needed.get(i, set()), read_here.get(i), lambda part, i=i: parts[i, part])  # type: ignore[misc]
+            _assembled(self.rank, offer, needed.get(i, set()), read_here.get(i), received.get(i, {}))
             for i, offer in enumerate(offers)
         ]
-        return Moved(samples, sum(gives), sum(takes), plan)
+        return Moved(samples, sum(gives), sum(takes), transfers)
 
-    def _check(
-        self,
-        source: NDArray[np.int64],
-        destination: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        of: Sequence[SampleOutline],
-    ) -> None:
-        for ranks, does in ((source, "send"), (destination, "receive")):
-            total = np.bincount(ranks, sizes, self.world)
+    def _check(self, transfers: AllToAllPlan, outlines: Sequence[SampleOutline]) -> None:
+        """outlines: of the sample of each transfer."""
+        for ranks, does in ((transfers.source, "send"), (transfers.destination, "receive")):
+            total = np.bincount(ranks, transfers.sizes, self.world)
             if total.max(initial=0) > self.limit:
                 rank = int(total.argmax())
                 mine = np.flatnonzero(ranks == rank)
-                largest = of[int(mine[sizes[mine].argmax()])].name
+                largest = outlines[int(mine[transfers.sizes[mine].argmax()])].name
                 raise ValueError(
                     f"rank {rank} would {does} {total[rank] / MIB:,.1f} MiB for the next step, the limit is "
                     f"{self.limit / MIB:,.1f} (largest sample: {largest}): raise data.exchange_mb, or lower "
@@ -276,9 +257,12 @@ def _write(sample: Sample, part: str, into: Tensor, at: int) -> int:
 
 
 def _assembled(
-    rank: int, offer: Offer, parts: set[str], own: Sample | None, arrived: Callable[[str], Tensor]
+    rank: int, offer: Offer, parts: set[str], own: Sample | None, received: Mapping[str, Tensor]
 ) -> Sample | SampleOutline:
-    """A sample on a rank that computes with `parts` of it; own: the sample if this rank has read it."""
+    """A sample on a rank that computes with `parts` of it.
+
+    own: if this rank has read it; received: the parts that another rank has read.
+    """
     outline = offer.outline
     media: dict[str, list[Media]] = {}
     for name, items in outline.media.items():
@@ -287,13 +271,13 @@ def _assembled(
         elif own is not None:
             media[name] = own.media[name]
         else:
-            media[name] = _items(offer, name, arrived(name))
+            media[name] = _items(offer, name, received[name])
     if LANGUAGE_MODEL not in parts:
         return replace(outline, media=media)
     if own is not None:
         ids, labels = own.input_ids, own.labels
     else:
-        ids, labels = arrived(LANGUAGE_MODEL).view(torch.int32).to(torch.int64).split(outline.length)
+        ids, labels = received[LANGUAGE_MODEL].view(torch.int32).to(torch.int64).split(outline.length)
         if digest_of(ids, labels) != outline.digest:
             raise CommError(
                 f"rank {rank}: the tokens of {outline.name} differ from those that rank {offer.reader} has read: the "

@@ -7,7 +7,7 @@ on any rank keeps none. So absent modalities leave parameters and optimizer stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,55 @@ def present(flags: Sequence[Tensor]) -> list[bool]:
     """Whether each flag is set, in one read: a single synchronization with the GPU."""
     found: list[bool] = torch.cat([each != 0 for each in flags]).tolist() if flags else []
     return found
+
+
+class GradientNorm:
+    """The norm of the gradients over the whole model. Each gradient counts on one rank only, even if several hold it.
+
+    parameters: those that an optimizer trains in this process. counts: names of those that this process counts.
+    channel: None if one process runs all ranks.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], counts: Collection[str], channel: Channel | None
+    ) -> None:
+        self._parameters, self._counts, self._channel = parameters, counts, channel
+        self._known: tuple[float, list[tuple[int, int]]] | None = None  # the norm, and the gradients that it is of
+
+    def squares(self) -> list[Tensor]:
+        """`squares` of the gradients that this process counts."""
+        counted = (p.grad for name, p in self._parameters.items() if name in self._counts)
+        return squares([gradient for gradient in counted if gradient is not None])
+
+    def set(self, norm: float | None) -> None:
+        """Set the norm of the current gradients; None: it is not known."""
+        self._known = None if norm is None else (norm, self._signature())
+
+    def clip(self, max_norm: float, recompute: bool) -> float:
+        """See `ParallelModel.clip_grad_norm_`."""
+        if recompute:
+            [square] = totals(self.squares())
+            if self._channel is not None:
+                numbers = torch.tensor([square], dtype=torch.float64)
+                square = float(self._channel.start_all_gather(numbers, "gradient norm").wait().sum())
+            norm = square**0.5
+        elif self._known is None:
+            raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
+        elif self._known[1] != self._signature():
+            raise ValueError("gradients were changed since step(): pass recompute=True on every rank")
+        else:
+            norm = self._known[0]
+        if norm > max_norm and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        self.set(min(norm, max_norm))
+        return norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    def _signature(self) -> list[tuple[int, int]]:
+        """Identity and version of all gradients, to detect changes."""
+        return [(id(gradient), gradient._version) for gradient in self._gradients()]
 
 
 def squares(gradients: Sequence[Tensor]) -> list[Tensor]:

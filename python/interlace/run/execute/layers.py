@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from interlace.comm.channels.base import Channel, Pending
 from interlace.comm.overlap.deferred import DeferredGradients
@@ -45,7 +47,6 @@ class Unit(NamedTuple):
     layer: nn.Module | None
     weights: list[Weight]
     gathered: list[Bucket]
-    summed: list[Bucket]
     places: list[tuple[dict[str, nn.Parameter | None], str, Weight, nn.Parameter]]
 
 
@@ -72,7 +73,6 @@ class Layers:
                 layer,
                 weights,
                 sharded.in_buckets(weights),
-                sharded.in_buckets([weight for weight in weights if weight.whole.requires_grad]),
                 [
                     (parameters, key, weight, nn.Parameter(weight.placeholder(), requires_grad=False))
                     for weight in weights
@@ -81,6 +81,16 @@ class Layers:
             )
             for layer, weights in zip([None, *layers], by_layer, strict=True)
         ]
+
+
+@dataclass(eq=False)
+class Total:
+    """The gradients of a bucket, summed over the chunks so far. left: number of weights whose sum has not been read."""
+
+    weights: list[Weight]
+    width: int
+    left: int
+    sum: Tensor | None = None
 
 
 class LayerByLayer:
@@ -94,22 +104,15 @@ class LayerByLayer:
         self._last = 0  # the last unit of this forward whose gather was started
         self._at = 0  # the layer that this backward has reached
         self._split = False  # whether it defers gradients to a `weight_backward`
-        self._scattered: list[tuple[int, Pending]] = []  # sums in flight, with their bucket
-        self._sums: list[Tensor | None] = []  # per bucket, the sum over all chunks so far
-        self._left: list[int] = []  # per bucket, number of weights whose sum has not been read
-        self._first: list[int] = []  # per unit, index of its first bucket
-        self._summed: list[list[Bucket]] = []  # per unit, buckets summed with its backward ...
-        self._late: list[list[Bucket]] = []  # ... and buckets summed with its BACKWARD_WEIGHT
+        self._scattered: list[tuple[Total, Pending]] = []  # sums in flight
+        self._early: list[list[Total]] = []  # per unit, buckets summed with its backward ...
+        self._late: list[list[Total]] = []  # ... and buckets summed with its BACKWARD_WEIGHT
         for unit in self._units:
-            self._summed.append(unit.summed)
-            self._late.append([])
-            trained = [weight for weights, _ in unit.summed for weight in weights]
-            if due := [weight for weight in trained if id(weight.whole) in late]:
-                self._summed[-1] = self._sharded.in_buckets([weight for weight in trained if weight not in due])
-                self._late[-1] = self._sharded.in_buckets(due)
-            self._first.append(len(self._sums))
-            self._sums += [None] * len(self._buckets(-1))
-            self._left += [len(weights) for weights, _ in self._buckets(-1)]
+            trained = [weight for weight in unit.weights if weight.whole.requires_grad]
+            due = [weight for weight in trained if id(weight.whole) in late]
+            early = self._sharded.in_buckets([weight for weight in trained if weight not in due])
+            self._early.append([Total(*bucket, len(bucket[0])) for bucket in early])
+            self._late.append([Total(*bucket, len(bucket[0])) for bucket in self._sharded.in_buckets(due)])
             for _, _, weight, placeholder in unit.places:
                 placeholder.data = weight.placeholder()  # the model may have been moved, or have another dtype
             for weight in unit.weights:
@@ -175,14 +178,15 @@ class LayerByLayer:
         output = call(*args, **kwargs)
         self._free(number)
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._backward_reached, number))
         return output
 
-    def _buckets(self, number: int) -> list[Bucket]:
-        """All buckets of a unit that are summed."""
-        return self._summed[number] + self._late[number]
+    def totals(self) -> Iterator[Total]:
+        """The sums of all buckets, by unit."""
+        for early, late in zip(self._early, self._late, strict=True):
+            yield from early + late
 
     @contextmanager
     def backward(self, *, split: bool = False) -> Iterator[None]:
@@ -201,7 +205,7 @@ class LayerByLayer:
             self._sum(0)
             self._add()
         for unit, late in zip(self._units, self._late, strict=True):
-            kept = {id(weight) for weights, _ in late for weight in weights} if split else ()
+            kept = {id(weight) for total in late for weight in total.weights} if split else ()
             if any(weight.whole.grad is not None and id(weight) not in kept for weight in unit.weights):
                 raise PipelineError(
                     f"a weight of a layer of {self._sharded.name} is also used outside its layer; shard = 'full' does "
@@ -212,9 +216,9 @@ class LayerByLayer:
         """Compute the deferred gradients of a chunk, a layer at a time, overlapped with the sums of another layer."""
         for number in [*range(len(self._units) - 1, self._layers.lowest - 1, -1), 0]:
             late = self._late[number]
-            gradients.compute([weight.whole for weights, _ in late for weight in weights])
+            gradients.compute([weight.whole for total in late for weight in total.weights])
             self._add()
-            self._scatter(late, self._first[number] + len(self._summed[number]), f"unit {number} weights")
+            self._scatter(late, f"unit {number} weights")
         self._add()
         assert not len(gradients), "a gradient was put off of a weight that no unit has"
 
@@ -254,21 +258,20 @@ class LayerByLayer:
         """Start to sum the gradients of a unit, and free its weights."""
         self._free(number)
         self._add()
-        self._scatter(
-            self._summed[number] if self._split else self._buckets(number), self._first[number], f"unit {number}"
-        )
+        self._scatter(self._early[number] + ([] if self._split else self._late[number]), f"unit {number}")
 
-    def _scatter(self, summed: Sequence[Bucket], first_bucket: int, key: str) -> None:
-        """Start to sum the gradients of buckets; `first_bucket`: index of the first bucket."""
-        started = self._sharded.start_scatter(self._channel, summed, f"{self._sharded.name} {key}")
-        self._scattered = [(first_bucket + place, pending) for place, (_, pending) in enumerate(started)]
+    def _scatter(self, due: Sequence[Total], key: str) -> None:
+        """Start to sum the gradients of buckets."""
+        buckets = [(total.weights, total.width) for total in due]
+        started = self._sharded.start_scatter(self._channel, buckets, f"{self._sharded.name} {key}")
+        self._scattered = [(total, pending) for total, (_, pending) in zip(due, started, strict=True)]
 
     def _add(self) -> None:
         """Wait for the sums in flight and add them to those of earlier chunks."""
-        for bucket, pending in self._scattered:
-            mine, before = pending.wait(), self._sums[bucket]
+        for total, pending in self._scattered:
+            mine = pending.wait()
             exact = mine.to(torch.promote_types(mine.dtype, torch.float32))
-            self._sums[bucket] = exact if before is None else before.add_(exact)
+            total.sum = exact if total.sum is None else total.sum.add_(exact)
         self._scattered = []
 
     def sums(self) -> list[tuple[list[Weight], Pending]]:
@@ -284,25 +287,23 @@ class LayerByLayer:
         flat = bucket[0].whole.new_zeros(width + len(bucket))
         rows = dict(parts(bucket, self._sharded.place, flat))
         counts = dict(zip(bucket, flat[width:].unbind(), strict=True))
-        for number, first in enumerate(self._first):
-            for index, (weights, _) in enumerate(self._buckets(number), first):
-                total = self._sums[index]
-                if total is None or counts.keys().isdisjoint(weights):  # None: no backward has reached it
-                    continue
-                for weight, found in parts(weights, self._sharded.place, total):
-                    if weight in rows:
-                        rows[weight].copy_(found)
-                for weight, count in zip(weights, total[-len(weights) :], strict=True):
-                    if weight in counts:
-                        counts[weight].copy_(count)
-                        self._left[index] -= 1
-                if not self._left[index]:  # else some of its weights are in another bucket that has not been read
-                    self._sums[index] = None
+        for total in self.totals():
+            if total.sum is None or counts.keys().isdisjoint(total.weights):  # None: no backward has reached it
+                continue
+            for weight, found in parts(total.weights, self._sharded.place, total.sum):
+                if weight in rows:
+                    rows[weight].copy_(found)
+            for weight, count in zip(total.weights, total.sum[-len(total.weights) :], strict=True):
+                if weight in counts:
+                    counts[weight].copy_(count)
+                    total.left -= 1
+            if not total.left:  # else some of its weights are in another bucket that has not been read
+                total.sum = None
         return flat
 
     def end(self) -> None:
         """End of the step, also after a failure: drops its sums, even if an error's traceback keeps this object."""
-        self._sums = []
+        self._early = self._late = []
 
 
 def _wrap_call(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
@@ -316,15 +317,3 @@ def _wrap_call(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     if compiled is None:
         return partial(layer.__dict__.pop, "_compiled_call_impl")
     return partial(layer.__dict__.__setitem__, "_compiled_call_impl", compiled)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a layer's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, Collection) and not isinstance(output, str):
-        for value in output:
-            yield from _tensors(value)

@@ -8,8 +8,7 @@ the model itself is trained in place under every layout, so use an optimizer ove
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,13 +16,14 @@ from torch import nn
 from interlace.comm.channels.base import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Layout, Reduction
-from interlace.model import Checkpointing, StageModule
+from interlace.model import Checkpointing, MultimodalModel, StageModule
+from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.executor import Executor
 from interlace.run.execute.layers import Layers
 from interlace.run.execute.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.execute.sharding import Sharded
-from interlace.run.execute.step import Key, StageRuntime
-from interlace.run.execute.weights import Pieces, Views, cut_weights
+from interlace.run.execute.step import Key, StageRuntime, Step
+from interlace.run.execute.weights import Pieces, cut_weights
 from interlace.run.graph import parameter_layers, stage_graph
 from interlace.run.lanes import Place, cut, with_lanes
 from interlace.schedule import StageGraph
@@ -32,37 +32,35 @@ from interlace.schedule import StageGraph
 class Rank:
     """One rank of this process.
 
-    stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
-    first name; if it is sharded, the rank's rows. cut: the region in the whole weight, for pieces and rows.
-    counts: names of the parameters that no lower rank holds (of a piece: no lower rank holds the same piece). A sum
-    over the model takes these from each rank. sharded: place in `StageGraph.shards` -> this rank's part of the shard;
-    by_layer: the same key -> the layers of a shard that a step may gather a layer at a time.
-    places: (module, stage) -> this rank's place among those that compute it. in_part: names of the parameters that it
-    holds whole, but applies only to its own rows or heads; the whole lane sums their gradients.
+    runtimes, stages: (module, stage) -> StageRuntime, and its StageModule. own: name in the whole model -> parameter on
+    this rank; each once, under its first name; if it is sharded, the rank's rows. cut: the region in the whole weight,
+    for pieces and rows. counts: names of the parameters that no lower rank holds (of a piece: no lower rank holds the
+    same piece). A sum over the model takes these from each rank. sharded: place in `StageGraph.shards` -> this rank's
+    part of the shard; by_layer: the same key -> the layers of a shard that a step may gather a layer at a time.
+    in_part: names of the parameters that it holds whole, but applies only to its own rows or heads; the whole lane sums
+    their gradients.
     """
 
     def __init__(
         self,
         number: int,
-        stages: dict[Key, nn.Module],
-        places: Mapping[Key, Place],
+        runtimes: Mapping[Key, StageRuntime],
         in_part: set[str],
         graph: StageGraph,
-        mllm: Any,
+        mllm: MultimodalModel,
         pieces: Pieces | None,
     ) -> None:
         """pieces: copies and views that follow the model's own parameters, if one process runs all ranks."""
-        self.number, self.stages, self.places, self._in_part = number, stages, places, in_part
+        self.number, self.runtimes, self._in_part = number, runtimes, in_part
+        self.stages = stages = {key: runtime.module for key, runtime in runtimes.items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
-        place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
-        held: dict[int, tuple[str, nn.Parameter]] = {}
-        for stage in stages.values():
-            for name, parameter in stage.named_parameters():
-                first = held.setdefault(id(parameter), (name, parameter))
-                if place[name] < place[first[0]]:
-                    held[id(parameter)] = (name, parameter)
-        self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
+        held = {n: p for stage in stages.values() for n, p in stage.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}  # id of a parameter -> its first name in the model
+        for name, _ in mllm.named_parameters(remove_duplicate=False):
+            if name in held:
+                first.setdefault(id(held[name]), name)
+        self.own = {name: held[name] for name in first.values()}
         cut = {name: where for stage in stages.values() for name, where in cut_weights(stage).items()}
         self.cut = {name: cut[name].region for name in self.own if name in cut}
         self._tied = {
@@ -132,17 +130,15 @@ class Rank:
                 layers_of[index] = Layers(sharded, stage, lowest)
         return layers_of
 
-    def _frozen_apart(self, mllm: Any) -> set[str]:
+    def _frozen_apart(self, mllm: MultimodalModel) -> set[str]:
         """Names of the frozen tied weights that are on several stages of a replica. They stay whole, because each of
         these stages could gather and free them with its own set of slices."""
         own = dict(mllm.named_parameters(remove_duplicate=False))
         names_apart: set[str] = set()
         for names in mllm.tied_parameters():
             places = self._places(names)
-            homes = [
-                {stage.index for _, layer in places for stage in pipeline.stages if stage.start <= layer < stage.stop}
-                for pipeline in self._graph.layout.pipelines(places[0][0])
-            ]
+            pipelines = self._graph.layout.pipelines(places[0][0])
+            homes = [{pipeline.stage_with(layer) for _, layer in places} for pipeline in pipelines]
             if not own[names[0]].requires_grad and max(map(len, homes)) > 1:
                 names_apart.update(names)
         return names_apart
@@ -173,40 +169,18 @@ class Rank:
         apart = {name for number in self._graph.uneven for name in self._tied[number]}
         return [p for name, p in due.items() if (name in self._in_part) == reduction.in_part and name not in apart]
 
-    def follow(self) -> None:
-        """Before a step: shards follow weights that were moved or replaced."""
-        for sharded in self.sharded.values():
-            sharded.follow()
-
-    def recover(self) -> None:
-        """Restore a valid state of the shards after a failed step."""
-        for sharded in self.sharded.values():
-            sharded.recover()
-
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Connect the groups of ranks in its lanes (`groups_of`) to their transports."""
-        for place in self.places.values():
-            place.connect(transports)
+        for runtime in self.runtimes.values():
+            runtime.place.connect(transports)
 
-    def executor(self, channel: Channel) -> Executor:
-        """The executor of this rank's lists over `channel`."""
-        graph = self._graph
-        feeding = {producer for producer, _ in graph.links}
-        runtimes = {}
-        for (module, index), stage in self.stages.items():
-            replica = graph.layout.replica(self.number, module)
-            assert replica is not None
-            last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            sink = last and module not in feeding
-            runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
-        lanes = [lane.ranks for lane in graph.layout.lanes()]
-        return Executor(
-            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
-            self.by_layer,
-        )  # fmt: skip
+    def executor(self, channel: Channel, step: Step) -> Executor:
+        """The executor of this rank's list in a step over `channel`."""
+        collectives = Collectives(channel, self._graph.reductions, self.parameters, self.sharded, self.by_layer)
+        return Executor(self.number, self.runtimes, self._graph, channel, collectives, step)
 
 
-def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
+def held_in_lane(mllm: MultimodalModel, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
     """Per rank of a layout with the whole model on one lane: parameter -> number of its elements that the rank keeps.
 
     Parameters of which a rank keeps nothing are left out. mllm: on the meta device; it is not changed.
@@ -219,18 +193,17 @@ def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[
     sizes = []
     for number in range(layout.world):
         own = copy.deepcopy(mllm)
-        rank = make_ranks(own, graph, [number], "none", rows, Views(), Pieces(), torch.device("meta"))[number]
+        rank = make_ranks(own, graph, [number], "none", rows, Pieces(), torch.device("meta"))[number]
         sizes.append({name: parameter.numel() for name, parameter in rank.own.items()})
     return sizes
 
 
 def make_ranks(
-    mllm: Any,
+    mllm: MultimodalModel,
     graph: StageGraph,
     numbers: Sequence[int],
     checkpointing: Checkpointing,
     rows: Collection[str],
-    views: Views,
     pieces: Pieces,
     device: torch.device,
 ) -> dict[int, Rank]:
@@ -251,32 +224,43 @@ def make_ranks(
     in_use: set[int] = set()
     ranks = {}
     for number in numbers:
-        stages: dict[Key, nn.Module] = {}
-        places: dict[Key, Place] = {}
+        runtimes: dict[Key, StageRuntime] = {}
         in_part: set[str] = set()
         of_rank: dict[int, nn.Parameter] = {}  # id of the model's parameter -> this rank's
         for stage in graph.layout.of_rank(number):
-            key = stage.module, stage.index
-            tp = graph.layout.spec(stage.module).tp
-            place = places[key] = Place.of(number, stage.lane_of(number), tp)
-            copied = "modules" if several or tp > 1 else False  # the weights are linked below
-            part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
-            stages[key] = part
-            if tp > 1:
+            spec = graph.layout.spec(stage.module)
+            place = Place.of(number, stage.lane_of(number), spec.tp)
+            part = mllm.slice(  # the weights of copies are linked below
+                stage.module, stage.start, stage.stop, copy=several or spec.tp > 1, checkpointing=checkpointing
+            )
+            last = stage.stop == graph.layout.pipelines(stage.module)[0].num_layers
+            sink = last and all(producer != stage.module for producer, _ in graph.links)
+            runtimes[stage.module, stage.index] = StageRuntime(part, last, sink, place)
+            if spec.tp > 1:
                 in_part |= cut(part, place.tp, rows=stage.module in rows)
-            # If one process runs all ranks, they take their pieces from its whole weights.
-            away = {} if several else cut_weights(part)
+            regions = {name: where.region for name, where in cut_weights(part).items()}
             held = {name for name, _ in part.named_parameters()}
-            shard = graph.layout.spec(stage.module).shard
-            bare = shard == "full" and not several  # their rows get memory later, when this rank's rows are known
-            if allocate(mllm, held - away.keys(), device, bare=bare):
+            bare = spec.shard == "full" and not several  # rows get memory later, when this rank's rows are known
+            # If one process runs all ranks, they take their pieces from its whole weights.
+            if allocate(mllm, held if several else held - regions.keys(), device, bare=bare):
                 model_parameters = dict(mllm.named_parameters(remove_duplicate=False))
-            if tp > 1 or (several and shard != "none"):
-                _link_pieces(part, model_parameters, of_rank, place.tp.rank, pieces if several else None, device, bare)
-            else:
-                _link(part, model_parameters, of_rank, in_use, views)
-        in_use.update(of_rank)
-        rank = ranks[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+            partial_sums = several and (spec.tp > 1 or spec.shard != "none")  # as gradients during a step
+            for name, mine, parameters, key in _parameters_in(part, model_parameters):
+                model = model_parameters[name]
+                if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
+                    own = model
+                    if name in regions:
+                        make = without_memory if bare else without_values
+                        own = make(mine, device) if mine.is_meta else mine
+                    elif partial_sums or id(model) in in_use:
+                        own = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                    if several and own is not model:
+                        pieces.add(model, place.tp.rank if partial_sums else None, own, regions.get(name))
+                    of_rank[id(model)] = own
+                parameters[key] = of_rank[id(model)]
+        if several:
+            in_use.update(of_rank)
+        rank = ranks[number] = Rank(number, runtimes, in_part, graph, mllm, pieces if several else None)
         for name, parameter in rank.own.items():
             if is_bare(parameter):  # it is not sharded: the rank holds all of it
                 parameter.data = without_values(parameter, device).data
@@ -285,53 +269,12 @@ def make_ranks(
     return ranks
 
 
-def _link(
-    stage: nn.Module,
-    model_parameters: Mapping[str, nn.Parameter],
-    of_rank: dict[int, nn.Parameter],
-    in_use: set[int],
-    views: Views,
-) -> None:
-    """Give `stage` the model's own parameters, or views of those that other ranks have taken."""
-    for prefix, module in stage.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            model = model_parameters.get(f"{prefix}.{key}" if prefix else key)
-            if parameter is None or model is None:
-                continue
-            if id(model) not in of_rank:
-                of_rank[id(model)] = views.add(model) if id(model) in in_use else model
-            module._parameters[key] = of_rank[id(model)]
-
-
-def _link_pieces(
-    stage: nn.Module,
-    model_parameters: Mapping[str, nn.Parameter],
-    of_rank: dict[int, nn.Parameter],
-    tp_rank: int,
-    pieces: Pieces | None,
-    device: torch.device,
-    bare: bool,
-) -> None:
-    """Give a cut stage the model's own parameters where it holds them whole.
-
-    Pieces on meta get memory on `device`, or with `bare` a single element. pieces: if one process runs several ranks,
-    records all parameters of the stage, which then are Parameters over the storage of the model's own.
-    """
-    make = without_memory if bare else without_values
-    cut = {name: where.region for name, where in cut_weights(stage).items()}
+def _parameters_in(
+    stage: nn.Module, model_parameters: Collection[str]
+) -> Iterator[tuple[str, nn.Parameter, dict[str, nn.Parameter | None], str]]:
+    """Name, parameter, module dict and key of each parameter of `stage` that the model has, under all its names."""
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
             name = f"{prefix}.{key}" if prefix else key
-            model = model_parameters.get(name)
-            if parameter is None or model is None:
-                continue
-            if id(model) not in of_rank:  # else another stage of this rank, in the same lane, has the weight too
-                if name in cut:
-                    of_rank[id(model)] = make(parameter, device) if parameter.is_meta else parameter
-                elif pieces is None:
-                    of_rank[id(model)] = model
-                else:
-                    of_rank[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
-                if pieces is not None:
-                    pieces.add(model, tp_rank, of_rank[id(model)], cut.get(name))
-            module._parameters[key] = of_rank[id(model)]
+            if parameter is not None and name in model_parameters:
+                yield name, parameter, module._parameters, key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from interlace.comm.channels.base import Channel
 from interlace.run.errors import PipelineError
 from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
@@ -42,32 +43,31 @@ class StepResult(float):
         return float(self)
 
 
-def as_text(times: Sequence[tuple[float, float]]) -> str:
-    """(start, finish) pairs as text for `times_of`."""
-    return " ".join(f"{start!r} {finish!r}" for start, finish in times)
+Spans = Sequence[tuple[float, float]]
+"""(start, finish), in seconds."""
 
 
-def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
-    """The start and finish of each of `count` actions, from the text that `rank` sent."""
-    try:
-        numbers = [float(word) for word in text.split()]
-        spans = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if len(spans) != count or any(not start <= finish for start, finish in spans):
-            raise ValueError(f"{len(spans)} actions, expected {count}, each with its start before its finish")
-    except ValueError as error:
-        raise PipelineError(f"rank {rank} sent an invalid timeline: {error}") from error
-    return spans
+def gathered(channel: Channel, schedule: Schedule, times: Spans, planning: Spans) -> tuple[list[Spans], list[Spans]]:
+    """Times of the actions of each rank, and of its planning for later steps. Collective. times, planning: of here."""
+    everyone, planned = list[Spans](), list[Spans]()
+    for rank, said in enumerate(channel.exchange([times, planning], "timeline")):
+        try:
+            theirs, ahead = ([(float(start), float(finish)) for start, finish in spans] for spans in said)
+            if len(theirs) != (count := len(schedule.of_rank(rank))):
+                raise ValueError(f"{len(theirs)} actions, expected {count}")
+            if any(not start <= finish for start, finish in theirs + ahead):
+                raise ValueError("an action finishes before its start")
+        except (TypeError, ValueError) as error:
+            raise PipelineError(f"rank {rank} sent an invalid timeline: {error}") from error
+        everyone.append(theirs)
+        planned.append(ahead)
+    return everyone, planned
 
 
-def measured(
-    schedule: Schedule,
-    table: StepTable,
-    times: Sequence[Sequence[tuple[float, float]]],
-    planning: Sequence[Sequence[tuple[float, float]]] = (),
-) -> Timeline:
+def measured(schedule: Schedule, table: StepTable, times: Sequence[Spans], planning: Sequence[Spans]) -> Timeline:
     """The timeline of a step of `schedule`. The schedule may have been made for another table of the same form.
 
-    times: (start, finish) of the actions of each rank, in seconds. planning: the same of its planning for later steps.
+    times: of the actions of each rank. planning: the same of its planning for later steps.
     """
     starts = [[start for start, _ in mine] for mine in times]
     finishes = [[finish for _, finish in mine] for mine in times]

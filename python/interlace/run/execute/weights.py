@@ -1,9 +1,9 @@
 """Weights of in-process ranks and of tensor-parallel ranks, which are not the model's own Parameters.
 
 If one process runs several ranks, they accumulate gradients at the same time, and each needs its own `.grad`. The
-first rank that holds a weight has the model's own Parameter; the others have views over the same storage (`Views`).
-Tensor-parallel ranks have pieces of weights (`Pieces`), and views of the weights that they hold whole. Gradients of
-these views may be partial sums during a step. A shard is a piece too: the rows that a rank keeps.
+first rank that holds a weight has the model's own Parameter; the others have views over the same storage.
+Tensor-parallel ranks have pieces of weights, and views of the weights that they hold whole. Gradients of these views
+may be partial sums during a step. A shard is a piece too: the rows that a rank keeps.
 """
 
 from __future__ import annotations
@@ -19,30 +19,6 @@ from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.region import Region
 
 
-class Views:
-    """Parameters of in-process ranks over the storage of the model's own parameters."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's own, the rank's
-
-    def add(self, own: nn.Parameter) -> nn.Parameter:
-        """Another Parameter over the storage of `own`."""
-        view = nn.Parameter(own.data, requires_grad=own.requires_grad)
-        self._pairs.append((own, view))
-        return view
-
-    def refresh(self) -> None:
-        """Follow weights that were moved or replaced."""
-        for own, view in self._pairs:
-            if view.data_ptr() != own.data_ptr() or view.dtype is not own.dtype:
-                view.data = own.data
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the views: the model's own parameters have the same sums."""
-        for _, view in self._pairs:
-            view.grad = None
-
-
 class Cut(NamedTuple):
     """A piece of a weight: its layer and its key there."""
 
@@ -55,26 +31,29 @@ class Cut(NamedTuple):
         return self.layer.region(self.key)
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
+    """A rank's parameter over values of the model's `own`. region: None for the whole weight. place: in the lane, and
+    among the owners of slices; None: a view whose gradient equals that of `own` after a step."""
+
     own: nn.Parameter
-    place: tuple[int, ...]  # in the lane, and among the owners of slices
+    place: tuple[int, ...] | None
     parameter: nn.Parameter
     region: Region | None
 
 
 class Pieces:
-    """Pieces that tensor-parallel ranks hold of a model, if all its ranks are in this process.
+    """Pieces and views that ranks hold of a model, if all its ranks are in this process.
 
     The model's own parameters are trained: a step takes the pieces from them, and collects the pieces' gradients in
     their `.grad`.
     """
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
 
-    def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, region: Region | None) -> None:
-        """Register `parameter`, a piece of `own` on the rank at tensor-parallel `place`. region: None for the whole."""
-        self._held.append(_Held(own, (place,), parameter, region))
+    def add(self, own: nn.Parameter, place: int | None, parameter: nn.Parameter, region: Region | None) -> None:
+        """Register `parameter`, see `Held`; place: the tensor-parallel place of its rank."""
+        self._held.append(Held(own, None if place is None else (place,), parameter, region))
 
     def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Region | None) -> nn.Parameter:
         """Reduce an entry added as `whole` to `part`, which the rank at `place` among the owners keeps; None: nothing.
@@ -83,29 +62,27 @@ class Pieces:
         """
         at = next(i for i in reversed(range(len(self._held))) if self._held[i].parameter is whole)
         held = self._held.pop(at)
+        assert held.place is not None
         if part is not None:
-            self._held.append(_Held(held.own, (*held.place, place), part, lies))
+            self._held.append(Held(held.own, (*held.place, place), part, lies))
         return held.own
 
     def refresh(self) -> None:
-        """Take the pieces again: views if a piece is contiguous, else copies."""
+        """Take the pieces again (views if a piece is contiguous, else copies), and drop gradients of a failed step."""
         for own, _, parameter, region in self._held:
             parameter.data = own.data if region is None else region.piece(own.data).contiguous()
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the pieces."""
-        for held in self._held:
-            held.parameter.grad = None
+            parameter.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the pieces' gradients to those of the model's own parameters.
+        """Move the pieces' gradients to those of the model's own parameters.
 
         Lanes that hold the same pieces have equal sums by now, so those of the first lane are used.
         """
-        found: dict[int, dict[tuple[int, ...], _Held]] = {}  # id of the model's parameter -> place -> first piece there
+        found: dict[int, dict[tuple[int, ...], Held]] = {}  # id of the model's parameter -> place -> first piece there
         for held in self._held:
-            found.setdefault(id(held.own), {}).setdefault(held.place, held)
+            if held.place is not None:
+                found.setdefault(id(held.own), {}).setdefault(held.place, held)
         for places in found.values():
             first = next(iter(places.values()))
             if first.parameter.grad is None:
@@ -119,6 +96,8 @@ class Pieces:
                     held.region.put(whole, held.parameter.grad)
             own = first.own
             own.grad = whole if own.grad is None else own.grad.add_(whole)
+        for held in self._held:
+            held.parameter.grad = None
 
 
 def cut_weights(stage: nn.Module) -> Mapping[str, Cut]:

@@ -29,7 +29,7 @@ class TablesAhead:
         self._tables: dict[Hashable, tuple[list[weakref.ref[Any]], StepTable]] = {}
         self._spans: deque[tuple[float, float]] = deque(maxlen=_SPANS)
 
-    def plan(self, batch: GlobalBatch, make: Callable[[], StepTable]) -> StepTable:
+    def prepare(self, batch: GlobalBatch, make: Callable[[], StepTable]) -> StepTable:
         """Make the table of a batch with `make` and cache it for its step."""
         begin = time.monotonic()
         table = make()

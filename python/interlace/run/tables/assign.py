@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.run.tables.table import PORT, Assignment, Lengths
 from interlace.run.tables.work import OPS, Work
 from interlace.schedule import Chunk, Edge, Op, Options, StageGraph, StepTable, one_f_one_b
@@ -89,8 +90,8 @@ class Assigner:
                 own = {name: each[mine] for name, each in work.items()}
                 slots[:, mine] = self._entrain(lengths.take(mine), own, encoder[mine], llm[mine], most)
             else:
-                plan = balance.assign_microbatches(encoder[mine], llm[mine], most, shrink=printed, as_printed=printed)
-                slots[:, mine] = plan.encoder_of, plan.llm_of if printed else plan.encoder_of
+                found = balance.assign_microbatches(encoder[mine], llm[mine], most, shrink=printed, as_printed=printed)
+                slots[:, mine] = found.encoder_of, found.llm_of if printed else found.encoder_of
         return Assignment(replica, slots[0], slots[1], work)
 
     def _entrain(self, lengths: Lengths, work: Mapping[str, Ints], encoder: Ints, llm: Ints, count: int) -> Slots:
@@ -101,13 +102,8 @@ class Assigner:
           `balance.reorder_microbatches`. If the first stage may run ahead, its own imbalance costs little.
         - the assignment of "tokens", so that the result is never slower than it
         """
-        best: tuple[float, Slots] | None = None
-        for slots in self._candidates(lengths, encoder, llm, count):
-            found = self.replica.span(lengths, work, slots)
-            if best is None or found < best[0]:
-                best = found, slots
-        assert best is not None
-        return best[1]
+        candidates = self._candidates(lengths, encoder, llm, count)
+        return min(candidates, key=lambda slots: self.replica.span(lengths, work, slots))
 
     def _candidates(self, lengths: Lengths, encoder: Ints, llm: Ints, count: int) -> Iterator[Slots]:
         even = balance.assign(llm, count, method="even").astype(np.int64)
@@ -115,11 +111,11 @@ class Assigner:
         yield even, even
         tokens = balance.assign(lengths.tokens, count, capacity=-(-len(llm) // count)).astype(np.int64)
         yield tokens, tokens
-        plans = [balance.assign_microbatches(encoder, llm, count)]
-        if plans[0].microbatches < count:
-            plans.insert(0, balance.assign_microbatches(encoder, llm, count, shrink=False))
-        for plan in plans:
-            yield plan.encoder_of.astype(np.int64), plan.llm_of.astype(np.int64)
+        paired = [balance.assign_microbatches(encoder, llm, count)]
+        if paired[0].microbatches < count:
+            paired.insert(0, balance.assign_microbatches(encoder, llm, count, shrink=False))
+        for each in paired:
+            yield each.encoder_of.astype(np.int64), each.llm_of.astype(np.int64)
 
     def durations(self, table: StepTable) -> Callable[[Op, str, int, int], float]:
         """Durations of a table's actions, in FLOPs of a rank, for generators that order by them."""
@@ -151,7 +147,7 @@ class Assigner:
         return Replica(self.layout, self.work)
 
 
-def assigner_of(method: Method, layout: Layout, mllm: Any, *, recompute: bool = False) -> Assigner | None:
+def assigner_of(method: Method, layout: Layout, mllm: MultimodalModel, *, recompute: bool = False) -> Assigner | None:
     """The Assigner for a model on a layout; None for "tokens". recompute: see `Work.of`.
 
     Raises ValueError, as `Assigner`.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interlace.layout import Layout
-from interlace.model import Media, MultimodalModel
+from interlace.model import Media, MultimodalModel, Sample, SampleOutline
 from interlace.model.inputs.places import KEY, with_places
 from interlace.model.language import look_at
 from interlace.model.naming import LANGUAGE_MODEL
@@ -21,9 +20,11 @@ from interlace.model.sample import check_samples
 from interlace.run.execute.device import moved
 from interlace.run.tables.assign import DEFERRING, Assigner
 from interlace.run.tables.dispatch import Dispatcher
-from interlace.run.tables.table import Lengths, step_table
+from interlace.run.tables.table import Lengths, Samples, step_table
 from interlace.schedule import StepTable
 
+Batch = Samples | Sequence[Samples]
+"""Samples, or lists of samples: the chunks of the language model."""
 Microbatches = int | Sequence[int] | None
 """Number for every replica of the language model, or one number for each (see `step_table`)."""
 
@@ -38,11 +39,11 @@ class Dispatched:
     end time of that exchange (`time.monotonic`; None: not yet).
     """
 
-    of_rank: Mapping[int, list[Any]]
+    of_rank: Mapping[int, list[Sample | SampleOutline]]
     start: Callable[[int], Callable[[], float | None]]
 
     @property
-    def samples(self) -> list[Any]:
+    def samples(self) -> list[Sample | SampleOutline]:
         """The samples of the first rank here: their metadata are equal on every rank."""
         return next(iter(self.of_rank.values()))
 
@@ -51,7 +52,7 @@ class Dispatched:
 class GlobalBatch:
     """Inputs of a step, equal on every rank: samples, and the options of their cut (see `ParallelModel.step`)."""
 
-    samples: list[Any]
+    samples: list[Sample | SampleOutline]
     groups: list[list[int]] | None
     """Indices of the samples of each chunk of the language model; None: samples are spread by their tokens."""
     microbatches: Microbatches
@@ -84,7 +85,7 @@ class GlobalBatch:
             raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
         if isinstance(microbatches, int) and microbatches != len(samples):
             raise ValueError(f"microbatches is {microbatches}, but samples has {len(samples)} lists: omit microbatches")
-        flat: list[Any] = []
+        flat: list[Sample | SampleOutline] = []
         groups = []
         for group in samples:
             if group:
@@ -105,7 +106,10 @@ class GlobalBatch:
         defer samples.
         """
         *encoders, language_model = layout.modules
-        lengths = Lengths.of(self.samples, encoders)
+        lengths, given = Lengths.of(self.samples, encoders), None
+        if self.groups is not None:  # the i-th goes to replica i modulo the number of replicas
+            sizes = [len(group) for group in self.groups]
+            given = np.repeat(np.arange(len(sizes)) % layout.spec(language_model).dp, sizes)
         if assigner is not None and assigner.method != "tokens":
             if self.groups is not None:
                 raise ValueError(
@@ -118,25 +122,11 @@ class GlobalBatch:
                     "assign = 'stratified'"
                 )
         return table_of(
-            layout, lengths, assigner, dispatcher, given=self._groups_of_replicas(layout.spec(language_model).dp),
-            microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place,
+            layout, lengths, assigner, dispatcher, given=given, microbatches=self.microbatches, groups=self.groups,
+            chunks=self.chunks, place=self.place,
         )  # fmt: skip
 
-    def of_rank(self, rank: int) -> list[Any]:
-        """The samples on a rank of this process."""
-        return self.samples if self.dispatched is None else self.dispatched.of_rank[rank]
-
-    def starter(self, rank: int) -> Callable[[], Callable[[], float | None]]:
-        """The call of a rank's DISPATCH; see `Dispatched.start`."""
-        return (lambda: lambda: None) if self.dispatched is None else partial(self.dispatched.start, rank)
-
-    def _groups_of_replicas(self, dp: int) -> NDArray[np.int64] | None:
-        """int64 [n], the replica of the language model (of `dp`) for each sample, if lists are given."""
-        if self.groups is None:
-            return None
-        return np.repeat(np.arange(len(self.groups)) % dp, [len(group) for group in self.groups])
-
-    def lists(self) -> list[list[Any]]:
+    def lists(self) -> list[list[Sample | SampleOutline]]:
         """The samples in their groups, or all in one."""
         return [self.samples] if self.groups is None else [[self.samples[i] for i in group] for group in self.groups]
 
@@ -163,7 +153,7 @@ def table_of(
                 "pass one number, or use assign = 'tokens'"
             )
         return step_table(layout, lengths, microbatches=microbatches, **options)
-    replicas = None if dispatcher is None else dispatcher(lengths, given).replica
+    replicas = None if dispatcher is None else dispatcher(lengths, given)
     assignment = None
     if assigner is not None:
         *_, language_model = layout.modules
@@ -173,7 +163,7 @@ def table_of(
     return step_table(layout, lengths, microbatches=microbatches, assignment=assignment, replicas=replicas, **options)
 
 
-def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Sequence[Any]) -> list[Media]:
+def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Samples) -> list[Media]:
     """The media of `samples` that `ranks` read in a step with this table: of chunks whose first stage they have."""
     firsts = {
         (stage.module, layout.replica(rank, stage.module))
@@ -190,7 +180,9 @@ def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples
     ]
 
 
-def collated(mllm: MultimodalModel, module: str, samples: Sequence[Any], device: torch.device, *, decode: bool) -> Any:
+def collated(
+    mllm: MultimodalModel, module: str, samples: Sequence[Sample], device: torch.device, *, decode: bool
+) -> dict[str, Any]:
     """A module's inputs for `samples` on `device`, with host values that would otherwise need a GPU synchronization."""
     made = mllm.collate_module(module, samples, decode=decode)
     places = None
@@ -203,26 +195,31 @@ def collated(mllm: MultimodalModel, module: str, samples: Sequence[Any], device:
     return made
 
 
-def collator(
-    mllm: MultimodalModel,
-    table: StepTable,
-    samples: Sequence[Any],
-    stages: Collection[tuple[str, int]],
-    device: torch.device,
-) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs on `device`, made on first use.
+class ChunkInputs:
+    """The collated inputs of a step's chunks on one rank, made on first use.
 
-    stages: (module, stage) of the callers, each of which calls once per chunk; after the last call nothing is kept.
+    stages: (module, stage) of the rank, each of which asks once per chunk; after the last call nothing is kept.
     """
-    later = Counter(module for module, stage in stages if stage)
-    kept: dict[int, tuple[dict[str, Any], int]] = {}  # chunk -> inputs of later stages, number of calls still to come
 
-    def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
-        made, left = (None, 1) if first else kept.pop(chunk, (None, later[module]))
+    def __init__(
+        self,
+        mllm: MultimodalModel,
+        table: StepTable,
+        samples: Samples,
+        stages: Collection[tuple[str, int]],
+        device: torch.device,
+    ) -> None:
+        self._mllm, self._table, self._samples, self._device = mllm, table, samples, device
+        self._later = Counter(module for module, stage in stages if stage)
+        self._kept: dict[int, tuple[dict[str, Any], int]] = {}  # chunk -> inputs, number of later stages still to come
+
+    def of(self, module: str, chunk: int, *, first_stage: bool) -> dict[str, Any]:
+        """The inputs of a stage. Only the first stage of a module is given decoded media."""
+        made, left = (None, 1) if first_stage else self._kept.pop(chunk, (None, self._later[module]))
         if made is None:
-            made = collated(mllm, module, [samples[i] for i in table.chunks[chunk].samples], device, decode=first)
+            # Outlines have all that a module needs of samples whose tokens this rank does not compute with.
+            samples = cast(list[Sample], [self._samples[i] for i in self._table.chunks[chunk].samples])
+            made = collated(self._mllm, module, samples, self._device, decode=first_stage)
         if left > 1:
-            kept[chunk] = made, left - 1
+            self._kept[chunk] = made, left - 1
         return made
-
-    return inputs

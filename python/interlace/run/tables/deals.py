@@ -7,8 +7,7 @@ to the chunk sends each rank only those of its own placeholders.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,13 +15,13 @@ from numpy.typing import NDArray
 
 from interlace.balance import TokenShards
 from interlace.layout import Layout
-from interlace.model import IGNORE, MultimodalModel
+from interlace.model import IGNORE, MultimodalModel, Sample
 from interlace.model.inputs.placeholders import blank_id, is_placeholder
 from interlace.model.multimodal import LANGUAGE_MODEL
 from interlace.parallel.context import Context, Share, assign_tokens
 from interlace.parallel.route import Routes
 from interlace.run.lanes import Place
-from interlace.run.tables.batch import GlobalBatch
+from interlace.run.tables.table import Samples
 from interlace.schedule import StepTable
 
 
@@ -32,9 +31,7 @@ class Deals:
     Raises ValueError for a sample that a language model with context parallelism cannot process.
     """
 
-    def __init__(
-        self, mllm: MultimodalModel, layout: Layout, table: StepTable, samples: Sequence[Any], order: str
-    ) -> None:
+    def __init__(self, mllm: MultimodalModel, layout: Layout, table: StepTable, samples: Samples, order: str) -> None:
         self._mllm, self._table, self._samples, self._order = mllm, table, samples, order
         self.ranks = layout.spec(LANGUAGE_MODEL).cp
         self._made: dict[int, tuple[TokenShards, dict[str, NDArray[np.int64]]]] = {}
@@ -67,14 +64,15 @@ class Deals:
 
     def routes(self, device: torch.device) -> Routes:
         """The routes of the step's table: each rank of the language model gets the rows of its own placeholders."""
-        if self.ranks == 1:
-            return Routes(self._table, device)
-        return Routes(self._table, device, ranks=self.ranks, owners=lambda chunk, name: self._deal(chunk)[1][name])
+        return Routes(self._table, device, ranks=self.ranks, owners=self._owners if self.ranks > 1 else None)
+
+    def _owners(self, chunk: int, encoder: str) -> NDArray[np.int64]:
+        return self._deal(chunk)[1][encoder]
 
     def _deal(self, chunk: int) -> tuple[TokenShards, dict[str, NDArray[np.int64]]]:
         with self._making:  # made once for all ranks of this process
             if chunk not in self._made:
-                samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
+                samples = cast(list[Sample], [self._samples[i] for i in self._table.chunks[chunk].samples])
                 collated = self._mllm.collate_module(LANGUAGE_MODEL, samples)
                 shards = assign_tokens(collated["mask"], self.ranks, self._order, collated["plan"])
                 ids = collated["input_ids"]
@@ -83,12 +81,3 @@ class Deals:
                 owners = {n: owner[is_placeholder(ids, token).numpy()].astype(np.int64) for n, token in placeholders}
                 self._made[chunk] = shards, owners
             return self._made[chunk]
-
-
-def deals_of(
-    mllm: MultimodalModel, layout: Layout, table: StepTable, batch: GlobalBatch, ranks: Sequence[int], order: str
-) -> dict[int, Deals]:
-    """The Deals of each of `ranks`: one shared object if they have the same samples."""
-    if batch.dispatched is None:
-        return dict.fromkeys(ranks, Deals(mllm, layout, table, batch.samples, order))
-    return {rank: Deals(mllm, layout, table, batch.of_rank(rank), order) for rank in ranks}

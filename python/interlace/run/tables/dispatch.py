@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 from interlace.model.rows import ROWS
 from interlace.run.tables.table import Lengths
 from interlace.run.tables.work import Work
@@ -58,7 +58,7 @@ class Phase:
         return found | ({"items": np.maximum(items, 1)} if several else {})
 
 
-def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
+def phases_of(mllm: MultimodalModel, work: Work) -> dict[str, Phase]:
     """Module -> its Phase, from the counted work of its layers and the model's batching.
 
     Layers of encoders never process padding; those of a language model that takes one row per sample do.
@@ -71,24 +71,6 @@ def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
         batching: Literal["packed", "padded"] = "padded" if module.causal and packing[name] == ROWS else "packed"
         phases[name] = Phase(module.per_row, pair / token if token > 0 else 0.0, batching, in_items=not module.causal)
     return phases
-
-
-@dataclass(frozen=True, eq=False)
-class Dispatch:
-    """Assignment of n samples to replicas.
-
-    replica: module -> int64 [n]; without encoders that follow the language model. -1: the sample has no item of the
-    encoder. dispatcher, lengths: the inputs of this assignment.
-    """
-
-    replica: Mapping[str, Ints]
-    dispatcher: Dispatcher
-    lengths: Lengths
-
-    @cached_property
-    def loads(self) -> dict[str, Floats]:
-        """Module -> float64 [dp], cost of each replica by `balance.batch_costs`; lazy, steps do not need it."""
-        return {name: self.dispatcher.loads(name, self.lengths, each) for name, each in self.replica.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +95,11 @@ class Dispatcher:
             stages = [p.stages[0 if name == language_model else -1] for p in self.layout.pipelines(name)]
             self._nodes[name] = np.array([stage.lane.ranks[0] // size for stage in stages], np.int64)
 
-    def __call__(self, lengths: Lengths, llm: Ints | None = None) -> Dispatch:
-        """The dispatch of a batch. llm: int64 [n], the replicas of the language model, if these are given."""
+    def __call__(self, lengths: Lengths, llm: Ints | None = None) -> dict[str, Ints]:
+        """Module -> int64 [n], the replica of each sample of a batch; without encoders that follow the language model.
+
+        -1: the sample has no item of the encoder. llm: the replicas of the language model, if these are given.
+        """
         *encoders, language_model = self.layout.modules
         dp = {name: self.layout.spec(name).dp for name in self.layout.modules}
         n = len(lengths)
@@ -139,7 +124,7 @@ class Dispatcher:
             else:
                 homes[used] = _beside(llm[used], dp[language_model], dp[name])
             replica[name] = homes
-        return Dispatch(replica, self, lengths)
+        return replica
 
     def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
         """float64 [dp], cost of each replica of a module. replica: int64 [n], of each sample; -1: no replica."""
@@ -226,7 +211,12 @@ class Dispatcher:
 
 
 def dispatcher_of(
-    method: Balance, layout: Layout, mllm: Any, *, recompute: bool = False, ranks_per_node: int | None = None
+    method: Balance,
+    layout: Layout,
+    mllm: MultimodalModel,
+    *,
+    recompute: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Dispatcher | None:
     """The Dispatcher for a model on a layout; None if no module has several replicas. recompute: see `Work.of`."""
     if all(spec.dp == 1 for spec, _ in layout.modules.values()):

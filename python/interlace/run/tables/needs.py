@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from interlace.balance.rearrange import AllToAllPlan, all_to_all_plan
 from interlace.layout import Layout
 from interlace.model.naming import LANGUAGE_MODEL
+from interlace.run.tables.table import Samples
 from interlace.schedule import StepTable
 
 
@@ -29,7 +29,7 @@ class Needs:
     parts: tuple[str, ...]
     rows: NDArray[np.int64]
 
-    def plan(
+    def transfers(
         self, readers: Sequence[int], sizes: NDArray[np.int64], ranks: int
     ) -> tuple[AllToAllPlan, NDArray[np.int64]]:
         """The exchange of parts that are not on the rank that needs them, in bytes, and the rows of its items.
@@ -39,8 +39,7 @@ class Needs:
         source = np.asarray(readers, np.int64)[self.rows[:, 0]]
         away = source != self.rows[:, 2]
         items = self.rows[away]
-        plan = all_to_all_plan(source[away], items[:, 2], ranks, sizes=sizes[items[:, 0], items[:, 1]])
-        return plan, items
+        return all_to_all_plan(source[away], items[:, 2], ranks, sizes=sizes[items[:, 0], items[:, 1]]), items
 
     def of_rank(self, rank: int) -> dict[int, set[str]]:
         """Sample -> the parts of it that a rank needs."""
@@ -50,7 +49,7 @@ class Needs:
         return found
 
 
-def needs_of(layout: Layout, table: StepTable, samples: Sequence[Any]) -> Needs:
+def needs_of(layout: Layout, table: StepTable, samples: Samples) -> Needs:
     """The Needs of a step with this table; its parts are the layout's modules in their order."""
     parts = tuple(layout.modules)
     needed: list[NDArray[np.int64]] = []

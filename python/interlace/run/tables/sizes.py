@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from interlace.costs.step import Size
+from interlace.model import Media, ModalityModule, MultimodalModel
 from interlace.model.counting.pairs import Document, visited
 from interlace.model.inputs.patches import PatchInputs
 from interlace.model.inputs.tiles import TileInputs
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.rows import ALONE, PACKED, ROWS
+from interlace.run.tables.table import Samples
 from interlace.schedule import StepTable
 
 
-def chunk_sizes(mllm: Any, table: StepTable, samples: Sequence[Any]) -> list[Size]:
+def chunk_sizes(mllm: MultimodalModel, table: StepTable, samples: Samples) -> list[Size]:
     """The size of each chunk of `table`; samples: those of the step, which need not be decoded."""
     return [size_of(mllm, chunk.module, [samples[i] for i in chunk.samples.tolist()]) for chunk in table.chunks]
 
 
-def size_of(mllm: Any, module: str, samples: Sequence[Any]) -> Size:
+def size_of(mllm: MultimodalModel, module: str, samples: Samples) -> Size:
     """The size of one chunk of `module` with these samples: rows and pairs as its layers compute them.
 
     Attention windows are ignored: the time of a layer with a window grows with rows, which a fit covers.
@@ -41,14 +40,14 @@ def size_of(mllm: Any, module: str, samples: Sequence[Any]) -> Size:
     return Size(rows, sum(visited([document]) for document in documents))
 
 
-def _pieces(encoder: Any, item: Any) -> int:
+def _pieces(encoder: ModalityModule, item: Media) -> int:
     """Number of documents (frames or tiles) into which an encoder cuts an item."""
     if not isinstance(encoder.feed, (PatchInputs, TileInputs)):
         return 1
     return int(item.about["grid_thw"][0]) if "grid_thw" in item.about else max(int(item.shape[0]), 1)
 
 
-def _language(mllm: Any, samples: Sequence[Any]) -> Size:
+def _language(mllm: MultimodalModel, samples: Samples) -> Size:
     settings = mllm.language_settings
     lengths = [len(sample) for sample in samples]
     targets = sum(sample.targets for sample in samples)

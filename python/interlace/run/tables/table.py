@@ -18,19 +18,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace import balance
 from interlace.layout import Layout
+from interlace.model import Sample, SampleOutline
 from interlace.schedule.table import Chunk, Edge, StepTable, merged
 
 PORT = "embeds"
 MOST_NOMINAL = 1 << 20  # most samples of a table for planning: there are equally many links between chunks
 
 Ints = NDArray[np.int64]
+Samples = Sequence[Sample | SampleOutline]
+"""Samples of a batch. Those whose tokens are on other ranks are outlines."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Lengths:
     items: Mapping[str, Ints] | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Any], encoders: Sequence[str]) -> Lengths:
+    def of(cls, samples: Samples, encoders: Sequence[str]) -> Lengths:
         """The lengths of `samples`; media need not be decoded."""
         return cls(
             np.array([len(sample) for sample in samples], np.int64),
@@ -129,52 +131,39 @@ def step_table(
     if unknown:
         raise ValueError(f"chunks names {unknown[0]!r}: the encoders are {', '.join(encoders) or 'none'}")
     dp = layout.spec(language_model).dp
-    homes = None if microbatches is None or isinstance(microbatches, int) else _turns(microbatches, dp)
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
-    for name, count in [
-        *(("microbatches", c) for c in counts),
-        *((f"chunks[{n!r}]", c) for n, c in counts_of.items()),
-    ]:
+    for name, count in [*(("microbatches", c) for c in counts), *((f"chunks[{n!r}]", c) for n, c in counts_of.items())]:
         if count < 1:
             raise ValueError(f"{name} is {count}: it must be at least 1")
     if len(lengths) == 0:
         raise ValueError("a step needs at least one sample")
-    if homes is not None and (assignment is not None or replicas is not None):
-        raise ValueError(
-            "microbatches per replica determine the assignment of samples: omit assignment and replicas "
-            "(assign = 'tokens', balance = 'none')"
-        )
+    homes = None if replicas is None else replicas.get(language_model)
+    per_replica = counts[0] if counts else 2 * layout.spec(language_model).pp
     late = np.zeros(len(lengths), bool)
-    if assignment is not None:
+    if isinstance(microbatches, Sequence):
+        if assignment is not None or replicas is not None:
+            raise ValueError(
+                "microbatches per replica determine the assignment of samples: omit assignment and replicas "
+                "(assign = 'tokens', balance = 'none')"
+            )
+        turns = _turns(counts, dp)
+        bin_of = turns[_places(lengths, len(turns), groups)]
+    elif assignment is not None:
         late = np.asarray(assignment.llm_slot != assignment.encoder_slot)
         bin_of = assignment.llm_slot.astype(np.int64) * dp + assignment.replica
-        bins = int(bin_of.max()) + 1
         if late.any() and (counts_of or layout.placement == "shared"):
             raise ValueError(
                 "samples are deferred from one chunk of an encoder to the next, which fixes the number of chunks: omit "
                 "chunks, and do not use placement 'shared'"
             )
-    elif homes is not None:
-        bin_of = homes[_places(lengths, len(homes), groups)]
-        bins = int(bin_of.max()) + 1
-    elif groups is None and replicas is not None and language_model in replicas:
-        home = replicas[language_model]
-        per_replica = counts[0] if counts else 2 * layout.spec(language_model).pp
-        bin_of = home.astype(np.int64)
-        for replica, mine in enumerate(_members(home, dp) if per_replica > 1 else ()):
-            count = min(len(mine), per_replica)
-            if count:
-                slot = balance.assign(lengths.tokens[mine], count, capacity=-(-len(mine) // count))
-                bin_of[mine] = slot.astype(np.int64) * dp + replica
-        bins = int(bin_of.max()) + 1
-    elif groups is None:
-        per_replica = counts[0] if counts else 2 * layout.spec(language_model).pp
-        bins = min(len(lengths), dp * per_replica)
-        bin_of = balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins))
+    elif groups is None and homes is not None:
+        bin_of = homes.astype(np.int64)
+        for replica, mine in enumerate(_members(homes, dp)):
+            if len(mine):
+                bin_of[mine] = _places(lengths.take(mine), per_replica) * dp + replica
     else:
-        bins = len(groups)
-        bin_of = _places(lengths, bins, groups)
-    slots = -(-bins // dp)  # bin b belongs to replica b % dp, which takes its non-empty bins in order
+        bin_of = _places(lengths, dp * per_replica if groups is None else len(groups), groups)
+    slots = -(-(int(bin_of.max()) + 1) // dp)  # bin b belongs to replica b % dp, which takes its filled bins in order
     encoded = bin_of
     if late.any():
         assert assignment is not None
@@ -202,10 +191,8 @@ def step_table(
         offset = _rows_before(rows, sizes)
         used = np.flatnonzero(rows)
         here = read[used]
-        pieces = np.empty((len(used), 5), np.int32)
-        for column, values in enumerate((chunk[here], row[here], destination[used], offset[used], rows[used])):
-            pieces[:, column] = values
-        edges.append(Edge(name, language_model, PORT, merged(pieces)))
+        pieces = np.stack([chunk[here], row[here], destination[used], offset[used], rows[used]], axis=1)
+        edges.append(Edge(name, language_model, PORT, merged(pieces.astype(np.int32))))
     targets = np.zeros(len(all_chunks), np.int64)
     targets[first:] = np.add.reduceat(lengths.targets[read], np.cumsum(sizes) - sizes)
     if assignment is None:
@@ -216,7 +203,7 @@ def step_table(
     return StepTable(tuple(all_chunks), tuple(edges), targets, place, work, deferred)
 
 
-def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None) -> Ints:
+def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None = None) -> Ints:
     """int64 [n]: the microbatch (of `count`) of each sample: its group, or an assignment with balanced tokens."""
     if groups is None:
         bins = min(len(lengths), count)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interlace.layout import Layout
+from interlace.model import ModalityModule, MultimodalModel
 from interlace.plan import analytic_costs, layer_costs
 from interlace.schedule import Op
 
@@ -53,7 +54,7 @@ class Work:
     modules: Mapping[str, ModuleWork]
 
     @classmethod
-    def of(cls, mllm: Any, *, recompute: bool = False) -> Work:
+    def of(cls, mllm: MultimodalModel, *, recompute: bool = False) -> Work:
         """The work of a model with its current frozen flags. recompute: backward recomputes each layer's forward."""
         order = mllm.modules_order()
         once = dict.fromkeys(order, 1.0)
@@ -108,7 +109,7 @@ class Work:
 OPS = (Op.FORWARD, Op.BACKWARD)
 
 
-def _tokens_per_row(encoder: Any) -> float:
+def _tokens_per_row(encoder: ModalityModule) -> float:
     """Tokens inside the encoder per output row, for an item of its configured size."""
     item = encoder.default
     return float(encoder.nominal_length / max(1, encoder.tokens(item.shape, item.about)))
