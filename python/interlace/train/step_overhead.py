@@ -169,7 +169,7 @@ def _batch_seconds(config: Config, model: MultimodalModel, samples: Sequence[Sam
         made = time.perf_counter()
         Deals(model, layout, table, batch.samples, config.parallel.context_order).routes(torch.device("cpu"))
         comparison.number(table.digest, comparison.of_samples(batch.lists()).text)
-        meter.add(batch.samples, table, 1.0)
+        meter.add(samples, table, 1.0)
         computed_tokens(batch.samples, dict(model.encoders.items()))
         tables.append(made - begin)
         rests.append(time.perf_counter() - made)

@@ -263,9 +263,7 @@ class MultimodalDataset(SampleDataset, Reading):
     def _data(self, item: MediaRef) -> torch.Tensor:
         """The item's input tensor; see `Reading.read_or_blank`."""
         spec = self.specs[item.modality]
-        return self.read_or_blank(
-            item.source, lambda: spec.tensor(self.read(item)), lambda: torch.zeros(item.shape)
-        )
+        return self.read_or_blank(item.source, lambda: spec.tensor(self.read(item)), lambda: torch.zeros(item.shape))
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""
