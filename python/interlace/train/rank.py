@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
-from interlace.train.auto import planlock
+from interlace.train.auto.layout_file import NAME as LAYOUT_FILE
 from interlace.train.config.load import ConfigError
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
@@ -44,7 +44,7 @@ class Start:
     resume: str | None = None
     held: lock.RunLock | None = None
     take_over: bool = False
-    plan: Path | None = None
+    layout_file: Path | None = None
 
 
 def run(
@@ -56,15 +56,15 @@ def run(
     resume: str | None = None,
     held: lock.RunLock | None = None,
     take_over: bool = False,
-    plan: Path | None = None,
+    layout_file: Path | None = None,
 ) -> int:
     """Trains as rank RANK of WORLD_SIZE (one process if they are not set); returns the exit code.
 
     `resume` is None for a new run, else the argument of ``--resume``. `folder` is the run folder of all ranks. `held`
     is its lock, on rank 0. Without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
     `lock.take`). `at` is the checkpoint to resume from, by default the newest. `source` names the config in messages.
-    `plan` is a plan.lock to repeat if the config leaves its layout open; the default is the run folder's, else rank 0
-    chooses.
+    `layout_file` is a layout.toml to repeat if the config leaves its layout open; the default is the run folder's, else
+    rank 0 chooses.
 
     The code is 0 when all steps are trained, and 128 + the signal when a signal ended the run, which is then saved.
     Raises ConfigError for errors that the user can correct; anything else is a failure of the run.
@@ -74,7 +74,7 @@ def run(
     with contextlib.ExitStack() as cleanup:
         job = Job(config, source, cleanup, Membership(stop=lambda: stop.number))
         try:
-            rank = Rank(job, Start(folder, at, resume, held, take_over, plan))
+            rank = Rank(job, Start(folder, at, resume, held, take_over, layout_file))
             code = rank.train()
         finally:
             stop.restore()  # a later signal may end the process at once: nothing is left to save
@@ -102,15 +102,15 @@ class Rank:
             check_world(job.config, self.world, job.source)
         tracked = made(job.config, source=job.source) if self.rank == 0 else {}
         self._meet()
-        plan = self._choose_plan()
+        chosen = self._choose_layout()
         job.prepare_torch()
         job.make_model()
         job.layout = build_layout(job.config, job.model, source=job.source)
         if start.resume is None:  # else a checkpoint has all of them, or all except the frozen ones
             job.stored()
         at = self._find_folder()
-        if plan and self.rank == 0:
-            runfolder.write_whole(job.folder / planlock.NAME, plan)
+        if chosen and self.rank == 0:
+            runfolder.write_whole(job.folder / LAYOUT_FILE, chosen)
         runfolder.check_shared(job.folder, self.startup)
         self._make_parallel()
         self._make_data()
@@ -132,20 +132,22 @@ class Rank:
         job.cleanup.callback(self.startup.close)
         devices.agree(job.kind, self.startup, source=job.source)
 
-    def _choose_plan(self) -> str:
-        """Settles parallel = "auto"; returns the text of its plan.lock, or "". Collective."""
+    def _choose_layout(self) -> str:
+        """Settles parallel = "auto"; returns the text of its layout.toml, or "". Collective."""
         job, start = self.job, self.start
         if not job.config.parallel.auto:
-            if start.plan is not None:
+            if start.layout_file is not None:
                 raise ConfigError(
-                    f"--lock {start.plan}: {job.source} fixes its own layout; a lock is for parallel = 'auto'"
+                    f"--layout {start.layout_file}: {job.source} fixes its own layout; the option is for parallel = 'auto'"
                 )
             return ""
         from interlace.train.auto.agree import agree
 
-        job.config, plan = agree(job.config, self.startup, source=job.source, lock=start.plan, resume=start.resume)
+        job.config, chosen = agree(
+            job.config, self.startup, source=job.source, given=start.layout_file, resume=start.resume
+        )
         self.asked = job.config.parallel
-        return plan
+        return chosen
 
     def _find_folder(self) -> Path | None:
         """Sets the run folder; returns the checkpoint to resume from, None for the newest. Collective."""

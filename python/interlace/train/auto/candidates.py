@@ -125,7 +125,7 @@ def applied(config: Config, candidate: Candidate) -> Config:
 def with_tables(config: Config, parallel: dict[str, Any], train: dict[str, Any]) -> Config:
     """The config with these keys of [parallel], added to its own, and of [train]."""
     asked = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
-    table = {key: value for key, value in asked.items() if key not in ("plan", "choose", "max_ranks", "memory")}
+    table = {key: value for key, value in asked.items() if key not in ("layout", "choose", "max_ranks", "memory")}
     for key, value in parallel.items():
         table[key] = {**table.get(key, {}), **value} if isinstance(value, dict) else value
     dump = config.model_dump()

@@ -78,7 +78,7 @@ def decide(
 ) -> Decision:
     """The fastest layout that fits, by simulation, over any of `worlds` ranks.
 
-    config: with parallel.plan = "auto" and the final batch size (see `batch_size_of`). Raises ConfigError if nothing
+    config: with parallel.layout = "auto" and the final batch size (see `batch_size_of`). Raises ConfigError if nothing
     fits, with the missing amount, or if no candidate matches the keys fixed by the config.
     """
     openings = openings_of(config)
@@ -111,8 +111,8 @@ def decide(
             estimates.append((seconds, candidate))
     if not considered:
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto': no layout of {_ranks(worlds)} has the degrees that the section sets "
-            f"({_fixed_words(config)}); omit some of them, or change max_ranks"
+            f"{source}: [parallel] layout = 'auto': no layout of {_ranks(worlds)} has the degrees that the section "
+            f"sets ({_fixed_words(config)}); omit some of them, or change max_ranks"
         )
 
     def simulate(candidates: Iterable[Candidate], count: int) -> list[Outcome]:
@@ -248,7 +248,7 @@ def _ranks(worlds: Sequence[int]) -> str:
 
 def _fixed_words(config: Config) -> str:
     given = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
-    return ", ".join(f"{k} = {v!r}" for k, v in given.items() if k not in ("plan", "choose", "max_ranks", "memory"))
+    return ", ".join(f"{k} = {v!r}" for k, v in given.items() if k not in ("layout", "choose", "max_ranks", "memory"))
 
 
 def _no_layout_message(
@@ -262,7 +262,7 @@ def _no_layout_message(
 ) -> str:
     """Error message if no candidate is possible."""
     reasons = "; ".join(f"{count} {reason}, such as {examples[reason]}" for reason, count in refused.most_common())
-    head = f"{source}: [parallel] plan = 'auto': none of {considered} candidates on {_ranks(worlds)} fits"
+    head = f"{source}: [parallel] layout = 'auto': none of {considered} candidates on {_ranks(worlds)} fits"
     if math.isinf(short):
         return f"{head}: {reasons}"
     limit = machine.memory(max(worlds)) / 2**30

@@ -1,4 +1,4 @@
-"""Resolution of ``parallel.plan = "auto"`` to a fixed config: from a plan.lock, or by a new choice."""
+"""Resolution of ``parallel.layout = "auto"`` to a fixed config: from a layout file, or by a new choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from interlace.costs.links import Links
 from interlace.train import device as devices
-from interlace.train.auto import planlock, report
+from interlace.train.auto import layout_file, report
 from interlace.train.auto.choose import WORTH, Decision, batch_size_of, decide
 from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here, most_ranks
 from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
@@ -20,36 +20,35 @@ from interlace.train.models.media_specs import check_inputs
 from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
-PICTURE = "plan.png"
+PICTURE = "layout.png"
 
 
 def resolve_config(
-    config: Config, *, source: str, folder: Path, lock: Path | None, say: Callable[[str], None]
+    config: Config, *, source: str, folder: Path, given: Path | None, say: Callable[[str], None]
 ) -> Config:
-    """The settled config of a run in `folder`. Writes plan.lock there, and a picture of the runners-up for a new
+    """The settled config of a run in `folder`. Writes layout.toml there, and a picture of the runners-up for a new
     choice.
 
-    lock: a plan.lock to repeat; by default the folder's own, if it has one. Raises ConfigError for a lock of another
+    given: a layout file to repeat; by default the folder's own, if it has one. Raises ConfigError for a file of another
     config, and if nothing fits.
     """
-    own_lock = folder / planlock.NAME
-    given = lock if lock is not None else own_lock if own_lock.exists() else None
+    given, own = given or layout_file.of_run(folder), folder / layout_file.NAME
     if given is not None:
-        text = planlock.read(given)
-        settled = planlock.locked(config, text, str(given))
-        write_whole(own_lock, text)
-        say(f"plan of {given}: {_summary(settled)}")
+        text = layout_file.read(given)
+        settled = layout_file.with_layout(config, text, str(given))
+        write_whole(own, text)
+        say(f"layout of {given}: {_summary(settled)}")
         return settled
     text, decision = choose(config, source=source, say=say)
-    write_whole(own_lock, text)
-    report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.plan = 'auto'")
-    return planlock.locked(config, text, str(own_lock))
+    write_whole(own, text)
+    report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.layout = 'auto'")
+    return layout_file.with_layout(config, text, str(own))
 
 
 def choose(
     config: Config, *, source: str, say: Callable[[str], None], ranks: int | None = None
 ) -> tuple[str, Decision]:
-    """Measures this machine and chooses: the text of a plan.lock, and the decision."""
+    """Measures this machine and chooses: the text of a layout.toml, and the decision."""
     from interlace.train.data.feed import datasets, indexed
     from interlace.train.data.texts import tokenizer_of
     from interlace.train.models.build import build
@@ -78,10 +77,10 @@ def choose(
     except Exception as error:  # from any model's own code, called on a single layer
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' times each layer by itself, but this model's layers cannot be timed: "
-            f"{why}. Write the layout into [parallel] instead of plan = 'auto', or count FLOPs instead of timing: "
-            "interlace plan choose CONFIG --gpus N --memory GB --tflops T --out plan.lock, then interlace "
-            "train CONFIG --lock plan.lock"
+            f"{source}: [parallel] layout = 'auto' times each layer by itself, but this model's layers cannot be "
+            f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead of timing: "
+            "interlace plan choose CONFIG --gpus N --memory GB --tflops T --out layout.toml, then interlace "
+            "train CONFIG --layout layout.toml"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
     return _decided(config, model, machine, worlds, source, say, samples, lambda size: real_work(config, data, size))
@@ -98,14 +97,14 @@ def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[L
         return ASSUMED, "links assumed: 200 GB/s between the GPUs of a host, 40 GB/s per GPU between hosts"
     if launcher.local_ranks(max(worlds)) < max(worlds):
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' does not measure the network between hosts, but these ranks are on "
+            f"{source}: [parallel] layout = 'auto' does not measure the network between hosts, but these ranks are on "
             "several hosts: set its speed with parallel.links (host, network and ranks_per_host), or write the layout "
             "into [parallel]"
         )
     return gloo_links(), "gloo timed between two threads"
 
 
-def plan_for(
+def choose_for(
     config: Config, *, gpus: int, memory: float, tflops: float, how: str, source: str, say: Callable[[str], None]
 ) -> tuple[str, Decision, Machine]:
     """Chooses for `gpus` GPUs of `memory` bytes that are not here; layer costs are counted FLOPs.
@@ -151,7 +150,7 @@ def _decided(
     decision = decide(sized, model, work, machine, worlds, source=source, notes=[*[note] * bool(note), *machine.notes])
     for line in report.lines(decision, machine.origin, work.origin):
         say(f"auto: {line}")
-    return planlock.text_of(config, decision, machine.origin, work.origin), decision
+    return layout_file.text_of(config, decision, machine.origin, work.origin), decision
 
 
 def worlds_up_to(most: int) -> list[int]:
@@ -169,8 +168,8 @@ def check_ranks(config: Config, ranks: int, where: str) -> None:
     """Raises ConfigError if a settled config is for another number of ranks than were started."""
     if config.world_size() != ranks:
         raise ConfigError(
-            f"{where} is a plan for {config.world_size()} ranks, but {ranks} were started: start that many, or remove "
-            "the file (or omit --lock) to choose again"
+            f"{where} is a layout for {config.world_size()} ranks, but {ranks} were started: start that many, or "
+            "remove the file (or omit --layout) to choose again"
         )
 
 

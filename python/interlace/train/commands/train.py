@@ -61,9 +61,11 @@ def _in_folder(
     if config.parallel.auto:
         from interlace.train.auto.resolve import resolve_config
 
-        config = resolve_config(config, source=str(path), folder=folder, lock=options.lock, say=_say)
-    elif options.lock is not None:
-        raise ConfigError(f"--lock {options.lock}: {path} fixes its own layout; a lock is for parallel = 'auto'")
+        config = resolve_config(config, source=str(path), folder=folder, given=options.layout, say=_say)
+    elif options.layout is not None:
+        raise ConfigError(
+            f"--layout {options.layout}: {path} fixes its own layout; the option is for parallel = 'auto'"
+        )
     if options.resume is None:
         runfolder.write_config(folder, config)
     world = config.world_size()
@@ -124,7 +126,7 @@ def _as_rank(options: argparse.Namespace) -> int:
     if folder is None:
         path = _config_path(options)
         config = load(path, options.set, open_replicas=True)
-        return run(config, source=str(path), resume=resume, take_over=options.take_over, plan=options.lock)
+        return run(config, source=str(path), resume=resume, take_over=options.take_over, layout_file=options.layout)
     source = os.environ[launcher.SOURCE]
     config = loads(os.environ[launcher.CONFIG], source=source)
     at = runfolder.resolve(config, resume)[1] if resume else None

@@ -54,7 +54,11 @@ def load(
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    return loads(text, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
+    table = _parsed(text, str(path))
+    if (path.parent / "run.json").exists() and isinstance(parallel := table.get("parallel"), dict):
+        if parallel.get("plan") == "auto":  # run folders of earlier versions
+            parallel["layout"] = parallel.pop("plan")
+    return from_table(table, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
 
 
 def loads(
@@ -66,11 +70,14 @@ def loads(
     auto: bool = False,
 ) -> Config:
     """Returns the config of a TOML text. `source` names it in messages. Raises ConfigError as `load` does."""
+    return from_table(_parsed(text, source), overrides, source=source, open_replicas=open_replicas, auto=auto)
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=source, open_replicas=open_replicas, auto=auto)
 
 
 def from_table(
@@ -91,12 +98,14 @@ def from_table(
         else:
             set_key(table, keys, value, override)
         where[keys] = f"--set {override}"
-    _open_plan(table)
+    _open_choices(table)
+    if isinstance(parallel := table.get("parallel"), dict) and isinstance(parallel.get("plan"), str):
+        raise ConfigError(f"{_place(('parallel', 'plan'), where, source)}: parallel.plan is now: parallel.layout")
     _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
     if auto and not _is_open(table):
         _leave_open(table)
-        _open_plan(table)
+        _open_choices(table)
     try:
         return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
@@ -107,22 +116,22 @@ def from_table(
 def _as_section(table: dict[str, Any]) -> None:
     """Replaces ``parallel = "auto"`` by the section that it stands for."""
     if table.get("parallel") == "auto":
-        table["parallel"] = {"plan": "auto"}
+        table["parallel"] = {"layout": "auto"}
 
 
 def _leave_open(table: dict[str, Any]) -> None:
-    """Sets plan = auto and removes all keys of [parallel] except `CLUSTER`."""
+    """Sets layout = auto and removes all keys of [parallel] except `CLUSTER`."""
     parallel = table.get("parallel")
     kept = {key: parallel[key] for key in CLUSTER if key in parallel} if isinstance(parallel, dict) else {}
-    table["parallel"] = kept | {"plan": "auto"}
+    table["parallel"] = kept | {"layout": "auto"}
 
 
 def _is_open(table: dict[str, Any]) -> bool:
-    return isinstance(table.get("parallel"), dict) and table["parallel"].get("plan") == "auto"
+    return isinstance(table.get("parallel"), dict) and table["parallel"].get("layout") == "auto"
 
 
-def _open_plan(table: dict[str, Any]) -> None:
-    """With plan = auto: adds the keys of [train] that are not given to ``choose``."""
+def _open_choices(table: dict[str, Any]) -> None:
+    """With layout = auto: adds the keys of [train] that are not given to ``choose``."""
     _as_section(table)
     train = table.get("train")
     if not _is_open(table) or not isinstance(train, dict):
@@ -204,8 +213,8 @@ def unsettled(config: Config, source: str, what: str) -> None:
     """Raises ConfigError if the config leaves the layout open; `what` needs it."""
     if config.parallel.auto:
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' says no layout yet, which {what} needs: use interlace plan choose, or "
-            "the config.toml of a run folder, which has what was chosen"
+            f"{source}: [parallel] layout = 'auto' says no layout yet, which {what} needs: use interlace plan choose, "
+            "or the config.toml of a run folder, which has what was chosen"
         )
 
 

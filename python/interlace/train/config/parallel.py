@@ -86,19 +86,19 @@ class Parallel(Section):
     __pydantic_extra__: dict[str, EncoderParallel] = Field(init=False)
     free: ClassVar[type[Section]] = EncoderParallel
 
-    plan: Literal["auto"] | None = None
+    layout: Literal["auto"] | None = None
     """auto: measure, simulate and choose all keys that this section leaves out (placement, degrees, shards, schedule),
     and the keys of [train] in ``choose``. Keys given here are kept. ``parallel = "auto"`` in place of the section
-    leaves all of them open. The choice and its reasons are in ``plan.lock`` of the run folder."""
+    leaves all of them open. The choice and its reasons are in ``layout.toml`` of the run folder."""
     choose: list[Literal["batch_size", "microbatches", "activation_checkpointing"]] | None = None
-    """Keys of [train] that plan = "auto" also chooses. Default: those of them that [train] does not give. Needs plan =
-    "auto"."""
+    """Keys of [train] that layout = "auto" also chooses. Default: those of them that [train] does not give. Needs
+    layout = "auto"."""
     max_ranks: Positive | None = None
-    """Maximum ranks that plan = "auto" may use. Default: one per GPU of the machine; on CPUs one per core, at most 4.
-    Under torchrun all processes are used. Needs plan = "auto"."""
+    """Maximum ranks that layout = "auto" may use. Default: one per GPU of the machine; on CPUs one per core, at most 4.
+    Under torchrun all processes are used. Needs layout = "auto"."""
     memory: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Memory that plan = "auto" may fill on each rank [GB, 10^9 bytes]. Default: 90 % of the GPU's memory, or of the
-    rank's share of host memory. Needs plan = "auto"."""
+    """Memory that layout = "auto" may fill on each rank [GB, 10^9 bytes]. Default: 90 % of the GPU's memory, or of the
+    rank's share of host memory. Needs layout = "auto"."""
     placement: Literal["parallel", "colocated", "shared", "replicated", "chain"] | None = None
     """Ranks of the modules. parallel: each encoder has its own ranks. colocated: all encoders share the same ranks,
     stage by stage, and need equal degrees. shared: all modules run on the same ranks, one after the other, each with
@@ -139,13 +139,13 @@ class Parallel(Section):
     """Seconds until a rank that waits for a dead or hung peer aborts and names it. Also the maximum difference between
     the start times of ranks. A peer that fetches or decodes data may take longer while it shows signs of life."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """Threads per rank. Default: the machine's cores divided by the ranks on it. plan = "auto" also evaluates one
+    """Threads per rank. Default: the machine's cores divided by the ranks on it. layout = "auto" also evaluates one
     process with one thread."""
 
     @property
     def auto(self) -> bool:
         """True if the layout is still to be chosen."""
-        return self.plan == "auto"
+        return self.layout == "auto"
 
     def module(self, name: str) -> ModuleParallel:
         """Distribution of the module `name`."""
@@ -192,10 +192,10 @@ class Parallel(Section):
         return self
 
     @model_validator(mode="after")
-    def _speaks_of_a_plan(self) -> Parallel:
+    def _limits_of_the_choice(self) -> Parallel:
         given = [key for key in ("choose", "max_ranks", "memory") if getattr(self, key) is not None]
         if given and not self.auto:
-            raise ValueError(f"{given[0]} is for plan = 'auto': give that too, or leave {given[0]} out")
+            raise ValueError(f"{given[0]} is for layout = 'auto': give that too, or leave {given[0]} out")
         return self
 
     def degrees(self, name: str) -> str:
