@@ -137,9 +137,7 @@ class Rank:
         job, start = self.job, self.start
         if not job.config.parallel.auto:
             if start.layout_file is not None:
-                raise ConfigError(
-                    f"--layout {start.layout_file}: {job.source} fixes its own layout; the option is for parallel = 'auto'"
-                )
+                raise ConfigError(f"--layout {start.layout_file}: {job.source} fixes its own layout; omit --layout")
             return ""
         from interlace.train.auto.agree import agree
 

@@ -78,8 +78,8 @@ def choose(
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"{source}: [parallel] layout = 'auto' times each layer by itself, but this model's layers cannot be "
-            f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead of timing: "
-            "interlace plan choose CONFIG --gpus N --memory GB --tflops T --out layout.toml, then interlace "
+            f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead "
+            "of timing: interlace plan choose CONFIG --gpus N --memory GB --tflops T --out layout.toml, then interlace "
             "train CONFIG --layout layout.toml"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]

@@ -63,9 +63,7 @@ def _in_folder(
 
         config = resolve_config(config, source=str(path), folder=folder, given=options.layout, say=_say)
     elif options.layout is not None:
-        raise ConfigError(
-            f"--layout {options.layout}: {path} fixes its own layout; the option is for parallel = 'auto'"
-        )
+        raise ConfigError(f"--layout {options.layout}: {path} fixes its own layout; omit --layout")
     if options.resume is None:
         runfolder.write_config(folder, config)
     world = config.world_size()
