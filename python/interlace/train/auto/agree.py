@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.train import runfolder
 from interlace.train.auto import layout_file
@@ -12,10 +12,15 @@ from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 
+if TYPE_CHECKING:
+    from interlace.train.launch.startup import Startup
+
 _WHAT = "choosing a layout (parallel.layout = 'auto')"
 
 
-def agree(config: Config, startup: Any, *, source: str, given: Path | None, resume: str | None) -> tuple[Config, str]:
+def agree(
+    config: Config, startup: Startup, *, source: str, given: Path | None, resume: str | None
+) -> tuple[Config, str]:
     """The settled config, equal on all ranks, and the text of its layout.toml. Collective (`startup.Startup`).
 
     The layout is that of the file `given`, else of the resumed run, else a choice by rank 0 for exactly the number of

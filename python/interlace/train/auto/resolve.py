@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.costs.links import Links
 from interlace.train import device as devices
@@ -15,10 +16,15 @@ from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_w
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
+from interlace.train.models.build import build
 from interlace.train.models.costs import stated_links
 from interlace.train.models.media_specs import check_inputs
 from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
+
+if TYPE_CHECKING:
+    from interlace.data import SampleDataset
+    from interlace.model import MultimodalModel, Sample
 
 PICTURE = "layout.png"
 
@@ -49,23 +55,18 @@ def choose(
     config: Config, *, source: str, say: Callable[[str], None], ranks: int | None = None
 ) -> tuple[str, Decision]:
     """Measures this machine and chooses: the text of a layout.toml, and the decision."""
-    from interlace.train.data.feed import datasets, indexed
-    from interlace.train.data.texts import tokenizer_of
-    from interlace.train.models.build import build
-
     kind = devices.choose(config.run.device, 1, source=source)
     worlds = [ranks] if ranks is not None else worlds_up_to(most_ranks(config, kind))
-    tokenizer = tokenizer_of(config, source=source)
-    model = build(config, tokenizer, source=source)
-    data = indexed(*datasets(config, model, tokenizer, source=source))
-    samples = pool(config, data)
+    model, data = _model_and_data(config, source)
+    samples = pool(data)
+    timed = config.train.batch_size if "batch_size" not in (config.parallel.choose or ()) else 16
     links, links_origin = _links(config, kind, worlds, source)
     overhead = measure_overhead(config, model, data, kind)
     try:
         machine = here(
             config,
             model,
-            _profiled(config, samples),
+            samples[: max(1, min(len(samples), timed))],  # as many as a chunk could have
             kind=kind,
             worlds=worlds,
             links=links,
@@ -83,7 +84,16 @@ def choose(
             "train CONFIG --layout layout.toml"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
-    return _decided(config, model, machine, worlds, source, say, samples, lambda size: real_work(config, data, size))
+    return _decided(config, model, machine, worlds, source, say, samples, partial(real_work, config, data))
+
+
+def _model_and_data(config: Config, source: str) -> tuple[MultimodalModel, SampleDataset]:
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.data.texts import tokenizer_of
+
+    tokenizer = tokenizer_of(config, source=source)
+    model = build(config, tokenizer, source=source)
+    return model, indexed(*datasets(config, model, tokenizer, source=source))
 
 
 def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[Links, str]:
@@ -111,36 +121,28 @@ def choose_for(
 
     Lengths come from the config's data if its files are here, else from samples that fill its budgets.
     """
-    from interlace.train.data.feed import datasets, indexed
-    from interlace.train.data.texts import tokenizer_of, vocabulary_of
-    from interlace.train.models.build import build
+    from interlace.train.data.texts import vocabulary_of
 
     if has_data(config):
-        tokenizer = tokenizer_of(config, source=source)
-        model = build(config, tokenizer, source=source)
-        data = indexed(*datasets(config, model, tokenizer, source=source))
-        samples: list[Any] = pool(config, data)
+        model, data = _model_and_data(config, source)
+        samples, work = pool(data), partial(real_work, config, data)
     else:
         model = build(config, vocabulary_of(config, source=source), source=source)
         check_inputs(config, model, source=source)
-        data, samples = None, nominal_work(config, model, 1).samples()
+        samples, work = nominal_work(config, model, 1).samples(), partial(nominal_work, config, model)
     machine = counted(config, model, tflops=tflops, memory=memory, how=how)
-
-    def work(size: int) -> Work:
-        return nominal_work(config, model, size) if data is None else real_work(config, data, size)
-
     text, decision = _decided(config, model, machine, [gpus], source, say, samples, work)
     return text, decision, machine
 
 
 def _decided(
     config: Config,
-    model: Any,
+    model: MultimodalModel,
     machine: Machine,
     worlds: list[int],
     source: str,
     say: Callable[[str], None],
-    samples: list[Any],
+    samples: list[Sample],
     work_of: Callable[[int], Work],
 ) -> tuple[str, Decision]:
     size, note = batch_size_of(config, model, samples, machine, max(worlds))
@@ -156,12 +158,6 @@ def _decided(
 def worlds_up_to(most: int) -> list[int]:
     """Numbers of ranks to compare: all up to 4, then powers of two, and the maximum."""
     return sorted({each for each in range(1, most + 1) if each <= 4 or each & (each - 1) == 0} | {most})
-
-
-def _profiled(config: Config, samples: list[Any]) -> list[Any]:
-    """Samples for timing layers: as many as a chunk could have."""
-    count = config.train.batch_size if "batch_size" not in (config.parallel.choose or ()) else 16
-    return samples[: max(1, min(len(samples), count))]
 
 
 def check_ranks(config: Config, ranks: int, where: str) -> None:
