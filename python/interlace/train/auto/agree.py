@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from interlace.train import runfolder
 from interlace.train.auto import layout_file
 from interlace.train.auto.resolve import check_ranks, choose
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 
@@ -49,7 +49,7 @@ def _layout(config: Config, world: int, source: str, given: Path | None, resume:
     if given is None and resume is not None:
         given = layout_file.of_run(runfolder.resolve(config, resume)[0])
     if given is not None:
-        return layout_file.read(given), str(given)
+        return read_text(given, "layout"), str(given)
     from interlace.train.data.feed import prepare
 
     def say(line: str) -> None:

@@ -101,15 +101,6 @@ def of_run(folder: Path) -> Path | None:
     return next((folder / name for name in (NAME, _OLD_NAME) if (folder / name).exists()), None)
 
 
-def read(path: Path) -> str:
-    """The text of a layout file. Raises ConfigError for a file that cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot read the layout: {reason}") from None
-
-
 def with_layout(config: Config, text: str, where: str) -> Config:
     """The config with the choice of the layout file `text`.
 

@@ -13,7 +13,7 @@ from interlace.train.auto import layout_file, report
 from interlace.train.auto.choose import WORTH, Decision, batch_size_of, decide
 from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here, most_ranks
 from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 from interlace.train.models.build import build
@@ -40,7 +40,7 @@ def resolve_config(
     """
     given, own = given or layout_file.of_run(folder), folder / layout_file.NAME
     if given is not None:
-        text = layout_file.read(given)
+        text = read_text(given, "layout")
         settled = layout_file.with_layout(config, text, str(given))
         write_whole(own, text)
         say(f"layout of {given}: {_summary(settled)}")
