@@ -42,12 +42,12 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def blaming(where: str) -> Iterator[None]:
+def blaming(where: str = "") -> Iterator[None]:
     """ValueErrors of the block become ConfigErrors that begin with `where`."""
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,8 @@ def _check_keys(model: type[BaseModel], table: dict[str, Any], path: tuple[str, 
 
 def imported(path: str, where: str) -> Any:
     """The object at "package.module:name". Raises ConfigError if it does not exist."""
-    try:
+    with blaming():
         return _hints.imported(path, where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def dumps(config: Config) -> str:

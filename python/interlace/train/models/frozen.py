@@ -29,6 +29,3 @@ def narrow_frozen(model: nn.Module) -> int:
             weight.data = weight.data.to(torch.bfloat16)
             narrowed += 1
     return narrowed
-
-
-__all__ = ["narrow_frozen"]
