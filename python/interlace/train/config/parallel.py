@@ -34,13 +34,9 @@ class ModuleParallel(Section):
     all of these. Needs ``shard`` = "optimizer" or "full"."""
 
     @model_validator(mode="after")
-    def _turns(self) -> ModuleParallel:
+    def _keys_fit_each_other(self) -> ModuleParallel:
         if self.order == "v" and self.virtual != 2:
             raise ValueError(f"order = 'v' goes down the ranks and up again: set virtual = 2, not {self.virtual}")
-        return self
-
-    @model_validator(mode="after")
-    def _shares(self) -> ModuleParallel:
         if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
             raise ValueError(
                 f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
@@ -155,10 +151,6 @@ class Parallel(Section):
         """Configured distributions of encoders, by name."""
         return dict(self.__pydantic_extra__)
 
-    def stages(self, name: str) -> int:
-        """Pipeline stages of the module `name` that can each have a rank; see ``virtual``."""
-        return self.module(name).pp
-
     @property
     def placed(self) -> str:
         """The placement, with the default filled in."""
@@ -184,15 +176,11 @@ class Parallel(Section):
         return spec.tp * spec.cp * spec.pp * self.replicas(name)
 
     @model_validator(mode="after")
-    def _schedule_exists(self) -> Parallel:
+    def _schedule_exists_and_limits_have_a_use(self) -> Parallel:
         from interlace.schedule.generators import generator_of
 
         if ":" not in self.schedule:  # a user's module is imported when the run starts
             generator_of(self.schedule)
-        return self
-
-    @model_validator(mode="after")
-    def _limits_of_the_choice(self) -> Parallel:
         given = [key for key in ("choose", "max_ranks", "memory") if getattr(self, key) is not None]
         if given and not self.auto:
             raise ValueError(f"{given[0]} is for layout = 'auto': give that too, or leave {given[0]} out")
