@@ -83,17 +83,16 @@ class Evaluator:
     def simulate(self, candidate: Candidate) -> Outcome:
         """Simulates a candidate. Raises Refused."""
         config = self._applied(candidate)
+        rows, recompute = config.parallel.sequence_parallel, config.train.recompute
         try:
             layout = build_layout(config, self.model, source="auto")
             check_stages(self.model, layout)
             traffic, activations = self._traffic(config, layout)
-            graph, _ = with_lanes(
-                stage_graph(self.model, layout), self.model, sequence_parallel=config.parallel.sequence_parallel
-            )
-            assigner = assigner_of(config.train.assign, layout, self.model, recompute=config.train.recompute)
+            graph, _ = with_lanes(stage_graph(self.model, layout), self.model, sequence_parallel=rows)
+            assigner = assigner_of(config.train.assign, layout, self.model, recompute=recompute)
             node = ranks_per_node(config, [layout.world] * layout.world)
             dispatcher = dispatcher_of(
-                config.train.balance, layout, self.model, recompute=config.train.recompute, ranks_per_node=node
+                config.train.balance, layout, self.model, recompute=recompute, ranks_per_node=node
             )
         except (ValueError, ConfigError) as error:
             raise Refused("the model cannot be cut so", _message(error)) from None
@@ -101,7 +100,6 @@ class Evaluator:
         costs = self.machine.costs_of(candidate.world, candidate.threads)
         links = self.machine.links(candidate.world)
         free_links = Links(ranks_per_process=links.ranks_per_process, ranks_per_host=links.ranks_per_host)
-        recompute = config.train.recompute
         for batch in self.work.batches:
             given = GlobalBatch.of(batch, None if config.data.pack else candidate.microbatches, config.chunks())
             try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def section_of(text: str) -> str:
     return dumps_table({"train": chosen["train"], "parallel": chosen["parallel"]}).rstrip()
 
 
-def _numbers(outcome: Outcome) -> dict[str, Any]:
+def _numbers(outcome: Outcome) -> dict[str, float]:
     return {
         "ranks": outcome.candidate.world,
         "seconds": outcome.seconds,
@@ -141,6 +142,6 @@ def digests(config: Config) -> dict[str, str]:
     return {name: digest_of(part) for name, part in parts.items()}
 
 
-def digest_of(table: dict[str, Any]) -> str:
+def digest_of(table: Mapping[str, object]) -> str:
     """Digest of a section."""
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -164,7 +164,7 @@ class Checkpoints:
         step: int,
         parameters: Values,
         optimizer: Values,
-        progress: Mapping[str, Any],
+        progress: Mapping[str, object],
         *,
         best: int = -1,
     ) -> Path:
@@ -184,7 +184,7 @@ class Checkpoints:
         step: int,
         parameters: Values,
         optimizer: Values,
-        progress: Mapping[str, Any],
+        progress: Mapping[str, object],
         *,
         copy: bool = True,
         best: int = -1,

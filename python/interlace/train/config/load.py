@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
+Table: TypeAlias = dict[str, Any]
+"""A TOML table."""
 CLUSTER = ("links", "ranks_per_node", "timeout", "threads", "choose", "max_ranks", "memory")
 """Keys of [parallel] that describe the machines and the search for a layout, not the layout itself."""
 
@@ -100,7 +102,7 @@ def loads(text: str, overrides: list[str] | None = None, *, source: str = "confi
     return from_table(_parsed(text, source), overrides, source=source)
 
 
-def _parsed(text: str, source: str) -> dict[str, Any]:
+def _parsed(text: str, source: str) -> Table:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -108,7 +110,7 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def from_table(
-    table: dict[str, Any],
+    table: Table,
     overrides: list[str] | None = None,
     *,
     source: str = "config",
@@ -140,24 +142,24 @@ def from_table(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _as_section(table: dict[str, Any]) -> None:
+def _as_section(table: Table) -> None:
     """Replaces ``parallel = "auto"`` by the section that it stands for."""
     if table.get("parallel") == "auto":
         table["parallel"] = {"layout": "auto"}
 
 
-def _leave_open(table: dict[str, Any]) -> None:
+def _leave_open(table: Table) -> None:
     """Sets layout = auto and removes all keys of [parallel] except `CLUSTER`."""
     parallel = table.get("parallel")
     kept = {key: parallel[key] for key in CLUSTER if key in parallel} if isinstance(parallel, dict) else {}
     table["parallel"] = kept | {"layout": "auto"}
 
 
-def _is_open(table: dict[str, Any]) -> bool:
+def _is_open(table: Table) -> bool:
     return isinstance(table.get("parallel"), dict) and table["parallel"].get("layout") == "auto"
 
 
-def _open_choices(table: dict[str, Any]) -> None:
+def _open_choices(table: Table) -> None:
     """With layout = auto: adds the keys of [train] that are not given to ``choose``."""
     _as_section(table)
     train = table.get("train")
@@ -171,7 +173,7 @@ def _open_choices(table: dict[str, Any]) -> None:
         train.setdefault("batch_size", least if isinstance(least, int) else 1)
 
 
-def _describe_models(table: dict[str, Any], origin: _Origin) -> None:
+def _describe_models(table: Table, origin: _Origin) -> None:
     """Fills in architecture and config of modules with a ``path`` from its config.json. Makes the path absolute."""
     modules = table.get("model")
     if isinstance(modules, dict) and isinstance(modules.get("path"), str):
@@ -198,7 +200,7 @@ def _describe_models(table: dict[str, Any], origin: _Origin) -> None:
             _add_pixels(section, found.pixels)
 
 
-def _describe_whole(modules: dict[str, Any], origin: _Origin) -> None:
+def _describe_whole(modules: Table, origin: _Origin) -> None:
     """Adds missing sections for the modules of a whole model. Makes its path absolute."""
     from interlace.model.whole.model import modules_of
     from interlace.train.models.architectures import pixel_statistics
@@ -225,7 +227,7 @@ def _local(path: str, section: tuple[str, ...], origin: _Origin) -> Path:
         return Path(local_path(path)).expanduser().absolute()
 
 
-def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]) -> None:
+def _add_pixels(section: Table, pixels: tuple[list[float], list[float]]) -> None:
     """Sets mean and std of a folder, unless the config gives them; each separately."""
     section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
@@ -239,7 +241,7 @@ def unsettled(config: Config, source: str, what: str) -> None:
         )
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+def parse_override(text: str) -> tuple[tuple[str, ...], object]:
     """``train.lr=1e-3`` -> (("train", "lr"), 0.001). A value that is not valid TOML becomes a string."""
     name, equals, value = text.partition("=")
     keys = tuple(key.strip() for key in name.split("."))
@@ -251,7 +253,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         return keys, value.strip()
 
 
-def set_key(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
+def set_key(table: Table, keys: tuple[str, ...], value: object, text: str) -> None:
     """Sets one override in the nested table. Raises ConfigError if a key on its path is not a table."""
     for depth, key in enumerate(keys[:-1], 1):
         inner = table.setdefault(key, {})
@@ -261,7 +263,7 @@ def set_key(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str)
     table[keys[-1]] = value
 
 
-def _check_keys(model: type[BaseModel], table: dict[str, Any], path: tuple[str, ...], origin: _Origin) -> None:
+def _check_keys(model: type[BaseModel], table: Table, path: tuple[str, ...], origin: _Origin) -> None:
     """Raises ConfigError for keys that `model` does not have, in all inner sections, and names the nearest valid
     key."""
     free: type[BaseModel] | None = getattr(model, "free", None)
@@ -291,14 +293,14 @@ def dumps(config: Config) -> str:
     return dumps_table(table)
 
 
-def dumps_table(table: dict[str, Any]) -> str:
+def dumps_table(table: Table) -> str:
     """Converts a nested table to TOML."""
     lines: list[str] = []
     _write_table(table, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
-def _write_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+def _write_table(table: Table, path: tuple[str, ...], lines: list[str]) -> None:
     values = {key: value for key, value in table.items() if not isinstance(value, dict)}
     if path and (values or not table):
         lines.extend(["", f"[{'.'.join(_key(part) for part in path)}]"])
@@ -317,7 +319,7 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, (bool, int, float)):
         return str(value).lower()  # also nan, inf and -inf are TOML's
     if isinstance(value, (list, tuple)):
@@ -340,7 +342,7 @@ def _section_at(path: tuple[str, ...]) -> type[BaseModel] | None:
     return model
 
 
-def _section_type(annotation: Any) -> type[BaseModel] | None:
+def _section_type(annotation: object) -> type[BaseModel] | None:
     """Section class of ``Encoder``, ``Encoder | None``, ``list[Group]`` and similar types; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -372,7 +374,7 @@ def _explain(problem: ErrorDetails, origin: _Origin) -> str:
     return f"{place}: {name} {message}, not {_shown(problem['input'])}{hint}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     kind = {"str": "string", "int": "integer", "bool": "boolean", "dict": "table"}.get(
         type(value).__name__, type(value).__name__

@@ -186,7 +186,7 @@ def _beside(config: ConfigClass) -> ModelClass | None:
 def _encoder_decoders() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
-    return frozenset(kind for kind in SPEECH if not _config_class(kind).sub_configs)
+    return frozenset(kind for kind in SPEECH if (config := _config_class(kind)) and not config.sub_configs)
 
 
 def _parts_of_class(config: ConfigClass) -> list[ConfigClass]:

@@ -96,12 +96,11 @@ def _lengths(config: Config, model: MultimodalModel) -> dict[str, list[float]]:
     longest = config.data.kind.caption_tokens
     if longest is None:  # nothing is read yet: assume an item each, and a full row
         row = config.data.max_tokens or model.max_length or 1024
-        return {name: [float(model.encoders[name].nominal_length)] for name in model.encoders} | {
-            "language_model": [float(row)]
-        }
+        items = {name: [float(model.encoders[name].nominal_length)] for name in model.encoders}
+        return items | {"language_model": [float(row)]}
     from interlace.modalities import IMAGE
 
-    items: dict[str, list[float]] = {name: [] for name in model.encoders}
+    items = {name: [] for name in model.encoders}
     for name, spec in config.model.encoders().items():  # a picture for each image encoder, nothing for audio encoders
         encoder = model.encoders[name]
         if encoder.kind != IMAGE.name:

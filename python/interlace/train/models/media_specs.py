@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interlace.modalities import named
 from interlace.modalities.base import Geometry
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def kinds(model: MultimodalModel) -> dict[str, str]:
     """Encoder -> name of its modality."""
-    return {name: encoder.kind for name, encoder in model.encoders.items()}
+    return {name: model.encoders[name].kind for name in model.encoders}
 
 
 def check_inputs(config: Config, model: MultimodalModel, *, source: str = "config") -> None:
@@ -77,7 +77,8 @@ def pixels(
     Raises ConfigError if the scaling that trained weights expect is unknown.
     """
     spec = config.model.encoders()[name]
-    known = pixel_statistics(model.encoders[name].module.config.model_type)
+    module: Any = model.encoders[name].module
+    known = pixel_statistics(module.config.model_type)
     if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
         raise ConfigError(
             f"{source}: {spec.path} has no preprocessor_config.json with the mean and std of pixels that the encoder "

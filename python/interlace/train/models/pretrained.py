@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from interlace.model.checkpoints.tied import log_untied, own_parameter
 from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
 from interlace.train.models.architectures import read_json
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -85,11 +88,11 @@ class Made(NamedTuple):
     module: the library's module, which some converters need for a shape.
     """
 
-    converter: Any
+    converter: WeightConverter
     sources: list[tuple[str, Stored]]
     first: str
     name: str
-    module: Any
+    module: nn.Module
 
     def tensors(self) -> list[Stored]:
         """Tensors in files that it is made of."""
@@ -255,11 +258,9 @@ def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[st
 
 def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:
     """The contents of a folder under the names that the library gives them when it reads them into `module`."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-    except ImportError:  # an older version, which reads files as they are
-        return dict(contents)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
     conversions = get_model_conversion_mapping(module)
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
@@ -370,6 +371,7 @@ def _heads(file: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def check_shapes(parameters: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
+    """Raises ValueError for a source that is missing, quantized, or of another shape than its parameter."""
     used = [each for source in sources.values() for each in source.tensors()]
     heads = {file: _heads(file) for file in {stored.file for stored in used}}
     for file, key in used:
