@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from interlace.train import runfolder
 from interlace.train.auto import layout_file
-from interlace.train.auto.resolve import check_ranks, choose
+from interlace.train.auto.resolve import choose
 from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
@@ -40,7 +40,11 @@ def agree(
     if wrong:
         raise ConfigError(wrong)
     settled = layout_file.with_layout(config, text, where)
-    check_ranks(settled, startup.world, where)
+    if settled.world_size() != startup.world:
+        raise ConfigError(
+            f"{where} is a layout for {settled.world_size()} ranks, but {startup.world} were started: start that many, "
+            "or remove the file (or omit --layout) to choose again"
+        )
     return settled, text
 
 

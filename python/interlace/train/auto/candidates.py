@@ -140,44 +140,38 @@ def refusal(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Keys of [parallel] fixed by the config; every candidate keeps them. modules: name -> keys of its table."""
+    """Keys of [parallel] fixed by the config, with tables of modules; every candidate keeps them."""
 
-    placement: str | None
-    schedule: str | None
-    ranks: int | None
-    dp: int | None
-    modules: dict[str, dict[str, Any]]
+    keys: dict[str, Any]
 
     @classmethod
     def of(cls, config: Config) -> Fixed:
         """Fixed keys in [parallel] of `config`."""
-        given = fixed_keys(config)
-        modules = {name: given.get(name, {}) for name in config.modules()}
-        return cls(given.get("placement"), given.get("schedule"), given.get("ranks"), given.get("dp"), modules)
+        return cls(fixed_keys(config))
 
     def with_virtual(self, candidate: Candidate) -> Candidate:
         """The candidate with the fixed virtual stages, which the lists do not have."""
         specs = []
         for name, spec in candidate.specs:
-            own = {key: value for key, value in self.modules[name].items() if key in ("virtual", "order")}
+            own = {key: value for key, value in self.keys.get(name, {}).items() if key in ("virtual", "order")}
             specs.append((name, replace(spec, **own) if own and spec.pp > 1 else spec))
         return replace(candidate, specs=tuple(specs))
 
     def stages_of_encoders(self) -> bool:
         """True if virtual stages are fixed only for encoders."""
-        fixed = {name for name, keys in self.modules.items() if keys.get("virtual", 1) > 1}
+        fixed = {name for name, own in self.keys.items() if isinstance(own, dict) and own.get("virtual", 1) > 1}
         return bool(fixed) and LANGUAGE_MODEL not in fixed
 
     def allows(self, candidate: Candidate) -> bool:
         """True if the candidate matches the fixed keys."""
-        keys: Iterable[str] = ("placement", "schedule", "ranks")
-        if any(getattr(self, key) not in (None, getattr(candidate, key)) for key in keys):
+        keys = self.keys.keys() & {"placement", "schedule", "ranks"}
+        if any(self.keys[key] != getattr(candidate, key) for key in keys):
             return False
+        dp = {"dp": self.keys["dp"]} if "dp" in self.keys else {}
         for name, spec in candidate.specs:
-            keys = {*_DEGREES, "dp", "order", *_SHARDING} & self.modules[name].keys()
-            if any(getattr(spec, key) != self.modules[name][key] for key in keys):
-                return False
-            if self.dp is not None and "dp" not in keys and spec.dp != self.dp:
+            own = dp | self.keys.get(name, {})
+            keys = own.keys() & {*_DEGREES, "dp", "order", *_SHARDING}
+            if any(own[key] != getattr(spec, key) for key in keys):
                 return False
         return True
 

@@ -91,9 +91,8 @@ class Evaluator:
             graph, _ = with_lanes(stage_graph(self.model, layout), self.model, sequence_parallel=rows)
             assigner = assigner_of(config.train.assign, layout, self.model, recompute=recompute)
             node = ranks_per_node(config, [layout.world] * layout.world)
-            dispatcher = dispatcher_of(
-                config.train.balance, layout, self.model, recompute=recompute, ranks_per_node=node
-            )
+            balance = config.train.balance
+            dispatcher = dispatcher_of(balance, layout, self.model, recompute=recompute, ranks_per_node=node)
         except (ValueError, ConfigError) as error:
             raise Refused("the model cannot be cut so", _message(error)) from None
         seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)

@@ -160,15 +160,6 @@ def worlds_up_to(most: int) -> list[int]:
     return sorted({each for each in range(1, most + 1) if each <= 4 or each & (each - 1) == 0} | {most})
 
 
-def check_ranks(config: Config, ranks: int, where: str) -> None:
-    """Raises ConfigError if a settled config is for another number of ranks than were started."""
-    if config.world_size() != ranks:
-        raise ConfigError(
-            f"{where} is a layout for {config.world_size()} ranks, but {ranks} were started: start that many, or "
-            "remove the file (or omit --layout) to choose again"
-        )
-
-
 def _summary(config: Config) -> str:
     degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
     world = config.world_size()

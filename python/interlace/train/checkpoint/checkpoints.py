@@ -160,13 +160,7 @@ class Checkpoints:
         return base
 
     def save(
-        self,
-        step: int,
-        parameters: Values,
-        optimizer: Values,
-        progress: Mapping[str, object],
-        *,
-        best: int = -1,
+        self, step: int, parameters: Values, optimizer: Values, progress: Mapping[str, object], *, best: int = -1
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 

@@ -9,6 +9,7 @@ names the nearest valid one). Checks that need the model library (architectures 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -103,22 +104,16 @@ class Config(Section):
     def world_size(self) -> int:
         """Number of processes of the run: the ranks of all replicas of all modules."""
         parallel = self.parallel
-        ranks = {name: parallel.ranks_of(name) for name in self.modules()}
         if parallel.replica_ranks is not None and self.uniform():
             return parallel.replica_ranks * parallel.replicas("language_model")
-        encoders = [ranks[name] for name in self.model.encoders()]
-        if parallel.placed in ("shared", "replicated") or not encoders:
-            return ranks["language_model"]
-        return ranks["language_model"] + (max(encoders) if parallel.placed == "colocated" else sum(encoders))
+        return self._placed({name: parallel.ranks_of(name) for name in self.modules()})
 
-    def _stage_groups(self) -> int:
-        """Number of stages of one replica of the whole model that can have ranks of their own."""
-        parallel = self.parallel
-        encoders = [parallel.module(name).pp for name in self.model.encoders()]
-        language_model = parallel.language_model.pp
-        if parallel.placed == "replicated" or not encoders:
-            return language_model
-        return language_model + (sum(encoders) if parallel.placed == "parallel" else max(encoders))
+    def _placed(self, ranks: Mapping[str, int]) -> int:
+        """Number of ranks under the placement, if each module has `ranks` of its own."""
+        encoders = [ranks[name] for name in self.model.encoders()]
+        if self.parallel.placed in ("shared", "replicated") or not encoders:
+            return ranks["language_model"]
+        return ranks["language_model"] + (max(encoders) if self.parallel.placed == "colocated" else sum(encoders))
 
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
@@ -213,7 +208,7 @@ class Config(Section):
                 f"parallel.ranks = {parallel.ranks} lets stages of a replica share ranks, which needs tp = cp = 1 for "
                 f"all modules, not tp * cp = {lanes}; remove parallel.ranks"
             )
-        most = self._stage_groups()
+        most = self._placed(stages)  # ranks of one replica with one rank per stage
         if parallel.ranks is not None and parallel.placed != "chain" and parallel.ranks > most:
             raise ValueError(
                 f"parallel.ranks = {parallel.ranks}, but placement {parallel.placed!r} with pp = {stages} has work "
