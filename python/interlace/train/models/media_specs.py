@@ -12,7 +12,6 @@ from interlace.train.config.sections import Config
 from interlace.train.models.architectures import HALF, pixel_statistics
 
 if TYPE_CHECKING:
-    from interlace.modalities.base import Spec
     from interlace.model import MultimodalModel
 
 
@@ -40,7 +39,7 @@ def check_inputs(config: Config, model: MultimodalModel, *, source: str = "confi
         )
 
 
-def media_specs(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Spec]:
+def media_specs(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Any]:
     """Encoder -> the spec of its modality, which converts files to the encoder's inputs.
 
     Raises ConfigError for an encoder that takes other items than files become. Raises it also for an encoder with
