@@ -82,7 +82,7 @@ def stated_links(config: Config) -> Links | None:
 def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     """Ranks of a node, for dispatchers; None if all are on one node, or if nodes have different numbers.
 
-    nodes: for each rank, the number of ranks that torchrun has started on its node; for a plan, whose ranks are not
+    nodes: for each rank, the number of ranks that torchrun has started on its node; for `interlace plan`, whose ranks are not
     started, all.
     """
     links = config.parallel.links
