@@ -82,8 +82,8 @@ def stated_links(config: Config) -> Links | None:
 def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     """Ranks of a node, for dispatchers; None if all are on one node, or if nodes have different numbers.
 
-    nodes: for each rank, the number of ranks that torchrun has started on its node; for `interlace plan`, whose ranks are not
-    started, all.
+    nodes: for each rank, the number of ranks that torchrun has started on its node; for a layout without started
+    ranks, all.
     """
     links = config.parallel.links
     alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
