@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import command, machine, versions, write_json
-from interlace.train.auto import planlock
+from interlace.train.auto import layout_file
 from interlace.train.auto.candidates import Candidate, applied, listed
 from interlace.train.auto.choose import openings_of
 from interlace.train.auto.machine import threads
@@ -98,7 +98,7 @@ def main() -> None:
     text, decision = choose(config, source=str(options.config), say=print)
     configs = layouts_of(config, options.all)
     auto = str(decision.best.candidate)
-    configs[auto] = planlock.locked(config, text, "plan.lock")
+    configs[auto] = layout_file.with_layout(config, text, "layout.toml")
     rounds: list[dict[str, float]] = []
     predicted = {str(each.candidate): each.seconds for each in decision.outcomes}
     measured: dict[str, float] = {}

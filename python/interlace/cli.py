@@ -196,11 +196,12 @@ def _add_train(commands: _Commands) -> None:
         help="with --resume: take the run lock from the job that holds it; that job ends with an error",
     )
     train.add_argument(
-        "--lock",
+        "--layout",
         type=_path,
         metavar="FILE",
-        help="with parallel = 'auto': use the layout of this plan.lock instead of choosing one",
+        help="with parallel = 'auto': use the layout in this layout.toml instead of choosing one",
     )
+    _moved(train, "interlace train CONFIG --layout FILE", "--lock")
     train.add_argument(
         "--elastic",
         action="store_true",
@@ -444,15 +445,17 @@ def _add_plan(commands: _Commands) -> None:
         "planning.choose:choose",
         "choose a layout for GPUs that are not here, and say why",
         "Chooses placement, degrees, schedule and microbatches. Of the config's [parallel], links and limits always "
-        "count; a layout counts only beside parallel.plan = 'auto'. Costs are counted FLOPs.",
+        "count; a layout counts only beside parallel.layout = 'auto'. Costs are counted FLOPs.",
         config=True,
     )
     choose.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs; all are used")
     choose.add_argument("--memory", type=float, required=True, metavar="GB", help="memory of each GPU in 10^9 bytes")
     _add_tflops(choose)
-    choose.add_argument("--json", action="store_true", help="print only the content of the plan.lock, as JSON")
+    choose.add_argument("--json", action="store_true", help="print only the content of the layout.toml, as JSON")
     choose.add_argument("--picture", type=_path, metavar="FILE", help="draw the best candidates (PNG or SVG)")
-    choose.add_argument("--out", type=_path, metavar="FILE", help="plan.lock to write, for `interlace train --lock`")
+    choose.add_argument(
+        "--out", type=_path, metavar="FILE", help="layout.toml to write, for `interlace train --layout`"
+    )
     _moved(show, "interlace plan choose CONFIG --gpus N --memory GB", "--auto", "--gpus", "--memory")
     _moved(show, "interlace plan choose CONFIG --gpus N --memory GB --out FILE", "--out")
 

@@ -204,7 +204,7 @@ def test_compile_is_refused_for_schedules_that_split_backward() -> None:
         ):
             _load("train.compile=true", overrides)
     assert _load("train.compile=true").train.compile
-    assert _load("train.compile=true", "parallel={plan='auto'}").parallel.auto
+    assert _load("train.compile=true", "parallel={layout='auto'}").parallel.auto
 
 
 def test_modules_have_replicas_of_their_own() -> None:

@@ -42,7 +42,7 @@ def test_the_section_is_what_nodes_agree_on() -> None:
         ("train.compile=true", r"train\.compile = true would compile anew"),
         ("train.offload_optimizer=true", r"train\.offload_optimizer = true .* compute on the CPU"),
         ("run.device='cuda'", r"run\.device = 'cuda'.*CPUs alone"),
-        ("parallel='auto'", r"parallel\.plan = 'auto'"),
+        ("parallel='auto'", r"parallel\.layout = 'auto'"),
         (
             "train.batch_size=1",
             r"train\.batch_size = 1 is too small for train\.microbatches = 1 of each of 2 pipelines",

@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from interlace.train import runfolder
@@ -85,8 +84,7 @@ CAUSES = {
 }
 STAGES: list[tuple[str, Any, str, list[int], list[Callable[..., Any]]]] = [
     ("prepare", ck.Checkpoints, "_begin", [0], [full, unplugged]),
-    ("plan", DefaultSavePlanner, "create_local_plan", [0, 2], [full, checkpoint_exception]),
-    ("share out", DefaultSavePlanner, "create_global_plan", [0], [full, unplugged]),
+    ("share out", ck, "parts_of", [0, 2], [full, unplugged, checkpoint_exception]),
     ("write", ck, "write_tensors", [0, 1, 2], [full, unplugged, checkpoint_exception, half_written]),
     ("read back", ck, "digest", [0], [full, unplugged]),
     ("finish", ck, "write_synced", [0], [full, checkpoint_exception]),

@@ -173,7 +173,7 @@ def test_auto_plan_of_a_stream_accepts_few_validation_samples(streamed: Path) ->
     """The contents of a batch are unknown before the run. Validation samples represent it, for any number of them."""
     text = (streamed / "own.toml").read_text()
     for old, new in {
-        'placement = "shared"\ndp = 2\n': 'plan = "auto"\nmax_ranks = 1\n',
+        'placement = "shared"\ndp = 2\n': 'layout = "auto"\nmax_ranks = 1\n',
         "steps = 12": "steps = 2",
     }.items():
         assert old in text

@@ -1,4 +1,4 @@
-"""Errors that the user can correct: a library's error in a block becomes a ConfigError that names its place."""
+"""Checks and messages that several commands share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from interlace.train.config.load import ConfigError
 
 UNREADABLE = (ValueError, ImportError, OSError)
 """Errors of files of the user, or of the library that reads them."""
-
-
-@contextmanager
-def blaming(where: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Names `where`, if it is not "", in the errors of the block of these kinds, which become ConfigErrors."""
-    try:
-        yield
-    except kinds as error:
-        raise ConfigError(f"{where}: {error}" if where else str(error)) from None
 
 
 def one_line(error: BaseException) -> str:

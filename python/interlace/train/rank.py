@@ -14,9 +14,9 @@ import torch.distributed as dist
 from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
-from interlace.train.auto import planlock
-from interlace.train.blame import blaming, one_line
-from interlace.train.config.load import ConfigError
+from interlace.train.auto.layout_file import NAME as LAYOUT_FILE
+from interlace.train.blame import one_line
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, batch_notes, indexed, report_left_out
@@ -41,8 +41,8 @@ class Start:
 
     folder: the run folder of all ranks; without it (under torchrun) rank 0 makes or finds it and locks it (`take_over`
     as in `lock.take`). at: checkpoint to resume from, by default the newest. resume: None for a new run, else the
-    argument of ``--resume``. held: lock of `folder`, on rank 0. plan: a plan.lock to repeat if the config leaves its
-    layout open; the default is the run folder's, else rank 0 chooses.
+    argument of ``--resume``. held: lock of `folder`, on rank 0. layout_file: a layout.toml to repeat if the config
+    leaves its layout open; the default is the run folder's, else rank 0 chooses.
     """
 
     folder: Path | None = None
@@ -50,7 +50,7 @@ class Start:
     resume: str | None = None
     held: lock.RunLock | None = None
     take_over: bool = False
-    plan: Path | None = None
+    layout_file: Path | None = None
 
 
 NEW = Start()
@@ -94,15 +94,15 @@ class Rank:
             check_world(job.config, self.world, job.source)
         tracked = made(job.config, source=job.source) if self.rank == 0 else {}
         self._meet()
-        plan = self._choose_plan()
+        chosen = self._choose_layout()
         job.prepare_torch()
         job.make_model()
         job.layout = build_layout(job.config, job.model, source=job.source)
         if start.resume is None:  # else a checkpoint has all of them, or all except the frozen ones
             job.stored()
         at = self._find_folder()
-        if plan and self.rank == 0:
-            runfolder.write_whole(job.folder / planlock.NAME, plan)
+        if chosen and self.rank == 0:
+            runfolder.write_whole(job.folder / LAYOUT_FILE, chosen)
         runfolder.check_shared(job.folder, self.startup)
         self._make_parallel()
         self._make_data()
@@ -124,20 +124,20 @@ class Rank:
         job.cleanup.callback(self.startup.close)
         devices.agree(job.kind, self.startup, source=job.source)
 
-    def _choose_plan(self) -> str:
-        """Settles parallel = "auto"; returns the text of its plan.lock, or "". Collective."""
+    def _choose_layout(self) -> str:
+        """Settles parallel = "auto"; returns the text of its layout.toml, or "". Collective."""
         job, start = self.job, self.start
         if not job.config.parallel.auto:
-            if start.plan is not None:
-                raise ConfigError(
-                    f"--lock {start.plan}: {job.source} fixes its own layout; a lock is for parallel = 'auto'"
-                )
+            if start.layout_file is not None:
+                raise ConfigError(f"--layout {start.layout_file}: {job.source} fixes its own layout; omit --layout")
             return ""
         from interlace.train.auto.agree import agree
 
-        job.config, plan = agree(job.config, self.startup, source=job.source, lock=start.plan, resume=start.resume)
+        job.config, chosen = agree(
+            job.config, self.startup, source=job.source, given=start.layout_file, resume=start.resume
+        )
         self.asked = job.config.parallel
-        return plan
+        return chosen
 
     def _find_folder(self) -> Path | None:
         """Sets the run folder; returns the checkpoint to resume from, None for the newest. Collective."""

@@ -12,7 +12,7 @@ profile/         steps recorded by torch.profiler                  crash/       
 logs/rank-N.log  stderr of each rank                               summary.json     the closing table
 left_out.txt     files of the data that no sample uses, and why
 recovery.jsonl   cost of generation changes in an elastic run      recovery.html    the same, drawn
-plan.lock        layout chosen by parallel.plan = "auto" (`auto`)  plan.png         the candidates it was chosen from
+layout.toml      layout chosen by parallel.layout = "auto"         layout.png       the candidates it was chosen from
 
 The newest run is the one with the highest number. Names are times (UTC), which are unreliable if clocks are set back.
 """

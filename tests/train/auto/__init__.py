@@ -1,1 +1,1 @@
-"""parallel.plan = "auto"."""
+"""parallel.layout = "auto"."""

@@ -1,4 +1,4 @@
-"""Oracle of plan = "auto": simulates every layout that can be listed at 4 ranks, and compares with `decide`. Other
+"""Oracle of layout = "auto": simulates every layout that can be listed at 4 ranks, and compares with `decide`. Other
 schedules are sampled.
 
 python -m tests.train.auto.oracle
@@ -57,7 +57,7 @@ def config_of(layers: tuple[int, int], freeze: bool = False, batch: int = 8, **p
         },
         "data": {"dataset": "digits"},
         "train": {"steps": 2, "batch_size": batch, "microbatches": 2, "activation_checkpointing": "none"},
-        "parallel": {"plan": "auto", **parallel},
+        "parallel": {"layout": "auto", **parallel},
     }
     return from_table(table)
 

@@ -18,7 +18,7 @@ TWO, THREE = ("vision", "language_model"), ("vision", "audio", "language_model")
 
 @pytest.mark.parametrize(("modules", "world"), [(TWO, 1), (TWO, 3), (TWO, 4), (THREE, 2)])
 def test_candidates_are_of_the_world_that_they_are_listed_for(modules: tuple[str, ...], world: int) -> None:
-    config = _config("parallel.plan=auto") if modules == THREE else config_of((4, 4))
+    config = _config("parallel.layout=auto") if modules == THREE else config_of((4, 4))
     found = list(listed(modules, world, OPEN))
     assert len(set(found)) == len(found) and {each.world for each in found} == {world}
     accepted = 0

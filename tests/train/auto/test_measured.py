@@ -137,5 +137,5 @@ def test_a_model_that_cannot_be_timed_is_said_with_the_way_out(monkeypatch: pyte
     monkeypatch.setattr(resolve, "pool", lambda *_: [])
     monkeypatch.setattr(resolve, "measure_overhead", lambda *_: lambda *_: NO_HOST_OVERHEAD)
     monkeypatch.setattr(feed, "datasets", lambda *_, **__: (None, None))
-    with pytest.raises(ConfigError, match=r"x.toml: \[parallel\] plan = 'auto'.*wants more.*--lock plan.lock"):
+    with pytest.raises(ConfigError, match=r"x.toml: \[parallel\] layout = 'auto'.*wants more.*--layout layout.toml"):
         resolve.choose(oracle.config_of((1, 1)), source="x.toml", say=print, ranks=1)

@@ -46,7 +46,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("plan --auto own.toml", "--auto", CHOOSE),
         ("plan show own.toml --gpus 2", "--gpus", CHOOSE),
         ("plan own.toml --memory 80", "--memory", CHOOSE),
-        ("plan own.toml --out plan.lock", "--out", f"{CHOOSE} --out FILE"),
+        ("plan own.toml --out layout.toml", "--out", f"{CHOOSE} --out FILE"),
         ("simulate own.toml --trace a.csv", "--trace", "interlace simulate failures CONFIG --trace CSV"),
         ("simulate own.toml --hours 2 --trace a.csv", "--trace", "interlace simulate failures CONFIG --trace CSV"),
         ("simulate --make-trace ec2", "--make-trace", "interlace simulate failures --make-trace ec2 (or gcp)"),

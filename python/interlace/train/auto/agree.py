@@ -1,30 +1,36 @@
-"""Agreement on one plan under torchrun: rank 0 finds or makes it and sends its text to the others."""
+"""Agreement on one layout under torchrun: rank 0 finds or makes it and sends its text to the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.train import runfolder
-from interlace.train.auto import planlock
-from interlace.train.auto.resolve import check_ranks, choose
-from interlace.train.config.load import ConfigError
+from interlace.train.auto import layout_file
+from interlace.train.auto.resolve import choose
+from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 
-_WHAT = "choosing a layout (parallel.plan = 'auto')"
+if TYPE_CHECKING:
+    from interlace.train.launch.startup import Startup
+
+_WHAT = "choosing a layout (parallel.layout = 'auto')"
 
 
-def agree(config: Config, startup: Any, *, source: str, lock: Path | None, resume: str | None) -> tuple[Config, str]:
-    """The settled config, equal on all ranks, and the text of its plan.lock. Collective (`startup.Startup`).
+def agree(
+    config: Config, startup: Startup, *, source: str, given: Path | None, resume: str | None
+) -> tuple[Config, str]:
+    """The settled config, equal on all ranks, and the text of its layout.toml. Collective (`startup.Startup`).
 
-    The plan is `lock`, else that of the resumed run, else a choice by rank 0 for exactly the number of started ranks.
-    Raises ConfigError on all ranks if there is no plan.
+    The layout is that of the file `given`, else of the resumed run, else a choice by rank 0 for exactly the number of
+    started ranks.
+    Raises ConfigError on all ranks if there is no layout.
     """
     answers = ["", "", ""]
     if startup.rank == 0:
         try:
-            answers = [*_plan(config, startup.world, source, lock, resume), ""]
+            answers = [*_layout(config, startup.world, source, given, resume), ""]
         except ConfigError as error:
             answers = ["", "", str(error)]
         except Exception as error:  # the other ranks must not wait for a failed rank 0
@@ -33,18 +39,21 @@ def agree(config: Config, startup: Any, *, source: str, lock: Path | None, resum
     text, where, wrong = startup.gather(_WHAT, answers)[0]
     if wrong:
         raise ConfigError(wrong)
-    settled = planlock.locked(config, text, where)
-    check_ranks(settled, startup.world, where)
+    settled = layout_file.with_layout(config, text, where)
+    if settled.world_size() != startup.world:
+        raise ConfigError(
+            f"{where} is a layout for {settled.world_size()} ranks, but {startup.world} were started: start that many, "
+            "or remove the file (or omit --layout) to choose again"
+        )
     return settled, text
 
 
-def _plan(config: Config, world: int, source: str, lock: Path | None, resume: str | None) -> tuple[str, str]:
-    """Text of the plan, and its source."""
-    if lock is None and resume is not None:
-        own = runfolder.resolve(config, resume)[0] / planlock.NAME
-        lock = own if own.exists() else None
-    if lock is not None:
-        return planlock.read(lock), str(lock)
+def _layout(config: Config, world: int, source: str, given: Path | None, resume: str | None) -> tuple[str, str]:
+    """Text of the layout file, and its source."""
+    if given is None and resume is not None:
+        given = layout_file.of_run(runfolder.resolve(config, resume)[0])
+    if given is not None:
+        return read_text(given, "layout"), str(given)
     from interlace.train.data.feed import prepare
 
     def say(line: str) -> None:

@@ -7,10 +7,10 @@ encoders; `proposals` adds the results of searches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -27,6 +27,7 @@ SCHEDULES = tuple(GENERATORS)
 VIRTUAL = {name: kind.order for name, kind in KINDS.items() if kind.order}
 """Schedules with virtual stages, and the order of these stages."""
 _DEGREES = ("tp", "cp", "pp", "virtual")
+_SHARDING = ("shard", "shard_ranks")
 _MOST_MICROBATCHES = 4  # times the number of stages of a microbatch; above it the bubble is already small
 
 
@@ -63,32 +64,24 @@ class Candidate:
             return language
         return language + (sum(encoders) if self.placement == "parallel" else max(encoders))
 
-    def parallel(self) -> dict[str, Any]:
+    def parallel(self) -> dict[str, object]:
         """Keys of [parallel] for this candidate."""
-        table: dict[str, Any] = {"placement": self.placement, "schedule": self.schedule}
-        if self.ranks is not None:
-            table["ranks"] = self.ranks
-        if self.threads is not None:
-            table["threads"] = self.threads
+        table: dict[str, object] = {"placement": self.placement, "schedule": self.schedule}
+        table |= {key: getattr(self, key) for key in ("ranks", "threads") if getattr(self, key) is not None}
         if self.placement == "chain" or len({spec.dp for _, spec in self.specs}) == 1:
             table["dp"] = self.specs[0][1].dp
+        plain = ParallelSpec()
+        degrees = () if self.placement == "chain" else (*_DEGREES, "order")
         for name, spec in self.specs:
-            keys: dict[str, Any] = {key: getattr(spec, key) for key in _DEGREES if getattr(spec, key) != 1}
-            if spec.order != "loop":
-                keys["order"] = spec.order
-            if self.placement == "chain":
-                keys = {}
+            keys = {key: getattr(spec, key) for key in degrees if getattr(spec, key) != getattr(plain, key)}
             if "dp" not in table:
                 keys["dp"] = spec.dp
-            if spec.shard != "none":
-                keys["shard"] = spec.shard
-                if spec.shard_ranks is not None:
-                    keys["shard_ranks"] = spec.shard_ranks
+            keys |= {key: getattr(spec, key) for key in _SHARDING if getattr(spec, key) != getattr(plain, key)}
             if keys:
                 table[name] = keys
         return table
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> dict[str, object]:
         """Keys of [train] for this candidate."""
         return {
             "batch_size": self.batch_size,
@@ -122,14 +115,19 @@ def applied(config: Config, candidate: Candidate) -> Config:
     return with_tables(config, candidate.parallel(), candidate.train())
 
 
-def with_tables(config: Config, parallel: dict[str, Any], train: dict[str, Any]) -> Config:
+def fixed_keys(config: Config) -> dict[str, Any]:
+    """Keys of [parallel] that the config fixes."""
+    search = {"layout", "choose", "max_ranks", "memory"}
+    return config.parallel.model_dump(exclude_unset=True, exclude_none=True, exclude=search)
+
+
+def with_tables(config: Config, parallel: Mapping[str, object], train: Mapping[str, object]) -> Config:
     """The config with these keys of [parallel], added to its own, and of [train]."""
-    asked = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
-    table = {key: value for key, value in asked.items() if key not in ("plan", "choose", "max_ranks", "memory")}
+    table = fixed_keys(config)
     for key, value in parallel.items():
         table[key] = {**table.get(key, {}), **value} if isinstance(value, dict) else value
     dump = config.model_dump()
-    return Config.model_validate(dump | {"parallel": table, "train": dump["train"] | train})
+    return Config.model_validate(dump | {"parallel": table, "train": {**dump["train"], **train}})
 
 
 def refusal(error: ValidationError) -> str:
@@ -142,47 +140,38 @@ def refusal(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Keys of [parallel] fixed by the config; every candidate keeps them. modules: name -> keys of its table."""
+    """Keys of [parallel] fixed by the config, with tables of modules; every candidate keeps them."""
 
-    placement: str | None
-    schedule: str | None
-    ranks: int | None
-    dp: int | None
-    modules: dict[str, dict[str, Any]]
+    keys: dict[str, Any]
 
     @classmethod
     def of(cls, config: Config) -> Fixed:
         """Fixed keys in [parallel] of `config`."""
-        given = config.parallel.model_dump(exclude_unset=True)
-        modules = {name: given.get(name) or {} for name in config.modules()}
-        return cls(given.get("placement"), given.get("schedule"), given.get("ranks"), given.get("dp"), modules)
+        return cls(fixed_keys(config))
 
     def with_virtual(self, candidate: Candidate) -> Candidate:
         """The candidate with the fixed virtual stages, which the lists do not have."""
         specs = []
         for name, spec in candidate.specs:
-            own = {key: value for key, value in self.modules[name].items() if key in ("virtual", "order")}
+            own = {key: value for key, value in self.keys.get(name, {}).items() if key in ("virtual", "order")}
             specs.append((name, replace(spec, **own) if own and spec.pp > 1 else spec))
         return replace(candidate, specs=tuple(specs))
 
     def stages_of_encoders(self) -> bool:
         """True if virtual stages are fixed only for encoders."""
-        fixed = {name for name, keys in self.modules.items() if keys.get("virtual", 1) > 1}
+        fixed = {name for name, own in self.keys.items() if isinstance(own, dict) and own.get("virtual", 1) > 1}
         return bool(fixed) and LANGUAGE_MODEL not in fixed
 
     def allows(self, candidate: Candidate) -> bool:
         """True if the candidate matches the fixed keys."""
-        if self.placement is not None and candidate.placement != self.placement:
+        keys = self.keys.keys() & {"placement", "schedule", "ranks"}
+        if any(self.keys[key] != getattr(candidate, key) for key in keys):
             return False
-        if self.schedule is not None and candidate.schedule != self.schedule:
-            return False
-        if self.ranks is not None and candidate.ranks != self.ranks:
-            return False
+        dp = {"dp": self.keys["dp"]} if "dp" in self.keys else {}
         for name, spec in candidate.specs:
-            keys = {*_DEGREES, "dp", "order", "shard", "shard_ranks"} & self.modules[name].keys()
-            if any(getattr(spec, key) != self.modules[name][key] for key in keys):
-                return False
-            if self.dp is not None and "dp" not in keys and spec.dp != self.dp:
+            own = dp | self.keys.get(name, {})
+            keys = own.keys() & {*_DEGREES, "dp", "order", *_SHARDING}
+            if any(own[key] != getattr(spec, key) for key in keys):
                 return False
         return True
 
@@ -216,58 +205,67 @@ class Openings:
         return numbers
 
 
-def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:
-    """(placement, degrees of each module, ranks) of all layouts of `world` ranks, each once and without shards.
+class Placed(NamedTuple):
+    """A placement, the degrees of each module, and the ranks of a replica; see `Candidate`."""
+
+    placement: str
+    specs: tuple[ParallelSpec, ...]
+    ranks: int | None
+
+
+def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[Placed]:
+    """All layouts of `world` ranks, each once and without shards.
 
     few: False restricts the list to powers of two and equal encoders.
     """
     *encoders, _ = modules
-    whole = ParallelSpec()
+    for ranks in divisors(world):  # if 1: each replica is one process
+        specs = (ParallelSpec(dp=world // ranks),) * len(modules)
+        yield Placed("colocated" if ranks == 1 else "chain", specs, ranks)
     if world == 1:
-        yield "colocated", (whole,) * len(modules), 1
         return
-    for ranks in _divisors(world):
-        if ranks == 1:  # each replica is one process
-            yield "colocated", (ParallelSpec(dp=world),) * len(modules), 1
-        else:
-            yield "chain", (ParallelSpec(dp=world // ranks),) * len(modules), ranks
     shapes = {n: list(_shapes(n, few)) for n in range(1, world + 1)}
     if not encoders:
-        yield from (("parallel", (spec,), None) for spec in shapes[world])
+        yield from (Placed("parallel", (spec,), None) for spec in shapes[world])
         return
     for spec in shapes[world]:
         if spec.lane_size == 1 and spec.pp > 1:
-            yield "replicated", (*(ParallelSpec(dp=spec.dp),) * len(encoders), spec), None
+            yield Placed("replicated", (*(ParallelSpec(dp=spec.dp),) * len(encoders), spec), None)
     if few:
-        for specs in product(shapes[world], repeat=len(modules)):
-            yield "shared", specs, None
+        yield from (Placed("shared", specs, None) for specs in product(shapes[world], repeat=len(modules)))
     else:
         for own, spec in product(shapes[world], repeat=2):
-            yield "shared", (*(own,) * len(encoders), spec), None
+            yield Placed("shared", (*(own,) * len(encoders), spec), None)
     for here in range(1, world):
         for own, spec in product(shapes[here], shapes[world - here]):
-            yield "colocated", (*(own,) * len(encoders), spec), None
-    if len(encoders) > 1:  # a single encoder has no other to share ranks with
-        for split in _splits(world, len(modules)) if few else _even_splits(world, len(modules)):
-            for specs in product(*(shapes[count] for count in split)):
-                if few or len(set(specs[:-1])) == 1:
-                    yield "parallel", specs, None
+            yield Placed("colocated", (*(own,) * len(encoders), spec), None)
+    if len(encoders) == 1:  # a single encoder has no other to share ranks with
+        return
+    if few:
+        splits = [split for split in product(range(1, world), repeat=len(modules)) if sum(split) == world]
+    else:
+        most = (world - 1) // len(encoders)
+        splits = [(*(each,) * len(encoders), world - each * len(encoders)) for each in range(1, most + 1)]
+    for split in splits:
+        for specs in product(*(shapes[count] for count in split)):
+            if few or len(set(specs[:-1])) == 1:
+                yield Placed("parallel", specs, None)
 
 
 def listed(
     modules: Sequence[str], world: int, openings: Openings, *, schedule: str = SCHEDULES[0], few: bool = True
 ) -> Iterator[Candidate]:
     """All candidates of `world` ranks with one schedule; `with_schedules` makes the variants with other schedules."""
-    for placement, specs, ranks in layouts(modules, world, few=few):
-        options = [[spec] if ranks not in (None, 1) else list(_sharded(spec)) for spec in specs]
-        if not few:  # equal shards for all modules
-            options = [[each] for each in specs]
-            for shard in SHARDS[1:]:
-                alike = tuple(_with_shard(spec, shard) for spec in specs)
-                if ranks in (None, 1) and alike != specs:
-                    yield from _cut(modules, placement, alike, ranks, openings, schedule)
-        for each in product(*options):
-            yield from _cut(modules, placement, each, ranks, openings, schedule)
+    for placed in layouts(modules, world, few=few):
+        sharded: Iterable[tuple[ParallelSpec, ...]]
+        if placed.ranks not in (None, 1):
+            sharded = [placed.specs]
+        elif few:
+            sharded = product(*(_sharded(spec, SHARDS) for spec in placed.specs))
+        else:  # equal shards for all modules
+            sharded = zip(*(_sharded(spec, (*SHARDS[1:], "none")) for spec in placed.specs), strict=True)
+        for specs in dict.fromkeys(sharded):
+            yield from _cut(modules, placed._replace(specs=specs), openings, schedule)
 
 
 def with_schedules(candidate: Candidate) -> Iterator[Candidate]:
@@ -296,15 +294,9 @@ def unsharded(candidate: Candidate) -> Candidate:
     return replace(candidate, specs=specs)
 
 
-def _cut(
-    modules: Sequence[str],
-    placement: str,
-    specs: Sequence[ParallelSpec],
-    ranks: int | None,
-    openings: Openings,
-    schedule: str,
-) -> Iterator[Candidate]:
+def _cut(modules: Sequence[str], placed: Placed, openings: Openings, schedule: str) -> Iterator[Candidate]:
     """Candidates of a layout with each number of microbatches and checkpointing."""
+    placement, specs, ranks = placed
     named = tuple(zip(modules, specs, strict=True))
     stages = specs[-1].pp + max((spec.pp for spec in specs[:-1]), default=0)
     stages = ranks if ranks is not None else specs[-1].pp if placement in ("shared", "replicated") else stages
@@ -315,39 +307,19 @@ def _cut(
 
 def _shapes(ranks: int, few: bool) -> Iterator[ParallelSpec]:
     """All tp * cp * pp * dp = ranks."""
-    for tp in _divisors(ranks):
-        for cp in _divisors(ranks // tp):
-            for pp in _divisors(ranks // tp // cp):
+    for tp in divisors(ranks):
+        for cp in divisors(ranks // tp):
+            for pp in divisors(ranks // tp // cp):
                 degrees = (tp, cp, pp, ranks // tp // cp // pp)
                 if few or all(each & (each - 1) == 0 for each in degrees[:3]):
                     yield ParallelSpec(*degrees)
 
 
-def _sharded(spec: ParallelSpec) -> Iterator[ParallelSpec]:
-    """The degrees with each kind of shard possible for several ranks."""
-    yield spec
-    if spec.dp * spec.cp > 1:
-        yield from (_with_shard(spec, shard) for shard in SHARDS[1:])
+def _sharded(spec: ParallelSpec, shards: Sequence[str]) -> list[ParallelSpec]:
+    """The degrees with each kind of shard; unsharded for each of them if no rank has the same weights."""
+    return [replace(spec, shard=shard if spec.dp * spec.cp > 1 else "none") for shard in shards]
 
 
-def _with_shard(spec: ParallelSpec, shard: str) -> ParallelSpec:
-    return replace(spec, shard=shard if spec.dp * spec.cp > 1 else "none")
-
-
-def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `total` as a sum of `parts` positive numbers."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(1, total - parts + 2):
-        yield from ((first, *rest) for rest in _splits(total - first, parts - 1))
-
-
-def _even_splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Splits in which all parts but the last are equal."""
-    for each in range(1, (total - 1) // (parts - 1) + 1):
-        yield (*(each,) * (parts - 1), total - each * (parts - 1))
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, in order."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from interlace.train.auto.candidates import (
     Candidate,
     Fixed,
     Openings,
+    fixed_keys,
     listed,
     unsharded,
     with_schedules,
@@ -38,6 +39,9 @@ from interlace.train.auto.proposals import proposed
 from interlace.train.auto.work import Work, workloads
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel, Sample
 
 SIMULATED = 20
 WITH_ALL_SCHEDULES = 5
@@ -68,7 +72,7 @@ class Decision:
 
 def decide(
     config: Config,
-    model: Any,
+    model: MultimodalModel,
     work: Work,
     machine: Machine,
     worlds: Sequence[int],
@@ -78,7 +82,7 @@ def decide(
 ) -> Decision:
     """The fastest layout that fits, by simulation, over any of `worlds` ranks.
 
-    config: with parallel.plan = "auto" and the final batch size (see `batch_size_of`). Raises ConfigError if nothing
+    config: with parallel.layout = "auto" and the final batch size (see `batch_size_of`). Raises ConfigError if nothing
     fits, with the missing amount, or if no candidate matches the keys fixed by the config.
     """
     openings = openings_of(config)
@@ -110,9 +114,10 @@ def decide(
                 continue
             estimates.append((seconds, candidate))
     if not considered:
+        keys = ", ".join(f"{key} = {value!r}" for key, value in fixed_keys(config).items())
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto': no layout of {_ranks(worlds)} has the degrees that the section sets "
-            f"({_fixed_words(config)}); omit some of them, or change max_ranks"
+            f"{source}: [parallel] layout = 'auto': no layout of {_ranks(worlds)} has the degrees that the section "
+            f"sets ({keys}); omit some of them, or change max_ranks"
         )
 
     def simulate(candidates: Iterable[Candidate], count: int) -> list[Outcome]:
@@ -144,11 +149,8 @@ def decide(
     outcomes += simulate(filter(fixed.allows, more), len(more))
     outcomes.sort(key=lambda each: (each.seconds, each.candidate.world, str(each.candidate)))
     if machine.unsure > WORTH and len({each.candidate.world for each in outcomes}) > 1:
-        part = 100 * machine.unsure
-        notes = [
-            *notes,
-            f"measurements vary by {part:.0f} %: more ranks are used only if they are faster by more than that",
-        ]
+        vary = f"measurements vary by {100 * machine.unsure:.0f} %"
+        notes = [*notes, f"{vary}: more ranks are used only if they are faster by more than that"]
     best = _best_of(outcomes, max(WORTH, machine.unsure))
     return Decision(best, tuple(outcomes), considered, dict(refused), examples, tuple(notes))
 
@@ -177,7 +179,9 @@ def openings_of(config: Config) -> Openings:
     )
 
 
-def batch_size_of(config: Config, model: Any, samples: Sequence[Any], machine: Machine, gpus: int) -> tuple[int, str]:
+def batch_size_of(
+    config: Config, model: MultimodalModel, samples: Sequence[Sample], machine: Machine, gpus: int
+) -> tuple[int, str]:
     """The stable batch size (dissertation 4.4.2) and a sentence on it if train.batch_size is open; else the given size.
 
     samples: spread over the data. A batch size is stable if different batches of it distribute the GPUs over the
@@ -221,7 +225,7 @@ def _best(estimates: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
     each sharded candidate also unsharded."""
     ranked = sorted(estimates, key=lambda pair: (pair[0], pair[1].world, str(pair[1])))
     first = {(each.world, each.threads): each for _, each in reversed(ranked)}
-    possible, given, taken = {each for _, each in estimates}, set[Candidate](), Counter[Any]()
+    possible, given, taken = {each for _, each in estimates}, set[Candidate](), Counter[object]()
     for candidate in (*first.values(), *(each for _, each in ranked)):
         plain = unsharded(candidate)
         layout = (plain.placement, plain.specs, plain.ranks, plain.threads)
@@ -246,11 +250,6 @@ def _ranks(worlds: Sequence[int]) -> str:
     return f"{', '.join(map(str, worlds))} rank{'s' * (max(worlds) > 1)}"
 
 
-def _fixed_words(config: Config) -> str:
-    given = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
-    return ", ".join(f"{k} = {v!r}" for k, v in given.items() if k not in ("plan", "choose", "max_ranks", "memory"))
-
-
 def _no_layout_message(
     source: str,
     considered: int,
@@ -262,7 +261,7 @@ def _no_layout_message(
 ) -> str:
     """Error message if no candidate is possible."""
     reasons = "; ".join(f"{count} {reason}, such as {examples[reason]}" for reason, count in refused.most_common())
-    head = f"{source}: [parallel] plan = 'auto': none of {considered} candidates on {_ranks(worlds)} fits"
+    head = f"{source}: [parallel] layout = 'auto': none of {considered} candidates on {_ranks(worlds)} fits"
     if math.isinf(short):
         return f"{head}: {reasons}"
     limit = machine.memory(max(worlds)) / 2**30

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,47 +34,37 @@ from interlace.train.auto.machine import Machine
 from interlace.train.auto.work import Work
 from interlace.train.config.sections import Config
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
 _SIZED = 64  # minimum number of samples for measuring how much a chunk's samples share
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """Seconds of one chunk on each stage of a module, forward and backward."""
-
-    each: tuple[float, ...]
-
-    @property
-    def way(self) -> float:
-        return sum(self.each)
-
-    @property
-    def slowest(self) -> float:
-        return max(self.each)
 
 
 class Estimator:
     """Estimates for one model and batch. Raises ValueError for unmeasured degrees, or degrees that cannot be cut."""
 
-    def __init__(self, config: Config, model: Any, work: Work, machine: Machine) -> None:
+    def __init__(self, config: Config, model: MultimodalModel, work: Work, machine: Machine) -> None:
         self.model, self.machine, self.chunks = model, machine, config.chunks()
-        self._row_bytes = row_bytes_of(model, itemsize=4)
+        self.row_bytes = row_bytes_of(model, itemsize=4)
+        """Module -> bytes of a hidden state."""
         # All methods but "tokens" assign samples to replicas in the same way. Their order within a replica has no
         # effect here.
         self._balance = config.train.balance
         self._assign: Method = "tokens" if config.train.assign == "tokens" else "stratified"
         self.work, self.totals = work, work.totals(model)
-        self._uneven: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._uneven: dict[tuple[object, ...], dict[str, float]] = {}
         self.order = model.modules_order()
-        self._layers: dict[tuple[Any, ...], Any] = {}
+        self._layers: dict[tuple[object, ...], tuple[NDArray[np.float64], float]] = {}
         self._sizes: dict[tuple[str, int], Size] = {}
 
     @cached_property
-    def _before(self) -> dict[str, bool]:
+    def trained_before(self) -> dict[str, bool]:
+        """Module -> True if anything is trained before its first layer."""
         trained = {name: any(layer.trainable for layer in self.model.layers(name)) for name in self.order}
         return trainable_before(trained, self.model.edges())
 
     @cached_property
-    def _bytes(self) -> dict[str, tuple[int, int]]:
+    def bytes_of(self) -> dict[str, tuple[int, int]]:
         """Module -> bytes of its weights, and of the trained ones; weights shared by modules count once."""
         sizes, seen = {}, set()
         for name in self.order:
@@ -104,18 +93,6 @@ class Estimator:
             self._sizes[name, count] = Size(*(np.array(self.totals[name]) * share / count).tolist())
         return self._sizes[name, count]
 
-    def trained_before(self, name: str) -> bool:
-        """True if anything is trained before the first layer of a module."""
-        return self._before[name]
-
-    def bytes_of(self, name: str) -> tuple[int, int]:
-        """Bytes of the weights of a module, and of the trained ones."""
-        return self._bytes[name]
-
-    def row_bytes(self, name: str) -> float:
-        """Bytes of a hidden state in a module."""
-        return self._row_bytes[name]
-
     def least_bytes(self, candidate: Candidate) -> float:
         """Lower bound of the bytes of weights and gradients on the fullest rank."""
         held = [self._held(name, spec) * self._part(candidate, spec) for name, spec in candidate.specs]
@@ -126,7 +103,7 @@ class Estimator:
         return max(held)
 
     def _held(self, name: str, spec: ParallelSpec) -> float:
-        return sum(self._bytes[name]) / (spec.dp * spec.cp if spec.shard == "full" else 1)
+        return sum(self.bytes_of[name]) / (spec.dp * spec.cp if spec.shard == "full" else 1)
 
     @staticmethod
     def _part(candidate: Candidate, spec: ParallelSpec) -> float:
@@ -161,34 +138,32 @@ class Estimator:
         """Estimated seconds of a step."""
         rounds = candidate.microbatches
         recompute = candidate.checkpointing == "full"
-        counts = {
-            name: self.chunks.get(name, 1 if candidate.placement == "shared" else rounds) for name in self.order[:-1]
-        } | {LANGUAGE_MODEL: rounds}
-        if candidate.placement == "chain":
-            total = self._chain(candidate, counts, recompute)
-        else:
-            total = self._modules(candidate, counts, recompute)
-        return total + sum(self._beside(candidate, name, spec) for name, spec in candidate.specs)
+        default = 1 if candidate.placement == "shared" else rounds
+        counts = {name: self.chunks.get(name, default) for name in self.order[:-1]} | {LANGUAGE_MODEL: rounds}
+        own = self._chain if candidate.placement == "chain" else self._modules
+        return own(candidate, counts, recompute) + sum(
+            self._beside(candidate, name, spec) for name, spec in candidate.specs
+        )
 
     def _modules(self, candidate: Candidate, counts: dict[str, int], recompute: bool) -> float:
-        stages, uneven = {}, self.unevenness(candidate, counts)
+        stages, uneven = {}, self.unevenness(candidate, counts)  # seconds of one chunk on each stage
         for name, spec in candidate.specs:
             each = self._stages(candidate, name, spec, counts[name], recompute)
-            stages[name] = _Stages(tuple(seconds * uneven[name] for seconds in each.each))
+            stages[name] = [seconds * uneven[name] for seconds in each]
         if candidate.ranks == 1:
-            return sum(counts[name] * each.way for name, each in stages.items())
+            return sum(counts[name] * sum(each) for name, each in stages.items())
         if candidate.placement == "shared":
-            return sum((counts[name] - 1) * each.slowest + each.way for name, each in stages.items())
-        *encoders, language = (stages[name] for name in self.order)
-        rounds = candidate.microbatches
+            return sum((counts[name] - 1) * max(each) + sum(each) for name, each in stages.items())
+        language = stages[LANGUAGE_MODEL]
+        rounds, encoders = candidate.microbatches, self.order[:-1]
+        ways = [counts[name] / rounds * sum(stages[name]) for name in encoders]
         if candidate.placement == "replicated":
-            extra = sum(counts[name] / rounds * stages[name].way for name in self.order[:-1])
-            return (rounds - 1) * (language.slowest + extra) + language.way + extra * len(language.each)
-        ways = [counts[name] / rounds * each.way for name, each in zip(self.order, encoders, strict=False)]
-        loads = [counts[name] / rounds * each.slowest for name, each in zip(self.order, encoders, strict=False)]
+            extra = sum(ways)
+            return (rounds - 1) * (max(language) + extra) + sum(language) + extra * len(language)
+        loads = [counts[name] / rounds * max(stages[name]) for name in encoders]
         merge = sum if candidate.placement == "colocated" else max
         way, load = (merge(ways), merge(loads)) if encoders else (0.0, 0.0)
-        return (rounds - 1) * max(language.slowest, load) + language.way + way + self._messages(candidate)
+        return (rounds - 1) * max(*language, load) + sum(language) + way + self._messages(candidate)
 
     def _chain(self, candidate: Candidate, counts: dict[str, int], recompute: bool) -> float:
         rounds, ranks = candidate.microbatches, candidate.ranks or 1
@@ -215,17 +190,19 @@ class Estimator:
             link = self.machine.links(world).slowest(range(spec.lane_size))
             cost = self.machine.costs_of(world, candidate.threads)
             made = cost.of(name, size, spec.tp, spec.cp, link)
-            layers = made.per_layer(trainable_before=self._before[name], recompute=recompute)
+            layers = made.per_layer(trainable_before=self.trained_before[name], recompute=recompute)
             self._layers[key] = layers, sum(cost.beside(name, size, spec.tp, spec.cp, link))
         return self._layers[key]
 
-    def _stages(self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, recompute: bool) -> _Stages:
+    def _stages(self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, recompute: bool) -> list[float]:
+        """Seconds of one chunk on each stage of a module, forward and backward."""
         layers, beside = self._per_layer(candidate, name, spec, chunks, recompute)
         if spec.pp == 1:
-            return _Stages((float(layers.sum()) + beside,))
+            return [float(layers.sum()) + beside]
         if spec.pp > len(layers):
             raise ValueError(f"{name} has {len(layers)} layers, too few for pp = {spec.pp}")
-        return _Stages(tuple((np.add.reduceat(layers, partition(layers, spec.pp)[:-1]) + beside).tolist()))
+        seconds: list[float] = (np.add.reduceat(layers, partition(layers, spec.pp)[:-1]) + beside).tolist()
+        return seconds
 
     def _messages(self, candidate: Candidate) -> float:
         """Seconds of one microbatch's messages in transit, and of handling all messages."""
@@ -243,7 +220,7 @@ class Estimator:
     def _beside(self, candidate: Candidate, name: str, spec: ParallelSpec) -> float:
         """Seconds of sums, gathers and the optimizer for one module."""
         part, world = self._part(candidate, spec), candidate.world
-        weights, trained = (each * part for each in self._bytes[name])
+        weights, trained = (each * part for each in self.bytes_of[name])
         sharers, links = spec.dp * spec.cp, self.machine.links(world)
         update = self.machine.costs_of(world, candidate.threads).optimizer.per_byte * trained
         if sharers == 1:

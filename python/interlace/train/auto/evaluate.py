@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -33,6 +33,11 @@ from interlace.train.models.tuning import check_degrees, rates
 from interlace.train.optim import state_sizes
 from interlace.train.rank_memory import activations_of_config, held_by_ranks, loads_of
 from interlace.train.scheduling import schedule_options
+
+if TYPE_CHECKING:
+    from interlace.estimate.traced import WeightSize
+    from interlace.model import MultimodalModel
+    from interlace.simulate import Timeline
 
 MEMORY = "memory"
 
@@ -66,10 +71,10 @@ class Outcome:
 class Evaluator:
     """Simulates candidates of one config and model (which may be on the meta device)."""
 
-    def __init__(self, config: Config, model: Any, work: Work, machine: Machine) -> None:
+    def __init__(self, config: Config, model: MultimodalModel, work: Work, machine: Machine) -> None:
         self.config, self.model, self.work, self.machine = config, model, work, machine
-        self._weights: dict[Any, Any] = {}
-        self._activations: dict[Any, Activations] = {}
+        self._weights: dict[tuple[object, ...], list[WeightSize]] = {}
+        self._activations: dict[tuple[object, ...], Activations] = {}
 
     @cached_property
     def _state(self) -> dict[str, StateSize]:
@@ -78,24 +83,22 @@ class Evaluator:
     def simulate(self, candidate: Candidate) -> Outcome:
         """Simulates a candidate. Raises Refused."""
         config = self._applied(candidate)
+        rows, recompute = config.parallel.sequence_parallel, config.train.recompute
         try:
             layout = build_layout(config, self.model, source="auto")
             check_stages(self.model, layout)
             traffic, activations = self._traffic(config, layout)
-            graph, _ = with_lanes(
-                stage_graph(self.model, layout), self.model, sequence_parallel=config.parallel.sequence_parallel
-            )
-            assigner = assigner_of(config.train.assign, layout, self.model, recompute=config.train.recompute)
+            graph, _ = with_lanes(stage_graph(self.model, layout), self.model, sequence_parallel=rows)
+            assigner = assigner_of(config.train.assign, layout, self.model, recompute=recompute)
             node = ranks_per_node(config, [layout.world] * layout.world)
-            dispatcher = dispatcher_of(
-                config.train.balance, layout, self.model, recompute=config.train.recompute, ranks_per_node=node
-            )
+            balance = config.train.balance
+            dispatcher = dispatcher_of(balance, layout, self.model, recompute=recompute, ranks_per_node=node)
         except (ValueError, ConfigError) as error:
             raise Refused("the model cannot be cut so", _message(error)) from None
         seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)
         costs = self.machine.costs_of(candidate.world, candidate.threads)
         links = self.machine.links(candidate.world)
-        recompute = config.train.recompute
+        free_links = Links(ranks_per_process=links.ranks_per_process, ranks_per_host=links.ranks_per_host)
         for batch in self.work.batches:
             given = GlobalBatch.of(batch, None if config.data.pack else candidate.microbatches, config.chunks())
             try:
@@ -109,10 +112,10 @@ class Evaluator:
                 loads = loads_of(table, sizes)
                 held = held_by_ranks(config, self.model, schedule, traffic.weights, activations, loads, self._state)
                 if held.peak > limit:
-                    short = held.peak - limit
-                    raise Refused(MEMORY, f"rank {_fullest(held.memory)} lacks {short / 2**30:,.2f} GiB", short)
+                    short, fullest = held.peak - limit, max(held.memory, key=lambda each: each.peak_run)
+                    raise Refused(MEMORY, f"rank {fullest.rank} lacks {short / 2**30:,.2f} GiB", short)
                 timeline = predict(schedule, costs, sizes, links, traffic, recompute=recompute)
-                ideal = predict(schedule, costs, sizes, _free(links), traffic, recompute=recompute)
+                ideal = predict(schedule, costs, sizes, free_links, traffic, recompute=recompute)
             except ValueError as error:
                 raise Refused("a step cannot be made so", _message(error)) from None
             peak = max(peak, held.peak)
@@ -152,15 +155,7 @@ def _message(error: Exception) -> str:
     return str(error).removeprefix("auto: ").removeprefix("[parallel]: ")
 
 
-def _free(links: Links) -> Links:
-    return Links(ranks_per_process=links.ranks_per_process, ranks_per_host=links.ranks_per_host)
-
-
-def _fullest(memory: Any) -> int:
-    return int(max(memory, key=lambda each: each.peak_run).rank)
-
-
-def _computing(timeline: Any) -> float:
+def _computing(timeline: Timeline) -> float:
     """Seconds of compute and optimizer, averaged over ranks."""
     kinds = {*COMPUTE, Op.OPTIMIZER_STEP}
     total = sum(each.finish - each.start for each in timeline.records() if each.action.op in kinds)

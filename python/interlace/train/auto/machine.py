@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +19,15 @@ from interlace.costs.host_overhead import HostOverhead
 from interlace.costs.links import Link, Links
 from interlace.costs.step import Costs
 from interlace.plan import LinkModel
+from interlace.train.auto.candidates import divisors
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 from interlace.train.models.costs import estimated, stated_links
 from interlace.train.report.forecast import time_optimizer
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel, Sample
 
 MOST_OF_MEMORY = 0.9
 """Fraction of a GPU's (or the host's) memory that a layout may fill; the rest is a reserve for uncounted memory."""
@@ -66,7 +70,7 @@ class Machine:
         return self.costs(world, self.threads(world)[0] if threads is None else threads)
 
 
-def counted(config: Config, model: Any, *, tflops: float, memory: float, how: str) -> Machine:
+def counted(config: Config, model: MultimodalModel, *, tflops: float, memory: float, how: str) -> Machine:
     """Machine of GPUs that are not here: FLOPs at `tflops` TFLOP/s per rank, `memory` bytes each, and the links of the
     config, else `ASSUMED`."""
     from interlace.costs.counted import counted_costs
@@ -79,7 +83,8 @@ def counted(config: Config, model: Any, *, tflops: float, memory: float, how: st
     @cache
     def costs(world: int, threads: int | None) -> Costs:
         stated = {config.parallel.module(name).tp for name in rows}
-        degrees = {*range(1, min(world, _ALL_DEGREES) + 1), *_powers_of_two(world), *stated}
+        powers = (1 << power for power in range(world.bit_length()))
+        degrees = {*range(1, min(world, _ALL_DEGREES) + 1), *powers, *stated}
         tp = dict.fromkeys(rows, degrees)
         return counted_costs(model, tflops * 1e12, tp=tp, row_bytes=rows, key_bytes=keys, optimizer=update)
 
@@ -92,17 +97,13 @@ def counted(config: Config, model: Any, *, tflops: float, memory: float, how: st
     return Machine(costs, lambda world: links, lambda world: memory, origin, "cuda")
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())]
-
-
 # ---------------------------------------------------------------------- this machine
 
 
 def here(
     config: Config,
-    model: Any,
-    samples: list[Any],
+    model: MultimodalModel,
+    samples: list[Sample],
     *,
     kind: str,
     worlds: Sequence[int],
@@ -122,26 +123,18 @@ def here(
     from interlace.estimate.timed_layers import Setting, measure, settings_of
     from interlace.train.device import AUTOCAST
 
-    degrees = sorted({tp for world in worlds for tp in _divisors(world)})
-
-    def cut(name: str) -> list[int]:
-        return [tp for tp in degrees if tp == 1 or can_be_cut(config, model, name, tp)]
-
+    degrees = sorted({tp for world in worlds for tp in divisors(world)})
+    names = model.modules_order()
     options = ProfileOptions(
         largest=max(1, len(samples)),
-        tps={name: cut(name) for name in model.modules_order()},
+        tps={name: [tp for tp in degrees if tp == 1 or can_be_cut(config, model, name, tp)] for name in names},
         device=kind,
         autocast=AUTOCAST[config.train.precision],
         sequence_parallel=config.parallel.sequence_parallel,
     )
     origin = f"layers timed on this machine ({kind}); {how}"
-
-    def memory(world: int) -> float:
-        return memory_of(config, kind, world)
-
-    def update() -> LinkModel:
-        return time_optimizer(config, model, torch.device(kind))
-
+    memory = partial(memory_of, config, kind)
+    update = partial(time_optimizer, config, model, torch.device(kind))
     if kind != "cpu":
         say("measuring (a few seconds)")
         once = profile_costs(model, samples, options, budget=BUDGET_SECONDS, optimizer=update())
@@ -149,7 +142,7 @@ def here(
         return Machine(lambda world, threads: once, lambda world: links, memory, origin, kind)
     measured = measure(
         Profile(model, samples, options),
-        settings_of(worlds, lambda world: threads(config, world)),
+        settings_of(worlds, partial(threads, config)),
         optimizer=update,
         worth=worth,
         neighbours=lambda setting: launcher.local_ranks(setting.world) - 1,
@@ -159,25 +152,20 @@ def here(
         setting: replace(each, host_overhead=around(launcher.local_ranks(setting.world), setting.threads))
         for setting, each in measured.costs.items()
     }
-    measured_layers = tuple(sorted({each.world for each in costs}))
-
-    def counts(world: int) -> tuple[int, ...]:
-        return tuple(each.threads for each in costs if each.world == world)
-
     return Machine(
         lambda world, count: costs[Setting(world, count or 1)],
         lambda world: links,
         memory,
         origin,
         kind,
-        counts,
-        measured.unsure,
-        measured_layers,
-        measured.skipped,
+        threads=lambda world: tuple(each.threads for each in costs if each.world == world),
+        unsure=measured.unsure,
+        worlds=tuple(sorted({each.world for each in costs})),
+        notes=measured.skipped,
     )
 
 
-def can_be_cut(config: Config, model: Any, name: str, tp: int) -> bool:
+def can_be_cut(config: Config, model: MultimodalModel, name: str, tp: int) -> bool:
     """True if a module can run with `tp` tensor-parallel ranks."""
     from interlace.estimate.traced import weights_of
     from interlace.layout import Layout, ParallelSpec
@@ -189,10 +177,6 @@ def can_be_cut(config: Config, model: Any, name: str, tp: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _divisors(world: int) -> list[int]:
-    return [tp for tp in range(1, world + 1) if world % tp == 0]
 
 
 def threads(config: Config, world: int) -> tuple[int, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.simulate.pictures.style import EDGE, GREY, INK, QUIET, canvas, plain
 from interlace.train.auto.candidates import unsharded
 from interlace.train.auto.choose import Decision
 from interlace.train.auto.evaluate import Outcome
 from interlace.train.config.load import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SHOWN = 10
 _PARTS = {"compute": "#3b6fb6", "communication": "#d9772b", "bubble": "#d5d8de"}
@@ -56,7 +59,7 @@ def families(decision: Decision) -> list[Outcome]:
     A family has one placement and one set of degrees tp, cp, pp and dp. Its members differ only in sharding, schedule,
     threads, microbatches or checkpointing.
     """
-    fastest: dict[Any, Outcome] = {}
+    fastest: dict[object, Outcome] = {}
     for each in (decision.best, *decision.outcomes):
         plain = unsharded(each.candidate)
         degrees = tuple((name, replace(spec, virtual=1, order="loop")) for name, spec in plain.specs)
@@ -85,31 +88,32 @@ def draw(decision: Decision, path: Path, title: str) -> None:
         raise ConfigError(f"--picture {path}: cannot write there: {error.strerror}") from None
 
 
-def _bars(axes: Any, shown: list[Outcome]) -> None:
+def _bars(axes: Axes, shown: list[Outcome]) -> None:
     base = [0.0] * len(shown)
     for name, colour in _PARTS.items():
         width = [1e3 * getattr(each, name) for each in shown]
         axes.barh(range(len(shown)), width, left=base, color=colour, edgecolor=EDGE, label=name, height=0.72)
         base = [a + b for a, b in zip(base, width, strict=True)]
-    for place, each in enumerate(shown):
-        axes.text(base[place], place, f" {1e3 * each.seconds:,.1f}", va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(shown)), [_label(each, place == 0) for place, each in enumerate(shown)])
-    axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(base))
-    axes.set_xlabel("ms of a step, simulated", fontsize=8, color=QUIET)
-    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
-    plain(axes, 7)
+    _finish(axes, "ms of a step, simulated", base, [f" {1e3 * each.seconds:,.1f}" for each in shown])
 
 
-def _memory(axes: Any, shown: list[Outcome]) -> None:
+def _memory(axes: Axes, shown: list[Outcome]) -> None:
     axes.barh(range(len(shown)), [each.limit / 2**30 for each in shown], color="#eceef1", height=0.72, label="limit")
     axes.barh(range(len(shown)), [each.peak / 2**30 for each in shown], color=GREY, height=0.72, label="fullest rank")
-    for place, each in enumerate(shown):
-        axes.text(each.peak / 2**30, place, f" {each.peak / 2**30:,.2f}", va="center", fontsize=8, color=INK)
     axes.set_yticks([])
+    peaks = [each.peak / 2**30 for each in shown]
+    _finish(axes, "GiB", peaks, [f" {peak:,.2f}" for peak in peaks])
+
+
+def _finish(axes: Axes, unit: str, ends: list[float], numbers: list[str]) -> None:
+    """Writes numbers at the ends of the bars, the unit and the legend; the first bar is at the top."""
+    for place, (end, number) in enumerate(zip(ends, numbers, strict=True)):
+        axes.text(end, place, number, va="center", fontsize=8, color=INK)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB", fontsize=8, color=QUIET)
-    axes.legend(fontsize=8, frameon=False, ncols=1, loc="lower left", bbox_to_anchor=(0, 1.0))
+    axes.set_xlabel(unit, fontsize=8, color=QUIET)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
     plain(axes, 7)
 
 

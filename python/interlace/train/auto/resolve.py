@@ -1,72 +1,72 @@
-"""Resolution of ``parallel.plan = "auto"`` to a fixed config: from a plan.lock, or by a new choice."""
+"""Resolution of ``parallel.layout = "auto"`` to a fixed config: from a layout file, or by a new choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.costs.links import Links
 from interlace.train import device as devices
-from interlace.train.auto import planlock, report
+from interlace.train.auto import layout_file, report
 from interlace.train.auto.choose import WORTH, Decision, batch_size_of, decide
 from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here, most_ranks
 from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
+from interlace.train.models.build import build
 from interlace.train.models.costs import stated_links
 from interlace.train.models.media_specs import check_inputs
 from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
-PICTURE = "plan.png"
+if TYPE_CHECKING:
+    from interlace.data import SampleDataset
+    from interlace.model import MultimodalModel, Sample
+
+PICTURE = "layout.png"
 
 
 def resolve_config(
-    config: Config, *, source: str, folder: Path, lock: Path | None, say: Callable[[str], None]
+    config: Config, *, source: str, folder: Path, given: Path | None, say: Callable[[str], None]
 ) -> Config:
-    """The settled config of a run in `folder`. Writes plan.lock there, and a picture of the runners-up for a new
+    """The settled config of a run in `folder`. Writes layout.toml there, and a picture of the runners-up for a new
     choice.
 
-    lock: a plan.lock to repeat; by default the folder's own, if it has one. Raises ConfigError for a lock of another
+    given: a layout file to repeat; by default the folder's own, if it has one. Raises ConfigError for a file of another
     config, and if nothing fits.
     """
-    own_lock = folder / planlock.NAME
-    given = lock if lock is not None else own_lock if own_lock.exists() else None
+    given, own = given or layout_file.of_run(folder), folder / layout_file.NAME
     if given is not None:
-        text = planlock.read(given)
-        settled = planlock.locked(config, text, str(given))
-        write_whole(own_lock, text)
-        say(f"plan of {given}: {_summary(settled)}")
+        text = read_text(given, "layout")
+        settled = layout_file.with_layout(config, text, str(given))
+        write_whole(own, text)
+        say(f"layout of {given}: {_summary(settled)}")
         return settled
     text, decision = choose(config, source=source, say=say)
-    write_whole(own_lock, text)
-    report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.plan = 'auto'")
-    return planlock.locked(config, text, str(own_lock))
+    write_whole(own, text)
+    report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.layout = 'auto'")
+    return layout_file.with_layout(config, text, str(own))
 
 
 def choose(
     config: Config, *, source: str, say: Callable[[str], None], ranks: int | None = None
 ) -> tuple[str, Decision]:
-    """Measures this machine and chooses: the text of a plan.lock, and the decision."""
-    from interlace.train.data.feed import datasets, indexed
-    from interlace.train.data.texts import tokenizer_of
-    from interlace.train.models.build import build
-
+    """Measures this machine and chooses: the text of a layout.toml, and the decision."""
     kind = devices.choose(config.run.device, 1, source=source)
     worlds = [ranks] if ranks is not None else worlds_up_to(most_ranks(config, kind))
-    tokenizer = tokenizer_of(config, source=source)
-    model = build(config, tokenizer, source=source)
-    data = indexed(*datasets(config, model, tokenizer, source=source))
-    samples = pool(config, data)
+    model, data = _model_and_data(config, source)
+    samples = pool(data)
+    timed = config.train.batch_size if "batch_size" not in (config.parallel.choose or ()) else 16
     links, links_origin = _links(config, kind, worlds, source)
     overhead = measure_overhead(config, model, data, kind)
     try:
         machine = here(
             config,
             model,
-            _profiled(config, samples),
+            samples[: max(1, min(len(samples), timed))],  # as many as a chunk could have
             kind=kind,
             worlds=worlds,
             links=links,
@@ -78,13 +78,22 @@ def choose(
     except Exception as error:  # from any model's own code, called on a single layer
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' times each layer by itself, but this model's layers cannot be timed: "
-            f"{why}. Write the layout into [parallel] instead of plan = 'auto', or count FLOPs instead of timing: "
-            "interlace plan choose CONFIG --gpus N --memory GB --tflops T --out plan.lock, then interlace "
-            "train CONFIG --lock plan.lock"
+            f"{source}: [parallel] layout = 'auto' times each layer by itself, but this model's layers cannot be "
+            f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead "
+            "of timing: interlace plan choose CONFIG --gpus N --memory GB --tflops T --out layout.toml, then interlace "
+            "train CONFIG --layout layout.toml"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
-    return _decided(config, model, machine, worlds, source, say, samples, lambda size: real_work(config, data, size))
+    return _decided(config, model, machine, worlds, source, say, samples, partial(real_work, config, data))
+
+
+def _model_and_data(config: Config, source: str) -> tuple[MultimodalModel, SampleDataset]:
+    from interlace.train.data.feed import datasets, indexed
+    from interlace.train.data.texts import tokenizer_of
+
+    tokenizer = tokenizer_of(config, source=source)
+    model = build(config, tokenizer, source=source)
+    return model, indexed(*datasets(config, model, tokenizer, source=source))
 
 
 def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[Links, str]:
@@ -98,50 +107,42 @@ def _links(config: Config, kind: str, worlds: list[int], source: str) -> tuple[L
         return ASSUMED, "links assumed: 200 GB/s between the GPUs of a host, 40 GB/s per GPU between hosts"
     if launcher.local_ranks(max(worlds)) < max(worlds):
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' does not measure the network between hosts, but these ranks are on "
+            f"{source}: [parallel] layout = 'auto' does not measure the network between hosts, but these ranks are on "
             "several hosts: set its speed with parallel.links (host, network and ranks_per_host), or write the layout "
             "into [parallel]"
         )
     return gloo_links(), "gloo timed between two threads"
 
 
-def plan_for(
+def choose_for(
     config: Config, *, gpus: int, memory: float, tflops: float, how: str, source: str, say: Callable[[str], None]
 ) -> tuple[str, Decision, Machine]:
     """Chooses for `gpus` GPUs of `memory` bytes that are not here; layer costs are counted FLOPs.
 
     Lengths come from the config's data if its files are here, else from samples that fill its budgets.
     """
-    from interlace.train.data.feed import datasets, indexed
-    from interlace.train.data.texts import tokenizer_of, vocabulary_of
-    from interlace.train.models.build import build
+    from interlace.train.data.texts import vocabulary_of
 
     if has_data(config):
-        tokenizer = tokenizer_of(config, source=source)
-        model = build(config, tokenizer, source=source)
-        data = indexed(*datasets(config, model, tokenizer, source=source))
-        samples: list[Any] = pool(config, data)
+        model, data = _model_and_data(config, source)
+        samples, work = pool(data), partial(real_work, config, data)
     else:
         model = build(config, vocabulary_of(config, source=source), source=source)
         check_inputs(config, model, source=source)
-        data, samples = None, nominal_work(config, model, 1).samples()
+        samples, work = nominal_work(config, model, 1).samples(), partial(nominal_work, config, model)
     machine = counted(config, model, tflops=tflops, memory=memory, how=how)
-
-    def work(size: int) -> Work:
-        return nominal_work(config, model, size) if data is None else real_work(config, data, size)
-
     text, decision = _decided(config, model, machine, [gpus], source, say, samples, work)
     return text, decision, machine
 
 
 def _decided(
     config: Config,
-    model: Any,
+    model: MultimodalModel,
     machine: Machine,
     worlds: list[int],
     source: str,
     say: Callable[[str], None],
-    samples: list[Any],
+    samples: list[Sample],
     work_of: Callable[[int], Work],
 ) -> tuple[str, Decision]:
     size, note = batch_size_of(config, model, samples, machine, max(worlds))
@@ -151,27 +152,12 @@ def _decided(
     decision = decide(sized, model, work, machine, worlds, source=source, notes=[*[note] * bool(note), *machine.notes])
     for line in report.lines(decision, machine.origin, work.origin):
         say(f"auto: {line}")
-    return planlock.text_of(config, decision, machine.origin, work.origin), decision
+    return layout_file.text_of(config, decision, machine.origin, work.origin), decision
 
 
 def worlds_up_to(most: int) -> list[int]:
     """Numbers of ranks to compare: all up to 4, then powers of two, and the maximum."""
     return sorted({each for each in range(1, most + 1) if each <= 4 or each & (each - 1) == 0} | {most})
-
-
-def _profiled(config: Config, samples: list[Any]) -> list[Any]:
-    """Samples for timing layers: as many as a chunk could have."""
-    count = config.train.batch_size if "batch_size" not in (config.parallel.choose or ()) else 16
-    return samples[: max(1, min(len(samples), count))]
-
-
-def check_ranks(config: Config, ranks: int, where: str) -> None:
-    """Raises ConfigError if a settled config is for another number of ranks than were started."""
-    if config.world_size() != ranks:
-        raise ConfigError(
-            f"{where} is a plan for {config.world_size()} ranks, but {ranks} were started: start that many, or remove "
-            "the file (or omit --lock) to choose again"
-        )
 
 
 def _summary(config: Config) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +12,20 @@ import torch
 from interlace.costs.step import Size
 from interlace.modalities import named
 from interlace.model import IGNORE, Media, Sample
+from interlace.model.inputs.placeholders import token_ids
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run.tables.batch import GlobalBatch
 from interlace.run.tables.sizes import size_of
 from interlace.train.config.load import ConfigError
+from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import loader
 from interlace.train.models.costs import budget_loads
+
+if TYPE_CHECKING:
+    from interlace.costs.step import Costs
+    from interlace.data import SampleDataset
+    from interlace.model import MultimodalModel
 
 BATCHES = 2
 """Batches of data for the simulation of a candidate."""
@@ -30,14 +37,14 @@ _LARGEST_NOMINAL = 4096  # samples
 class Work:
     """Input of the simulated steps. batches: samples, or rows of them. origin: description."""
 
-    batches: tuple[list[Any], ...]
+    batches: tuple[list[Sample] | list[list[Sample]], ...]
     origin: str
 
-    def samples(self) -> list[Any]:
+    def samples(self) -> list[Sample]:
         """Samples of the first batch."""
-        return GlobalBatch.of(self.batches[0]).samples
+        return [sample for each in self.batches[0] for sample in (each if isinstance(each, list) else [each])]
 
-    def totals(self, model: Any) -> dict[str, Size]:
+    def totals(self, model: MultimodalModel) -> dict[str, Size]:
         """Module -> mean size of a batch, with samples counted one by one."""
         sizes = {}
         for name in model.modules_order():
@@ -60,7 +67,7 @@ def has_data(config: Config) -> bool:
     return True
 
 
-def real_work(config: Config, data: Any, batch_size: int) -> Work:
+def real_work(config: Config, data: SampleDataset, batch_size: int) -> Work:
     """The first batches of a run of the config from the training set `data`. Raises ConfigError.
 
     A stream's training samples are unknown, so its validation samples are used, repeated if there are too few.
@@ -81,61 +88,45 @@ def real_work(config: Config, data: Any, batch_size: int) -> Work:
     return Work(batches, f"{BATCHES} batches of {data.name}")
 
 
-def pool(config: Config, data: Any) -> list[Any]:
+def pool(data: SampleDataset) -> list[Sample]:
     """Samples spread over the training set, not decoded."""
     count = min(_POOL, len(data))
     return [data.sample(i * len(data) // count, 0) for i in range(count)]
 
 
-def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
-    """A batch of identical samples that fill the config's budgets, for planning without data.
+def nominal_work(config: Config, model: MultimodalModel, batch_size: int) -> Work:
+    """A batch of identical samples, for planning without data: an item of each encoder and a full row of text.
 
     Raises ConfigError if the text budget has no room for an item of each encoder.
     """
-    one = nominal_samples(config, model)
     if batch_size > _LARGEST_NOMINAL:
         raise ConfigError(
             f"train.batch_size = {batch_size} exceeds {_LARGEST_NOMINAL} samples, the limit of plan choose without "
             "data: make the data of the config available"
         )
-    return Work(
-        (one * batch_size,), f"{batch_size} samples that fill the budgets of [data], because its files are missing"
-    )
-
-
-def nominal_samples(config: Config, model: Any) -> list[Any]:
-    """A list with one sample that fills the config's budgets: an item of each encoder and a full row of text."""
-    rows = round(budget_loads(_alone(config), model)[LANGUAGE_MODEL].tokens)
+    train = config.train.model_copy(update={"batch_size": 1, "microbatches": 1})
+    alone = config.model_copy(update={"train": train, "parallel": Parallel()})
+    rows = round(budget_loads(alone, model)[LANGUAGE_MODEL].tokens)
     media: dict[str, list[Media]] = {}
     ids: list[int] = []
-    for name, encoder in model.encoders.items():
+    for name in model.encoders:
+        encoder = model.encoders[name]
         shape = named(encoder.kind).nominal(encoder.default_shape, config.data)
         count = encoder.tokens(shape, encoder.default.about)
         media[name] = [Media(shape, count, about=encoder.default.about)]
-        ids += [_placeholder(model, name)] * count
+        ids += [next(iter(token_ids(model.placeholders[name])))] * count
     if len(ids) >= rows:
         raise ConfigError(
             f"data.max_tokens = {rows} is too small for one item of each encoder, {len(ids)} tokens: raise it"
         )
     labels = torch.full((rows,), IGNORE)
     labels[len(ids) :] = 0
-    return [Sample(torch.tensor(ids + [0] * (rows - len(ids))), labels, media, "nominal")]
+    one = Sample(torch.tensor(ids + [0] * (rows - len(ids))), labels, media, "nominal")
+    origin = f"{batch_size} samples that fill the budgets of [data], because its files are missing"
+    return Work(([one] * batch_size,), origin)
 
 
-def _alone(config: Config) -> Config:
-    """The config with microbatches of one sample."""
-    train = config.train.model_copy(update={"batch_size": 1, "microbatches": 1})
-    parallel = type(config.parallel)()
-    return config.model_copy(update={"train": train, "parallel": parallel})
-
-
-def _placeholder(model: Any, name: str) -> int:
-    from interlace.model.inputs.placeholders import token_ids
-
-    return next(iter(token_ids(model.placeholders[name])))
-
-
-def workloads(samples: Sequence[Any], model: Any, costs: Any) -> list[list[float]]:
+def workloads(samples: Sequence[Sample], model: MultimodalModel, costs: Costs) -> list[list[float]]:
     """Seconds of each sample in each module, forward and backward, on one rank: [samples][modules]."""
     rows = []
     for sample in samples:

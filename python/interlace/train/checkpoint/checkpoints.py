@@ -10,8 +10,8 @@ and their safety (no pickle). Its keys:
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
 
 Except for the generators, a checkpoint does not depend on stages or ranks. A run may resume under another placement or
-another number of ranks; under the same one it resumes bit for bit. torch.distributed.checkpoint's planners decide which
-rank writes a tensor that several ranks hold, and which data a rank with a part (`pieces.Piece`) has to read.
+another number of ranks; under the same one it resumes bit for bit. A tensor that several ranks hold is written by one
+of them. A rank with a part (`pieces.Piece`) reads only its own rows.
 
 Writing: all ranks write into a draft, ``.step-00000100.<nonce>.tmp``, which is unique to the job, and send the size and
 SHA-256 of their files to rank 0. Rank 0 reads all files back, so that a missing or different file (a folder that is not
@@ -38,11 +38,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from interlace.train.checkpoint.base import Stored, base_of, prints_of
 from interlace.train.checkpoint.folder import (
@@ -61,17 +60,14 @@ from interlace.train.checkpoint.folder import (
 )
 from interlace.train.checkpoint.generators import rng_state, set_rng_state
 from interlace.train.checkpoint.identity import differences
-from interlace.train.checkpoint.pieces import Piece, SavePlanner, detached
+from interlace.train.checkpoint.pieces import Part, Piece, parts_of, shared_out
 from interlace.train.checkpoint.reading import read_base, read_into
-from interlace.train.checkpoint.saveplan import items_of, plan_of
 from interlace.train.checkpoint.storage import (
     MANIFEST,
     BaseWeight,
     CheckpointError,
     File,
     Manifest,
-    StoredChunk,
-    code_of,
     digest,
     dump_manifest,
     make_manifest,
@@ -91,19 +87,10 @@ AVERAGE = "ema"
 SLOWEST_DISK = 20e6  # bytes per second: determines how long ranks wait before one is considered lost
 SHARE = "all ranks must share the run folder: put run.folder on a file system that all nodes share"
 
-# Of one rank, as JSON: its host, the name and entry of its file (`File`), and for each tensor in it the key, dtype,
-# shape and `StoredChunk`.
-_Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
-
-
-class _Part(NamedTuple):
-    """A rectangle of the tensor `key` [shape] that a rank writes, beginning at `offsets`, as `entry` of its file."""
-
-    key: str
-    entry: str
-    shape: list[int]
-    offsets: list[int]
-    tensor: Tensor
+Values = Mapping[str, Tensor | Piece]
+"""Tensors by name; those that a rank holds only in part are pieces."""
+# Of one rank, as JSON: its host, the name of its file and its `File`, and by key a `Stored` with the chunks in it.
+_Written = tuple[str, str, dict[str, Any], dict[str, dict[str, Any]]]
 
 
 class _Writing(NamedTuple):
@@ -173,13 +160,7 @@ class Checkpoints:
         return base
 
     def save(
-        self,
-        step: int,
-        parameters: Mapping[str, Tensor | Piece],
-        optimizer: Mapping[str, Tensor | Piece],
-        progress: Mapping[str, Any],
-        *,
-        best: int = -1,
+        self, step: int, parameters: Values, optimizer: Values, progress: Mapping[str, object], *, best: int = -1
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 
@@ -195,9 +176,9 @@ class Checkpoints:
     def begin(
         self,
         step: int,
-        parameters: Mapping[str, Tensor | Piece],
-        optimizer: Mapping[str, Tensor | Piece],
-        progress: Mapping[str, Any],
+        parameters: Values,
+        optimizer: Values,
+        progress: Mapping[str, object],
         *,
         copy: bool = True,
         best: int = -1,
@@ -212,19 +193,20 @@ class Checkpoints:
         self.best = best
         final = name_of(step)
         draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
-        written = {name: tensor for name, tensor in parameters.items() if name not in self.base}
-        state: dict[str, Any] = {f"model.{name}": detached(tensor) for name, tensor in written.items()}
-        state |= {f"optimizer.{name}": detached(tensor) for name, tensor in optimizer.items()}
+        state = {f"model.{name}": tensor for name, tensor in parameters.items() if name not in self.base}
+        state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
-        planner = SavePlanner()
-        planner.set_up_planner(state, is_coordinator=self.rank == 0)
-        plans = self.peers.together(f"planning checkpoint {final}", lambda: items_of(planner.create_local_plan()))
-        shares = self.peers.on_first(
-            f"sharing out checkpoint {final}",
-            lambda: [items_of(share) for share in planner.create_global_plan([plan_of(plan) for plan in plans])[0]],
-        )
-        parts = _parts_of(planner, planner.finish_plan(plan_of(shares[self.rank])), copy=copy)
+        held: dict[str, Part] = {}
+
+        def list_parts() -> dict[str, int]:
+            held.update((part.entry, part) for part in parts_of(state))
+            return {entry: part.tensor.nbytes for entry, part in held.items()}
+
+        mine = shared_out(self.peers.together(f"sharing out checkpoint {final}", list_parts))[self.rank]
+        parts = [part for entry, part in held.items() if entry in mine]
+        if copy:
+            parts = [part._replace(tensor=part.tensor.to("cpu", copy=True)) for part in parts]
         work = in_background(lambda: self._write(draft, parts))
         self._writing = _Writing(step, draft, work, None)
 
@@ -260,9 +242,7 @@ class Checkpoints:
         while self.writing:
             self.advance()
 
-    def load(
-        self, path: Path, parameters: Mapping[str, Tensor | Piece], optimizer: Mapping[str, Tensor | Piece]
-    ) -> dict[str, Any]:
+    def load(self, path: Path, parameters: Values, optimizer: Values) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
 
         Reads only the parts that this rank holds, independent of the cut of the ranks that wrote the files. The same
@@ -278,15 +258,14 @@ class Checkpoints:
         def read() -> str:
             manifest = check_model(path, self.identity)
             base.update(base_of(path, manifest, self._stored, self.base))
-            wanted = {f"model.{name}": detached(tensor) for name, tensor in parameters.items() if name not in base}
+            wanted = {f"model.{name}": tensor for name, tensor in parameters.items() if name not in base}
             missing = [name for name in wanted if name not in manifest.tensors]
             if missing:
                 raise CheckpointError(f"{path}: holds no {missing[0]} ({len(missing)} parameters missing)")
-            wanted |= {
-                f"optimizer.{n}": detached(t) for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
-            }
+            moments = {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+            wanted |= {key: tensor for key, tensor in moments.items() if key in manifest.tensors}
             read_into(path, manifest, wanted)
-            read_base({name: detached(tensor) for name, tensor in parameters.items() if name in base}, base)
+            read_base({name: tensor for name, tensor in parameters.items() if name in base}, base)
             progress.update(read_json(path, manifest, "progress"))
             if progress.get("step") != manifest.step:
                 raise CheckpointError(
@@ -351,30 +330,24 @@ class Checkpoints:
         draft.mkdir()
         return draft.name
 
-    def _write(self, draft: Path, parts: Sequence[_Part]) -> _Written:
+    def _write(self, draft: Path, parts: Sequence[Part]) -> _Written:
         """Writes this rank's share of the tensors; returns its entries for the manifest."""
         if not wait_until_visible(draft):
             raise TrainingError(f"rank {self.rank} on {platform.node()} does not see {draft}, made by rank 0; {SHARE}")
         name = f"rank-{self.rank:05d}.safetensors"
         file, begins = write_tensors(draft / name, {part.entry: part.tensor for part in parts})
-        chunks = [
-            (
-                part.key,
-                code_of(part.entry, part.tensor.dtype),
-                part.shape,
-                StoredChunk(
-                    offsets=part.offsets, sizes=list(part.tensor.shape), file=name, begin=begins[part.entry]
-                ).model_dump(),
-            )
-            for part in parts
-        ]
-        return platform.node(), name, file.model_dump(), chunks
+        tensors: dict[str, dict[str, Any]] = {}
+        for part in parts:
+            box = {"offsets": part.offsets, "sizes": list(part.tensor.shape)}
+            stored = tensors.setdefault(part.key, {"dtype": part.dtype, "shape": part.shape, "chunks": []})
+            stored["chunks"].append({**box, "file": name, "begin": begins[part.entry]})
+        return platform.node(), name, file.model_dump(), tensors
 
     def _finish(self, step: int, draft: Path, written: Sequence[_Written]) -> None:
         """Rank 0: verifies the files of all ranks, writes the manifest, makes the checkpoint visible."""
         deadline = time.monotonic() + LATE_SECONDS
-        tables: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
-        for rank, (host, name, entry, chunks) in enumerate(written):
+        tensors: dict[str, dict[str, Any]] = {}
+        for rank, (host, name, entry, own) in enumerate(written):
             file = File.model_validate(entry)
             if not wait_until_visible(draft / name, file.size, deadline):
                 raise TrainingError(f"rank 0 does not see {draft / name}, which rank {rank} wrote on {host}; {SHARE}")
@@ -382,18 +355,15 @@ class Checkpoints:
                 raise TrainingError(
                     f"rank 0 reads other contents from {draft / name} than rank {rank} wrote on {host}; {SHARE}"
                 )
-            for key, dtype, shape, chunk in chunks:
-                tables.setdefault(key, (dtype, shape, []))[2].append(chunk)
+            for key, stored in own.items():
+                tensors.setdefault(key, {**stored, "chunks": []})["chunks"] += stored["chunks"]
         manifest = make_manifest(
             step=step,
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             ranks=self.peers.world,
             model=self.identity,
             files={name: entry for _, name, entry, _ in written},
-            tensors={
-                key: {"dtype": dtype, "shape": shape, "chunks": chunks}
-                for key, (dtype, shape, chunks) in tables.items()
-            },
+            tensors=tensors,
             base={name: weight.model_dump() for name, weight in self.base.items()},
         )
         write_synced(draft / MANIFEST, dump_manifest(manifest))
@@ -471,17 +441,5 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _parts_of(planner: DefaultSavePlanner, share: Any, *, copy: bool) -> list[_Part]:
-    """Parts that a rank writes. copy: into host memory of its own, so that the tensors may change meanwhile."""
-    parts = []
-    for item in share.items:
-        key, chunk = item.index.fqn, item.tensor_data.chunk
-        shape, offsets = list(item.tensor_data.size), list(chunk.offsets)
-        entry = key if list(chunk.sizes) == shape else f"{key}@{','.join(map(str, offsets))}"
-        tensor = cast(Tensor, planner.resolve_data(item))  # only tensors are saved
-        parts.append(_Part(key, entry, shape, offsets, tensor.detach().to("cpu", copy=True) if copy else tensor))
-    return parts
-
-
-def _pack(value: Any) -> Tensor:
+def _pack(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

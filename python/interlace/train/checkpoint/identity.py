@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
+T = TypeVar("T")
 
-def identity_of(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
+
+def identity_of(model: nn.Module, architecture: Mapping[str, object]) -> dict[str, Any]:
     """Identity of a model, which must be equal for its checkpoints: architecture table, and each parameter's shape and
     dtype.
 
@@ -46,8 +48,8 @@ def differences(saved: Mapping[str, Any], expected: Mapping[str, Any], limit: in
     return lines[:limit] + ([f"and {rest} more"] if rest > 0 else [])
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
@@ -56,11 +58,11 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+def _compare(old: Mapping[str, T], new: Mapping[str, T]) -> Iterable[tuple[str, T | None, T | None]]:
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)
 
 
-def _tensor(entry: Any) -> str:
+def _tensor(entry: Sequence[object] | None) -> str:
     return "absent" if entry is None else f"{entry[1]}{entry[0]}"

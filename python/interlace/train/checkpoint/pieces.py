@@ -1,22 +1,15 @@
-"""Piece: a part of a tensor in a checkpoint, written once if several ranks hold it, and readable under any other cut.
-
-torch.distributed.checkpoint's planners treat pieces as rectangles of the whole. The planners find duplicates on several
-ranks, and detect if all pieces together do not cover the whole.
-"""
+"""Piece: a part of a tensor in a checkpoint, written once if several ranks hold it, readable under any other cut."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from interlace.parallel.region import Region
+from interlace.train.checkpoint.storage import code_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +19,23 @@ class Piece:
     tensor: Tensor
     region: Region
 
-    def size(self) -> torch.Size:
-        """Shape of the whole: planners compare it with the stored shape."""
-        return torch.Size(self.region.shape)
+    @classmethod
+    def of(cls, value: Tensor | Piece) -> Piece:
+        """The value as a piece, without a gradient; a tensor is the piece that is the whole."""
+        if isinstance(value, Piece):
+            return cls(value.tensor.detach(), value.region)
+        return cls(value.detach(), Region.full(value.shape))
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.region.boxes]
 
-    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(self.tensor.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets, number),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for number, chunk in enumerate(self.__create_chunk_list__())
-        ]
+class Part(NamedTuple):
+    """A box of the tensor `key` [shape], beginning at `offsets`: `entry` of a file. dtype: as named by safetensors."""
 
-    def at(self, offsets: tuple[int, ...]) -> Tensor:
-        """View of the box that begins at `offsets` of the whole."""
-        parts = self.region.parts(self.tensor)
-        return next(part for box, part in zip(self.region.boxes, parts, strict=True) if box.offsets == offsets)
+    key: str
+    entry: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int]
+    tensor: Tensor
 
 
 def pieces_of(tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> dict[str, Tensor | Piece]:
@@ -55,42 +43,30 @@ def pieces_of(tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> d
     return {name: Piece(tensor, regions[name]) if name in regions else tensor for name, tensor in tensors.items()}
 
 
-def detached(value: Tensor | Piece) -> Tensor | Piece:
-    """The same value without a gradient."""
-    return Piece(value.tensor.detach(), value.region) if isinstance(value, Piece) else value.detach()
+def parts_of(values: Mapping[str, Tensor | Piece]) -> list[Part]:
+    """Boxes of these tensors and pieces, as views. Raises ValueError for a dtype that checkpoints cannot store."""
+    parts = []
+    for key, value in values.items():
+        piece = Piece.of(value)
+        shape, dtype = list(piece.region.shape), code_of(key, piece.tensor.dtype)
+        for box, tensor in zip(piece.region.boxes, piece.region.parts(piece.tensor), strict=True):
+            entry = key if list(box.sizes) == shape else f"{key}@{','.join(map(str, box.offsets))}"
+            parts.append(Part(key, entry, dtype, shape, list(box.offsets), tensor))
+    return parts
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Save planner that also finds pieces."""
+def shared_out(held: Sequence[Mapping[str, int]]) -> list[set[str]]:
+    """Entries that each rank writes: each once, by the rank with the fewest bytes so far among those that hold it.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor, or the box of a piece that begins at the index's offset."""
-        value = self.state_dict[index.fqn]
-        return _chunk_of(value, index) if isinstance(value, Piece) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Load planner that also finds pieces."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """As torch's own, which keeps only tensors."""
-        super().set_up_planner({}, metadata, is_coordinator)
-        self.state_dict = self.original_state_dict = state_dict
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """As `SavePlanner.lookup_object`."""
-        value = self.state_dict[index.fqn]
-        return _chunk_of(value, index) if isinstance(value, Piece) else super().lookup_tensor(index)
-
-
-def _chunk_of(value: Piece, index: MetadataIndex) -> Tensor:
-    assert index.offset is not None
-    return value.at(tuple(index.offset))
+    held: for each rank, its entries and their bytes.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, entries in enumerate(held):
+        for entry in entries:
+            holders.setdefault(entry, []).append(rank)
+    loads, shares = [0] * len(held), [set[str]() for _ in held]
+    for entry, ranks in holders.items():
+        rank = min(ranks, key=loads.__getitem__)
+        loads[rank] += held[rank][entry] or 1
+        shares[rank].add(entry)
+    return shares

@@ -149,7 +149,7 @@ class Manifest(_Entry):
             for chunk in stored.chunks:
                 if chunk.file not in self.files:
                     raise ValueError(f"{name} is in {chunk.file}, which is not listed in the manifest")
-                if chunk.begin + length_of(stored, chunk) > self.files[chunk.file].size:
+                if chunk.begin + math.prod(chunk.sizes) * DTYPES[stored.dtype].itemsize > self.files[chunk.file].size:
                     raise ValueError(f"{name} is outside the bytes of {chunk.file}")
         known = {f"model.{name}" for name in self.base} | self.tensors.keys()
         missing = [name for name in self.model.parameters if f"model.{name}" not in known]
@@ -167,11 +167,6 @@ class Identity(_Entry):
 
 
 Manifest.model_rebuild()
-
-
-def length_of(stored: Stored, chunk: StoredChunk) -> int:
-    """Bytes of a chunk."""
-    return math.prod(chunk.sizes) * DTYPES[stored.dtype].itemsize
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict[str, int]]:
@@ -194,7 +189,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict
     with path.open("wb") as file:
         file.write(head)
         for name in order:
-            data = _bytes_of(tensors[name])
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().data
             file.write(data)
             state.update(data)
         file.flush()
@@ -310,11 +306,6 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def _digest_of(table: Mapping[str, Any]) -> str:

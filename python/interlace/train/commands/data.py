@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from interlace.train.blame import UNREADABLE, blaming, check_at_least
-from interlace.train.config.load import ConfigError, load
+from interlace.train.blame import UNREADABLE, check_at_least
+from interlace.train.config.load import ConfigError, blaming, load
 
 if TYPE_CHECKING:
     from interlace.data.chats.encoding.tokens import ChatFormat

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interlace.train.blame import blaming
 from interlace.train.commands.generate import checkpoint_of
-from interlace.train.config.load import ConfigError, load
+from interlace.train.config.load import ConfigError, blaming, load
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:

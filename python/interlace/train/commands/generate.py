@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.train.blame import blaming, check_at_least
-from interlace.train.config.load import ConfigError, from_table, load
+from interlace.train.blame import check_at_least
+from interlace.train.config.load import ConfigError, blaming, from_table, load
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from interlace.modalities import Sampled, named
 from interlace.model.checkpoints.module_folder import FACTS
 from interlace.model.collate import JOINED, check_bidirectional
 from interlace.model.projector import PROJECTORS, ItemProjector
-from interlace.train.blame import blaming
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.report import answers
 from interlace.train.report import closing as report

@@ -61,9 +61,9 @@ def _in_folder(
     if config.parallel.auto:
         from interlace.train.auto.resolve import resolve_config
 
-        config = resolve_config(config, source=str(path), folder=folder, lock=options.lock, say=launcher.note)
-    elif options.lock is not None:
-        raise ConfigError(f"--lock {options.lock}: {path} fixes its own layout; a lock is for parallel = 'auto'")
+        config = resolve_config(config, source=str(path), folder=folder, given=options.layout, say=launcher.note)
+    elif options.layout is not None:
+        raise ConfigError(f"--layout {options.layout}: {path} fixes its own layout; omit --layout")
     if options.resume is None:
         runfolder.write_config(folder, config)
     world = config.world_size()
@@ -111,7 +111,7 @@ def _as_rank(options: argparse.Namespace) -> int:
     if folder is None:
         path = _config_path(options)
         config = load(path, options.set, open_replicas=True)
-        return run(config, source=str(path), start=Start(None, None, resume, None, options.take_over, options.lock))
+        return run(config, source=str(path), start=Start(None, None, resume, None, options.take_over, options.layout))
     source = os.environ[launcher.SOURCE]
     config = loads(os.environ[launcher.CONFIG], source=source)
     at = runfolder.resolve(config, resume)[1] if resume else None

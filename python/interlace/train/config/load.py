@@ -6,13 +6,16 @@ gives the nearest valid one, for a wrong type the required type, for a missing k
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
 import sys
 import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,13 +29,42 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
+
+Table: TypeAlias = dict[str, Any]
+"""A TOML table."""
 CLUSTER = ("links", "ranks_per_node", "timeout", "threads", "choose", "max_ranks", "memory")
 """Keys of [parallel] that describe the machines and the search for a layout, not the layout itself."""
 
 
 class ConfigError(ValueError):
     """Error in the user's config or command line. The message contains all that is needed to correct it."""
+
+
+@contextlib.contextmanager
+def blaming(where: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Errors of the block of these kinds become ConfigErrors that begin with `where`."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Origin of keys: a source, and the overrides by the keys that they set."""
+
+    source: str
+    overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def of(self, *path: str) -> str:
+        """The ``--set`` that wrote a key (or a key inside it), else the source."""
+        for keys, text in self.overrides.items():
+            if path[: len(keys)] == keys or keys[: len(path)] == path:
+                return text
+        return self.source
 
 
 def load(
@@ -48,33 +80,37 @@ def load(
     Raises ConfigError for an unreadable file, bad TOML, unknown keys, wrong types, missing keys, impossible values.
     """
     path = Path(path)
+    table = _parsed(read_text(path, "config"), str(path))
+    if (path.parent / "run.json").exists() and isinstance(parallel := table.get("parallel"), dict):
+        if parallel.get("plan") == "auto":  # run folders of earlier versions
+            parallel["layout"] = parallel.pop("plan")
+    return from_table(table, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file. Raises ConfigError, with its meaning `what`, if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: cannot read the {what}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    return loads(text, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
 
 
-def loads(
-    text: str,
-    overrides: list[str] | None = None,
-    *,
-    source: str = "config",
-    open_replicas: bool = False,
-    auto: bool = False,
-) -> Config:
+def loads(text: str, overrides: list[str] | None = None, *, source: str = "config") -> Config:
     """Returns the config of a TOML text. `source` names it in messages. Raises ConfigError as `load` does."""
+    return from_table(_parsed(text, source), overrides, source=source)
+
+
+def _parsed(text: str, source: str) -> Table:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=source, open_replicas=open_replicas, auto=auto)
 
 
 def from_table(
-    table: dict[str, Any],
+    table: Table,
     overrides: list[str] | None = None,
     *,
     source: str = "config",
@@ -82,7 +118,7 @@ def from_table(
     auto: bool = False,
 ) -> Config:
     """Checks a parsed TOML table and returns its config. `source` names it in messages."""
-    where: dict[tuple[str, ...], str] = {}
+    origin = _Origin(source)
     for override in overrides or []:
         keys, value = parse_override(override)
         _as_section(table)
@@ -90,39 +126,41 @@ def from_table(
             _leave_open(table)
         else:
             set_key(table, keys, value, override)
-        where[keys] = f"--set {override}"
-    _open_plan(table)
-    _describe_models(table, where, source)
-    check_keys(Config, table, (), where, source)
+        origin.overrides[keys] = f"--set {override}"
+    _open_choices(table)
+    if isinstance(parallel := table.get("parallel"), dict) and isinstance(parallel.get("plan"), str):
+        raise ConfigError(f"{origin.of('parallel', 'plan')}: parallel.plan is now: parallel.layout")
+    _describe_models(table, origin)
+    _check_keys(Config, table, (), origin)
     if auto and not _is_open(table):
         _leave_open(table)
-        _open_plan(table)
+        _open_choices(table)
     try:
         return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
-        lines = [_explain(problem, where, source) for problem in error.errors()]
+        lines = [_explain(problem, origin) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _as_section(table: dict[str, Any]) -> None:
+def _as_section(table: Table) -> None:
     """Replaces ``parallel = "auto"`` by the section that it stands for."""
     if table.get("parallel") == "auto":
-        table["parallel"] = {"plan": "auto"}
+        table["parallel"] = {"layout": "auto"}
 
 
-def _leave_open(table: dict[str, Any]) -> None:
-    """Sets plan = auto and removes all keys of [parallel] except `CLUSTER`."""
+def _leave_open(table: Table) -> None:
+    """Sets layout = auto and removes all keys of [parallel] except `CLUSTER`."""
     parallel = table.get("parallel")
     kept = {key: parallel[key] for key in CLUSTER if key in parallel} if isinstance(parallel, dict) else {}
-    table["parallel"] = kept | {"plan": "auto"}
+    table["parallel"] = kept | {"layout": "auto"}
 
 
-def _is_open(table: dict[str, Any]) -> bool:
-    return isinstance(table.get("parallel"), dict) and table["parallel"].get("plan") == "auto"
+def _is_open(table: Table) -> bool:
+    return isinstance(table.get("parallel"), dict) and table["parallel"].get("layout") == "auto"
 
 
-def _open_plan(table: dict[str, Any]) -> None:
-    """With plan = auto: adds the keys of [train] that are not given to ``choose``."""
+def _open_choices(table: Table) -> None:
+    """With layout = auto: adds the keys of [train] that are not given to ``choose``."""
     _as_section(table)
     train = table.get("train")
     if not _is_open(table) or not isinstance(train, dict):
@@ -135,29 +173,25 @@ def _open_plan(table: dict[str, Any]) -> None:
         train.setdefault("batch_size", least if isinstance(least, int) else 1)
 
 
-def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
+def _describe_models(table: Table, origin: _Origin) -> None:
     """Fills in architecture and config of modules with a ``path`` from its config.json. Makes the path absolute."""
     modules = table.get("model")
     if isinstance(modules, dict) and isinstance(modules.get("path"), str):
-        _describe_whole(modules, where, source)
+        _describe_whole(modules, origin)
         return
     for name, section in modules.items() if isinstance(modules, dict) else ():
         path = section.get("path") if isinstance(section, dict) else None
         if not isinstance(path, str):
             continue  # errors are reported below
-        folder = _local(path, ("model", name), where, source)
+        folder = _local(path, ("model", name), origin)
         section["path"] = str(folder)
         given, said = section.get("architecture"), section.get("config", {})
         if ("config" in section and given is not None) or not isinstance(said, dict):
             continue
         from interlace.train.models.architectures import describe
 
-        try:
+        with blaming(f"{origin.of('model', name, 'path')}: [model.{name}] path"):
             found = describe(folder, given, encoder=name != "language_model")
-        except ValueError as error:
-            raise ConfigError(
-                f"{_place(('model', name, 'path'), where, source)}: [model.{name}] path: {error}"
-            ) from None
         section["architecture"] = found.architecture
         section["config"] = {key: value for key, value in found.config.items() if key not in said} | said
         if unset := [key for key in found.unset if key.partition(".")[0] not in said]:
@@ -166,36 +200,34 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
             _add_pixels(section, found.pixels)
 
 
-def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
+def _describe_whole(modules: Table, origin: _Origin) -> None:
     """Adds missing sections for the modules of a whole model. Makes its path absolute."""
     from interlace.model.whole.model import modules_of
     from interlace.train.models.architectures import pixel_statistics
 
-    folder = _local(modules["path"], ("model",), where, source)
+    folder = _local(modules["path"], ("model",), origin)
     modules["path"] = str(folder)
-    try:
+    with blaming(f"{origin.of('model', 'path')}: [model] path"):
         encoder, kind = modules_of(folder)
         pixels = pixel_statistics(kind, folder)
-    except ValueError as error:
-        raise ConfigError(f"{_place(('model', 'path'), where, source)}: [model] path: {error}") from None
     for name, section in modules.items():
         if isinstance(section, dict) and name not in (encoder, "language_model"):
-            raise ConfigError(f"{source}: [model.{name}] is no module of {folder}, whose are {encoder}, language_model")
+            raise ConfigError(
+                f"{origin.source}: [model.{name}] is no module of {folder}, whose are {encoder}, language_model"
+            )
     modules.setdefault("language_model", {})
     section = modules.setdefault(encoder, {})
     if pixels is not None and isinstance(section, dict):
         _add_pixels(section, pixels)
 
 
-def _local(path: str, section: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> Path:
+def _local(path: str, section: tuple[str, ...], origin: _Origin) -> Path:
     """Absolute folder of a section's ``path``. Raises ConfigError for a URL."""
-    try:
+    with blaming(f"{origin.of(*section, 'path')}: {_section(section)} path"):
         return Path(local_path(path)).expanduser().absolute()
-    except ValueError as error:
-        raise ConfigError(f"{_place((*section, 'path'), where, source)}: {_section(section)} path: {error}") from None
 
 
-def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]) -> None:
+def _add_pixels(section: Table, pixels: tuple[list[float], list[float]]) -> None:
     """Sets mean and std of a folder, unless the config gives them; each separately."""
     section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
@@ -204,12 +236,12 @@ def unsettled(config: Config, source: str, what: str) -> None:
     """Raises ConfigError if the config leaves the layout open; `what` needs it."""
     if config.parallel.auto:
         raise ConfigError(
-            f"{source}: [parallel] plan = 'auto' says no layout yet, which {what} needs: use interlace plan choose, or "
-            "the config.toml of a run folder, which has what was chosen"
+            f"{source}: [parallel] layout = 'auto' says no layout yet, which {what} needs: use interlace plan choose, "
+            "or the config.toml of a run folder, which has what was chosen"
         )
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+def parse_override(text: str) -> tuple[tuple[str, ...], object]:
     """``train.lr=1e-3`` -> (("train", "lr"), 0.001). A value that is not valid TOML becomes a string."""
     name, equals, value = text.partition("=")
     keys = tuple(key.strip() for key in name.split("."))
@@ -221,7 +253,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         return keys, value.strip()
 
 
-def set_key(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
+def set_key(table: Table, keys: tuple[str, ...], value: object, text: str) -> None:
     """Sets one override in the nested table. Raises ConfigError if a key on its path is not a table."""
     for depth, key in enumerate(keys[:-1], 1):
         inner = table.setdefault(key, {})
@@ -231,38 +263,26 @@ def set_key(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str)
     table[keys[-1]] = value
 
 
-def check_keys(
-    model: type[BaseModel],
-    table: dict[str, Any],
-    path: tuple[str, ...],
-    where: dict[tuple[str, ...], str],
-    source: str,
-) -> None:
+def _check_keys(model: type[BaseModel], table: Table, path: tuple[str, ...], origin: _Origin) -> None:
     """Raises ConfigError for keys that `model` does not have, in all inner sections, and names the nearest valid
     key."""
     free: type[BaseModel] | None = getattr(model, "free", None)
-    known = {*model.model_fields, *(key for key, value in table.items() if free and isinstance(value, dict))}
+    named = {key for key, value in table.items() if free is not None and isinstance(value, dict)}
     for key, value in table.items():
         full = (*path, key)
-        if free is not None and key not in model.model_fields and isinstance(value, dict):
-            check_keys(free, value, full, where, source)
-            continue
-        if key not in model.model_fields:
-            place = _place(full, where, source)
-            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, known)}")
-        inner = _section_type(model.model_fields[key].annotation)
-        if inner is not None:
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, dict):
-                    check_keys(inner, each, full, where, source)
+        if key not in model.model_fields and key not in named:
+            known = model.model_fields.keys() | named
+            raise ConfigError(f"{origin.of(*full)}: {_section(path)} has no key {key!r}; {nearest(key, known)}")
+        inner = _section_type(model.model_fields[key].annotation) if key in model.model_fields else free
+        for each in value if isinstance(value, list) else [value]:
+            if inner is not None and isinstance(each, dict):
+                _check_keys(inner, each, full, origin)
 
 
 def imported(path: str, where: str) -> Any:
     """The object at "package.module:name". Raises ConfigError if it does not exist."""
-    try:
+    with blaming():
         return _hints.imported(path, where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def dumps(config: Config) -> str:
@@ -273,14 +293,14 @@ def dumps(config: Config) -> str:
     return dumps_table(table)
 
 
-def dumps_table(table: dict[str, Any]) -> str:
+def dumps_table(table: Table) -> str:
     """Converts a nested table to TOML."""
     lines: list[str] = []
     _write_table(table, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
-def _write_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+def _write_table(table: Table, path: tuple[str, ...], lines: list[str]) -> None:
     values = {key: value for key, value in table.items() if not isinstance(value, dict)}
     if path and (values or not table):
         lines.extend(["", f"[{'.'.join(_key(part) for part in path)}]"])
@@ -299,7 +319,7 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, (bool, int, float)):
         return str(value).lower()  # also nan, inf and -inf are TOML's
     if isinstance(value, (list, tuple)):
@@ -322,15 +342,7 @@ def _section_at(path: tuple[str, ...]) -> type[BaseModel] | None:
     return model
 
 
-def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> str:
-    """Origin of a key: the ``--set`` that wrote it (or a key inside it), else the file."""
-    for keys, text in where.items():
-        if path[: len(keys)] == keys or keys[: len(path)] == path:
-            return text
-    return source
-
-
-def _section_type(annotation: Any) -> type[BaseModel] | None:
+def _section_type(annotation: object) -> type[BaseModel] | None:
     """Section class of ``Encoder``, ``Encoder | None``, ``list[Group]`` and similar types; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -342,10 +354,10 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> str:
+def _explain(problem: ErrorDetails, origin: _Origin) -> str:
     """Converts a pydantic error to a message with the names of the config file."""
     path = tuple(part for part in problem["loc"] if isinstance(part, str))
-    place = _place(path, where, source)
+    place = origin.of(*path)
     if problem["type"] == "missing":
         return f"{place}: {_section(path[:-1])} misses the key {path[-1]!r}{_meaning(path)}"
     if problem["type"] == "value_error":
@@ -362,7 +374,7 @@ def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> st
     return f"{place}: {name} {message}, not {_shown(problem['input'])}{hint}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     kind = {"str": "string", "int": "integer", "bool": "boolean", "dict": "table"}.get(
         type(value).__name__, type(value).__name__

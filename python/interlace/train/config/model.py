@@ -117,14 +117,10 @@ class Model(Section):
         return {**self.encoders(), "language_model": self.language_model}
 
     @model_validator(mode="after")
-    def _names(self) -> Model:
+    def _names_and_sources(self) -> Model:
         for name in self.encoders():
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name in TAKEN:
                 raise ValueError(f"an encoder cannot be called {name!r}: take another name of letters, digits and _")
-        return self
-
-    @model_validator(mode="after")
-    def _sources(self) -> Model:
         for name, module in self.modules().items():
             if self.path is not None:
                 plain = type(module)()

@@ -34,13 +34,9 @@ class ModuleParallel(Section):
     all of these. Needs ``shard`` = "optimizer" or "full"."""
 
     @model_validator(mode="after")
-    def _turns(self) -> ModuleParallel:
+    def _keys_fit_each_other(self) -> ModuleParallel:
         if self.order == "v" and self.virtual != 2:
             raise ValueError(f"order = 'v' goes down the ranks and up again: set virtual = 2, not {self.virtual}")
-        return self
-
-    @model_validator(mode="after")
-    def _shares(self) -> ModuleParallel:
         if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
             raise ValueError(
                 f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
@@ -86,19 +82,19 @@ class Parallel(Section):
     __pydantic_extra__: dict[str, EncoderParallel] = Field(init=False)
     free: ClassVar[type[Section]] = EncoderParallel
 
-    plan: Literal["auto"] | None = None
+    layout: Literal["auto"] | None = None
     """auto: measure, simulate and choose all keys that this section leaves out (placement, degrees, shards, schedule),
     and the keys of [train] in ``choose``. Keys given here are kept. ``parallel = "auto"`` in place of the section
-    leaves all of them open. The choice and its reasons are in ``plan.lock`` of the run folder."""
+    leaves all of them open. The choice and its reasons are in ``layout.toml`` of the run folder."""
     choose: list[Literal["batch_size", "microbatches", "activation_checkpointing"]] | None = None
-    """Keys of [train] that plan = "auto" also chooses. Default: those of them that [train] does not give. Needs plan =
-    "auto"."""
+    """Keys of [train] that layout = "auto" also chooses. Default: those of them that [train] does not give. Needs
+    layout = "auto"."""
     max_ranks: Positive | None = None
-    """Maximum ranks that plan = "auto" may use. Default: one per GPU of the machine; on CPUs one per core, at most 4.
-    Under torchrun all processes are used. Needs plan = "auto"."""
+    """Maximum ranks that layout = "auto" may use. Default: one per GPU of the machine; on CPUs one per core, at most 4.
+    Under torchrun all processes are used. Needs layout = "auto"."""
     memory: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Memory that plan = "auto" may fill on each rank [GB, 10^9 bytes]. Default: 90 % of the GPU's memory, or of the
-    rank's share of host memory. Needs plan = "auto"."""
+    """Memory that layout = "auto" may fill on each rank [GB, 10^9 bytes]. Default: 90 % of the GPU's memory, or of the
+    rank's share of host memory. Needs layout = "auto"."""
     placement: Literal["parallel", "colocated", "shared", "replicated", "chain"] | None = None
     """Ranks of the modules. parallel: each encoder has its own ranks. colocated: all encoders share the same ranks,
     stage by stage, and need equal degrees. shared: all modules run on the same ranks, one after the other, each with
@@ -139,13 +135,13 @@ class Parallel(Section):
     """Seconds until a rank that waits for a dead or hung peer aborts and names it. Also the maximum difference between
     the start times of ranks. A peer that fetches or decodes data may take longer while it shows signs of life."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """Threads per rank. Default: the machine's cores divided by the ranks on it. plan = "auto" also evaluates one
+    """Threads per rank. Default: the machine's cores divided by the ranks on it. layout = "auto" also evaluates one
     process with one thread."""
 
     @property
     def auto(self) -> bool:
         """True if the layout is still to be chosen."""
-        return self.plan == "auto"
+        return self.layout == "auto"
 
     def module(self, name: str) -> ModuleParallel:
         """Distribution of the module `name`."""
@@ -154,10 +150,6 @@ class Parallel(Section):
     def encoders(self) -> dict[str, EncoderParallel]:
         """Configured distributions of encoders, by name."""
         return dict(self.__pydantic_extra__)
-
-    def stages(self, name: str) -> int:
-        """Pipeline stages of the module `name` that can each have a rank; see ``virtual``."""
-        return self.module(name).pp
 
     @property
     def placed(self) -> str:
@@ -184,18 +176,14 @@ class Parallel(Section):
         return spec.tp * spec.cp * spec.pp * self.replicas(name)
 
     @model_validator(mode="after")
-    def _schedule_exists(self) -> Parallel:
+    def _schedule_exists_and_limits_have_a_use(self) -> Parallel:
         from interlace.schedule.generators import generator_of
 
         if ":" not in self.schedule:  # a user's module is imported when the run starts
             generator_of(self.schedule)
-        return self
-
-    @model_validator(mode="after")
-    def _speaks_of_a_plan(self) -> Parallel:
         given = [key for key in ("choose", "max_ranks", "memory") if getattr(self, key) is not None]
         if given and not self.auto:
-            raise ValueError(f"{given[0]} is for plan = 'auto': give that too, or leave {given[0]} out")
+            raise ValueError(f"{given[0]} is for layout = 'auto': give that too, or leave {given[0]} out")
         return self
 
     def degrees(self, name: str) -> str:

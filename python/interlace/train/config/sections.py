@@ -9,6 +9,7 @@ names the nearest valid one). Checks that need the model library (architectures 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -103,22 +104,16 @@ class Config(Section):
     def world_size(self) -> int:
         """Number of processes of the run: the ranks of all replicas of all modules."""
         parallel = self.parallel
-        ranks = {name: parallel.ranks_of(name) for name in self.modules()}
         if parallel.replica_ranks is not None and self.uniform():
             return parallel.replica_ranks * parallel.replicas("language_model")
-        encoders = [ranks[name] for name in self.model.encoders()]
-        if parallel.placed in ("shared", "replicated") or not encoders:
-            return ranks["language_model"]
-        return ranks["language_model"] + (max(encoders) if parallel.placed == "colocated" else sum(encoders))
+        return self._placed({name: parallel.ranks_of(name) for name in self.modules()})
 
-    def _stage_groups(self) -> int:
-        """Number of stages of one replica of the whole model that can have ranks of their own."""
-        parallel = self.parallel
-        encoders = [parallel.stages(name) for name in self.model.encoders()]
-        language_model = parallel.stages("language_model")
-        if parallel.placed == "replicated" or not encoders:
-            return language_model
-        return language_model + (sum(encoders) if parallel.placed == "parallel" else max(encoders))
+    def _placed(self, ranks: Mapping[str, int]) -> int:
+        """Number of ranks under the placement, if each module has `ranks` of its own."""
+        encoders = [ranks[name] for name in self.model.encoders()]
+        if self.parallel.placed in ("shared", "replicated") or not encoders:
+            return ranks["language_model"]
+        return ranks["language_model"] + (max(encoders) if self.parallel.placed == "colocated" else sum(encoders))
 
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
@@ -134,14 +129,14 @@ class Config(Section):
             )
         if parallel.auto:  # the chosen layout is checked later
             return self
-        stages = {name: parallel.stages(name) for name in self.modules()}
+        keys = ("pp", "tp", "cp", "virtual", "order")
+        degrees = {key: {name: getattr(parallel.module(name), key) for name in self.modules()} for key in keys}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
-        lanes = {degree: {n: getattr(parallel.module(n), degree) for n in self.modules()} for degree in ("tp", "cp")}
         if parallel.placed == "chain":
             if parallel.ranks is None:
                 raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
-            keys = {"tp", "cp", "pp", "virtual", "order", "shard", "shard_ranks"}
-            given = {n: parallel.module(n).model_dump(include=keys, exclude_defaults=True) for n in self.modules()}
+            own_keys = {*keys, "shard", "shard_ranks"}
+            given = {n: parallel.module(n).model_dump(include=own_keys, exclude_defaults=True) for n in self.modules()}
             cut = [f"parallel.{name}.{key}" for name, own in given.items() for key in own]
             cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != (parallel.dp or 1)]
             if cut:
@@ -150,8 +145,7 @@ class Config(Section):
                     f"one to a rank, so no module has degrees or shards of its own; remove {', '.join(cut)}"
                 )
         if parallel.placed == "colocated":
-            turns = {key: {n: getattr(parallel.module(n), key) for n in self.modules()} for key in ("virtual", "order")}
-            for degree, values in (("pp", stages), ("dp", replicas), *lanes.items(), *turns.items()):
+            for degree, values in {"pp": degrees["pp"], "dp": replicas, **degrees}.items():
                 theirs = {name: values[name] for name in encoders}
                 if len(set(theirs.values())) > 1:
                     raise ValueError(
@@ -159,13 +153,13 @@ class Config(Section):
                         f"{theirs}; make them equal or set parallel.placement = 'parallel'"
                     )
         if parallel.placed == "replicated":
-            for degree, values in lanes.items():
-                if any(value != 1 for value in values.values()):
+            for degree in ("tp", "cp"):
+                if any(value != 1 for value in degrees[degree].values()):
                     raise ValueError(
                         f"replicated encoders run on every single rank of the language model, so {degree} must be 1 "
-                        f"everywhere, not {values}; set parallel.placement = 'parallel'"
+                        f"everywhere, not {degrees[degree]}; set parallel.placement = 'parallel'"
                     )
-            theirs = {name: stages[name] * parallel.module(name).virtual for name in encoders}
+            theirs = {name: degrees["pp"][name] * degrees["virtual"][name] for name in encoders}
             if any(count != 1 for count in theirs.values()):
                 raise ValueError(
                     f"replicated encoders run whole on every rank, so their pp * virtual must be 1, not {theirs}"
@@ -184,11 +178,10 @@ class Config(Section):
                 )
             if parallel.ranks is not None:
                 raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
-        specs = [parallel.module(name) for name in self.modules()]
         from interlace.schedule.generate import KINDS
 
         order = KINDS[parallel.schedule].order if parallel.schedule in KINDS else ""
-        has = {"loop": any(spec.virtual > 1 for spec in specs), "v": any(spec.order == "v" for spec in specs)}
+        has = {"loop": max(degrees["virtual"].values()) > 1, "v": "v" in degrees["order"].values()}
         needs = {"loop": "virtual = 2 or more", "v": "virtual = 2 and order = 'v'"}
         if order and not has[order]:
             raise ValueError(
@@ -202,7 +195,7 @@ class Config(Section):
         parallel, train = self.parallel, self.train
         if parallel.auto:
             return self
-        stages = {name: parallel.stages(name) for name in self.modules()}
+        stages = {name: parallel.module(name).pp for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
         if parallel.ranks is not None and not self.uniform():
             raise ValueError(
@@ -215,7 +208,7 @@ class Config(Section):
                 f"parallel.ranks = {parallel.ranks} lets stages of a replica share ranks, which needs tp = cp = 1 for "
                 f"all modules, not tp * cp = {lanes}; remove parallel.ranks"
             )
-        most = self._stage_groups()
+        most = self._placed(stages)  # ranks of one replica with one rank per stage
         if parallel.ranks is not None and parallel.placed != "chain" and parallel.ranks > most:
             raise ValueError(
                 f"parallel.ranks = {parallel.ranks}, but placement {parallel.placed!r} with pp = {stages} has work "
@@ -230,23 +223,17 @@ class Config(Section):
                     f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
                     f"replicas of {name} (parallel.dp): each needs at least one sample"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _rows_are_microbatches(self, info: ValidationInfo) -> Config:
-        rows = self.train.microbatches * self.parallel.replicas("language_model")
-        if self.parallel.auto:
-            return self
-        if self._counts_replicas(info) and self.data.pack and self.train.batch_size != rows:
+        rows = train.microbatches * replicas["language_model"]
+        if self._counts_replicas(info) and self.data.pack and train.batch_size != rows:
             raise ValueError(
                 f"with data.pack a batch is counted in rows, one per microbatch: train.batch_size = "
-                f"{self.train.batch_size} must be train.microbatches * replicas of the language model (parallel.dp) "
+                f"{train.batch_size} must be train.microbatches * replicas of the language model (parallel.dp) "
                 f"= {rows}"
             )
         return self
 
     @model_validator(mode="after")
-    def _compiled_layers_go_back_at_once(self) -> Config:
+    def _training_fits_schedule_and_data(self) -> Config:
         from interlace.schedule.generators import GENERATORS, splits_backward
 
         schedule = self.parallel.schedule
@@ -257,10 +244,6 @@ class Config(Section):
                 "which layers that are compiled (train.compile) cannot do, so that their second halves would be "
                 f"empty: set parallel.schedule to {whole}, or train.compile to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _streams_have_no_length(self) -> Config:
         if self.data.reading == "stream" and self.train.epochs is not None:
             raise ValueError(
                 "train.epochs counts passes over the data, but how long a stream is nobody knows: set train.steps"
@@ -311,7 +294,7 @@ class Config(Section):
             spec = self.parallel.module(name)
             alike = spec.cp * self.parallel.replicas(name)
             if self.parallel.placed == "replicated" and name != "language_model":
-                alike *= self.parallel.ranks or self.parallel.stages("language_model")  # a copy on every rank
+                alike *= self.parallel.ranks or self.parallel.language_model.pp  # a copy on every rank
             if counts and spec.shard_ranks is not None and alike % spec.shard_ranks:
                 raise ValueError(
                     f"parallel.{name}.shard_ranks = {spec.shard_ranks}, but {alike} ranks hold the same weights of "

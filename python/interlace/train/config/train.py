@@ -178,7 +178,7 @@ class Train(Section):
         return max(0, min(20, length // 10, length - (self.decay_steps or 0)))
 
     @model_validator(mode="after")
-    def _optimizer_exists(self) -> Train:
+    def _keys_fit_each_other(self) -> Train:
         if ":" not in self.optimizer:
             if self.optimizer not in OPTIMIZERS:
                 raise ValueError(f"there is no optimizer {self.optimizer!r}; {nearest(self.optimizer, OPTIMIZERS)}")
@@ -186,10 +186,6 @@ class Train(Section):
                 raise ValueError(
                     f"optimizer_options are for a class of your own, not for {self.optimizer!r}: remove them"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> Train:
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise ValueError(f"give steps or epochs, one of the two: there are {given}")

@@ -55,8 +55,8 @@ def check(config: Config, *, source: str) -> None:
     parallel, own = config.parallel, config.resilience
     if parallel.auto:
         raise ConfigError(
-            f"{source}: parallel.plan = 'auto' chooses one layout for a fixed number of ranks, but --elastic makes one "
-            "for every set of nodes: leave out [parallel]"
+            f"{source}: parallel.layout = 'auto' chooses one layout for a fixed number of ranks, but --elastic makes "
+            "one for every set of nodes: leave out [parallel]"
         )
     given = {f"parallel.{key}": getattr(parallel, key) for key in ("placement", "ranks", "dp")}
     given |= {f"parallel.{name}.dp": parallel.module(name).dp for name in config.modules()}

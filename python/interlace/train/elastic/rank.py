@@ -33,10 +33,9 @@ from interlace.resilience.supervisor.progress import allowing
 from interlace.resilience.takeover import Takeover, Tensors, assign, copy
 from interlace.run.graph import parameter_layers
 from interlace.train import runfolder
-from interlace.train.blame import blaming
 from interlace.train.checkpoint.checkpoints import seconds_to_write
 from interlace.train.checkpoint.identity import canonical_names, identity_of
-from interlace.train.config.load import ConfigError, dumps
+from interlace.train.config.load import ConfigError, blaming, dumps
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed, batch_notes, report_left_out
 from interlace.train.elastic import state as states

@@ -8,6 +8,7 @@ part that generates text. No code here is specific to a model family; the tables
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -16,9 +17,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from interlace._hints import nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    ModelClass: TypeAlias = type[PreTrainedModel]
+    ConfigClass: TypeAlias = type[PretrainedConfig]
+    AnyConfig: TypeAlias = PretrainedConfig | ConfigClass
 
 CONFIG = "config.json"
 RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
@@ -55,14 +64,14 @@ PIXELS = {
 class Part(NamedTuple):
     """A model in a folder: its class and config."""
 
-    model: Any
-    config: Any
+    model: ModelClass
+    config: PretrainedConfig
 
 
 # ---------------------------------------------------------------------- names
 
 
-def model_class(name: str, *, encoder: bool) -> Any:
+def model_class(name: str, *, encoder: bool) -> ModelClass:
     """The transformers class for `name`, as an encoder or as the language model.
 
     Raises ValueError for a name unknown to transformers, and for a class that is neither.
@@ -79,7 +88,7 @@ def model_class(name: str, *, encoder: bool) -> Any:
     return candidate
 
 
-def _class_named(name: str) -> Any:
+def _class_named(name: str) -> ModelClass | None:
     """The model class with that name, or None."""
     import transformers
 
@@ -91,7 +100,7 @@ def _class_named(name: str) -> Any:
     return found
 
 
-def _modules_of(name: str) -> Iterator[Any]:
+def _modules_of(name: str) -> Iterator[ModuleType]:
     """Modules of transformers that may define the class `name`, the longest common prefix first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -112,7 +121,7 @@ def _modules_of(name: str) -> Iterator[Any]:
             yield importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
 
 
-def _config_class(kind: str) -> Any:
+def _config_class(kind: str) -> ConfigClass | None:
     """The config class of a model_type, or None."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -128,26 +137,28 @@ def _class_of_type(kind: str, *, encoder: bool) -> str | None:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
-def _of_type(config: Any, encoder: bool) -> Any:
+def _of_type(config: ConfigClass, encoder: bool) -> ModelClass:
     """The class for a config class. Raises ValueError if there is none or more than one."""
     parts = _parts_of_class(config)
     if encoder and parts:
-        candidates = [part for part in map(_feature_class, parts) if part is not None and not reads_text(part)]
+        candidates = [part for part in map(_feature_class, parts) if part is not None and not _reads_text(part)]
         if len(candidates) != 1:
             raise ValueError(
                 f"{config.model_type!r} is a model of several parts; give the class of one part"
                 + (f": {', '.join(part.__name__ for part in candidates)}" if candidates else "")
             )
         return candidates[0]
-    found_one = (
-        _feature_class(config) if encoder else _class_named(_class_of_type(config.model_type, encoder=False) or "")
-    )
-    if found_one is None:
+    if (found := _class_for(config, encoder)) is None:
         raise ValueError(f"transformers has no class for {config.model_type!r} that can be {_role(encoder)}")
-    return found_one
+    return found
 
 
-def _feature_class(config: Any) -> Any:
+def _class_for(config: AnyConfig, encoder: bool) -> ModelClass | None:
+    """The class for a config (or its class), as an encoder or as the language model, or None."""
+    return _feature_class(config) if encoder else _class_named(_class_of_type(config.model_type, encoder=False) or "")
+
+
+def _feature_class(config: AnyConfig) -> ModelClass | None:
     """The feature class for a config (or its class); for an encoder-decoder its encoder."""
     name = _class_of_type(config.model_type, encoder=True)
     found = _beside(config if isinstance(config, type) else type(config)) if name is None else _class_named(name)
@@ -156,7 +167,7 @@ def _feature_class(config: Any) -> Any:
     return found
 
 
-def _beside(config: Any) -> Any:
+def _beside(config: ConfigClass) -> ModelClass | None:
     """The only feature class for a config class in the modeling file beside it; None if there is not exactly one.
 
     Some parts are in no table of the library (the encoders of Qwen2-VL and Qwen2.5-Omni).
@@ -167,7 +178,7 @@ def _beside(config: Any) -> Any:
     candidates = []
     for model in vars(importlib.import_module(place)).values():
         own = isinstance(model, type) and model.__module__ == place and getattr(model, "config_class", None) is config
-        if own and "forward" in vars(model) and not reads_text(model) and not re.search(r"For[A-Z]", model.__name__):
+        if own and "forward" in vars(model) and not _reads_text(model) and not re.search(r"For[A-Z]", model.__name__):
             candidates.append(model)
     return candidates[0] if len(candidates) == 1 else None
 
@@ -175,17 +186,17 @@ def _beside(config: Any) -> Any:
 def _encoder_decoders() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
-    return frozenset(kind for kind in SPEECH if not _config_class(kind).sub_configs)
+    return frozenset(kind for kind in SPEECH if (config := _config_class(kind)) and not config.sub_configs)
 
 
-def _parts_of_class(config: Any) -> list[Any]:
+def _parts_of_class(config: ConfigClass) -> list[ConfigClass]:
     """Config classes of the parts that a config class always has."""
     from transformers import AutoConfig
 
     return [part for part in config.sub_configs.values() if part is not AutoConfig]
 
 
-def reads_text(model: Any) -> bool:
+def _reads_text(model: ModelClass) -> bool:
     """True if token ids are the first input of a model class."""
     return next(iter(list(inspect.signature(model.forward).parameters)[1:]), "") == "input_ids"
 
@@ -194,7 +205,7 @@ def _role(encoder: bool) -> str:
     return "an encoder" if encoder else "the language model"
 
 
-def _check_role(model: Any, encoder: bool) -> None:
+def _check_role(model: ModelClass, encoder: bool) -> None:
     """Raises ValueError for a class that cannot fill its role."""
     from transformers import PreTrainedModel
 
@@ -204,10 +215,10 @@ def _check_role(model: Any, encoder: bool) -> None:
     config: Any = getattr(model, "config_class", None)
     if config is None:
         raise ValueError(f"{name} is a base class of transformers, not a model")
-    parts = config.sub_configs and any(key.endswith("text_config") for key in config.sub_configs)
+    parts = any(key.endswith("text_config") for key in config.sub_configs)
     if not encoder:
-        if name != _class_of_type(config.model_type, encoder=False):
-            better = _class_of_type(config.model_type, encoder=False)
+        better = _class_of_type(config.model_type, encoder=False)
+        if name != better:
             raise ValueError(
                 f"{name} is not a causal language model" + (f"; use {better}" if better and not parts else "")
             )
@@ -216,15 +227,15 @@ def _check_role(model: Any, encoder: bool) -> None:
                 f"{name} is a model of several parts; give the class of its language model, such as LlamaForCausalLM"
             )
         return
-    if reads_text(model) or parts:
-        inside = [part for part in map(_feature_class, _parts_of_class(config)) if part and not reads_text(part)]
+    if _reads_text(model) or parts:
+        inside = [part for part in map(_feature_class, _parts_of_class(config)) if part and not _reads_text(part)]
         hint = f"; of its parts {', '.join(part.__name__ for part in inside)} can" if inside else ""
         what = "is a model of several parts" if parts else "reads token ids"
         raise ValueError(f"{name} {what}, so it cannot be an encoder of images or sound{hint}")
     if re.search(r"For[A-Z]", name):
         base = _feature_class(config)
-        better = f"; use {base.__name__}" if base is not None and base is not model else ""
-        raise ValueError(f"{name} has a task head: its outputs are not features per token{better}")
+        hint = f"; use {base.__name__}" if base is not None and base is not model else ""
+        raise ValueError(f"{name} has a task head: its outputs are not features per token{hint}")
 
 
 def _closest_name(name: str, encoder: bool) -> str:
@@ -270,7 +281,7 @@ def describe(folder: Path, name: str | None, *, encoder: bool) -> Described:
     return Described(part.model.__name__, _without_none(said), list(_unset(said)), pixels)
 
 
-def differences(folder: Path, name: str, config: Any, *, encoder: bool) -> dict[str, Any]:
+def differences(folder: Path, name: str, config: PretrainedConfig, *, encoder: bool) -> dict[str, Any]:
     """Key -> the folder's value, for keys whose values in this HuggingFace `config` would give a different model.
 
     Ignores token ids, which have no influence on the computation. Raises ValueError as `describe` does.
@@ -304,12 +315,11 @@ def pixel_statistics(kind: str, folder: Path | None = None) -> tuple[list[float]
 
 def _processor(folder: Path) -> dict[str, Any]:
     """Image processor settings of a folder; empty if it has none."""
-    if (folder / "preprocessor_config.json").exists():
-        return read_json(folder / "preprocessor_config.json")
-    if (folder / "processor_config.json").exists():
-        inner = read_json(folder / "processor_config.json").get("image_processor")
-        return inner if isinstance(inner, dict) else {}
-    return {}
+    own, common = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if own.exists():
+        return read_json(own)
+    inner = read_json(common).get("image_processor") if common.exists() else None
+    return inner if isinstance(inner, dict) else {}
 
 
 def _read_part(folder: Path, name: str | None, encoder: bool) -> Part:
@@ -339,7 +349,12 @@ def _read_part(folder: Path, name: str | None, encoder: bool) -> Part:
             return Part(model, found[0])
         kinds = ", ".join(each.model_type for each in configs)
         raise ValueError(f"{path} is not a config of {model.__name__}: its model_type is {kinds}")
-    parts = [Part(model, each) for each in configs if (model := _fitting(each, encoder)) is not None]
+    parts = []
+    for each in configs:
+        with contextlib.suppress(ValueError):  # it cannot be that
+            if (candidate := _class_for(each, encoder)) is not None:
+                _check_role(candidate, encoder)
+                parts.append(Part(candidate, each))
     if len(parts) == 1:
         return parts[0]
     if parts:
@@ -349,7 +364,7 @@ def _read_part(folder: Path, name: str | None, encoder: bool) -> Part:
     raise ValueError(f"{path} has model_type = {kind!r}, of which no class {what}")
 
 
-def _tree(config: Any) -> Iterator[Any]:
+def _tree(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """A config and the configs of its parts, recursively."""
     yield config
     for key in config.sub_configs:
@@ -358,36 +373,23 @@ def _tree(config: Any) -> Iterator[Any]:
             yield from _tree(part)
 
 
-def _fitting(config: Any, encoder: bool) -> Any:
-    """The class of a model's part as an encoder, or as the language model; None if it cannot be that."""
-    name = _class_of_type(config.model_type, encoder=False)
-    model = _feature_class(config) if encoder else _class_named(name or "")
-    if model is None:
-        return None
-    try:
-        _check_role(model, encoder)
-    except ValueError:
-        return None
-    return model
-
-
-def config_keys(config: Any) -> set[str]:
+def config_keys(config: ConfigClass) -> set[str]:
     """Keys that a config class accepts."""
     return _fields(config) | set(config.attribute_map)
 
 
-def _fields(config: Any) -> set[str]:
+def _fields(config: ConfigClass) -> set[str]:
     return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
 
-def _known(config: Any) -> set[str]:
+def _known(config: ConfigClass) -> set[str]:
     """Keys of a config class that determine the computation of a model, each under one name."""
     fields = _fields(config)
     twice = {alias for alias, name in config.attribute_map.items() if name in fields}
     return fields - twice - BESIDE - set(SETTINGS.get(config.__name__, ()))
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
     """Values of a config, as TOML could hold them. Not from to_dict, which keeps some keys under another name."""
     table = {key: getattr(config, key, None) for key in _fields(type(config))}
     inner = {key: value.to_dict() for key, value in table.items() if value is not None and hasattr(value, "to_dict")}
@@ -402,7 +404,7 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _defaults(config: Any) -> Mapping[str, Any]:
+def _defaults(config: ConfigClass) -> Mapping[str, Any]:
     try:
         return _plain(config())
     except Exception:  # a config class that rejects its own defaults

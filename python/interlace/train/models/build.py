@@ -12,25 +12,31 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from interlace.train.checkpoint.identity import canonical_names
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.models.architectures import differences, read_json
 from interlace.train.models.costs import flop_costs
 from interlace.train.models.modules import check_attention_dropout, check_projector, make_encoder, make_language_model
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from interlace.data import Tokenizer
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
+    from interlace.run import ParallelModel
+    from interlace.train.config.model import Module
+    from interlace.train.data.texts import Vocabulary
     from interlace.train.models.pretrained import Source
 
 
-def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
+def build(config: Config, tokenizer: Tokenizer | Vocabulary, *, source: str = "config") -> MultimodalModel:
     """The config's model on the meta device, frozen as configured. Raises ConfigError with the wrong key."""
     _check_library()
     from interlace.data import cache_folder
@@ -68,7 +74,7 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     return model
 
 
-def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
+def _as_stored(name: str, spec: Module, module: PreTrainedModel, source: str) -> None:
     """Ties the weights of a module as its folder does. Raises ConfigError for settings that differ from the
     folder's."""
     from interlace.train.models.pretrained import has_weights, untie_module
@@ -76,7 +82,7 @@ def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
     if spec.path is None or spec.architecture is None:
         return
     folder = Path(spec.path)
-    try:
+    with blaming(f"{source}: [model.{name}] path"):
         said = differences(folder, spec.architecture, module.config, encoder=name != "language_model")
         if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
             raise ValueError(
@@ -85,11 +91,9 @@ def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
             )
         if has_weights(folder):
             untie_module(module, folder)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
 
 
-def _whole_model(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+def _whole_model(folder: Path, tokenizer: Tokenizer | Vocabulary, source: str) -> MultimodalModel:
     """A whole model of HuggingFace, cut into its modules. Raises ConfigError."""
     from interlace.model import MultimodalModel
     from interlace.model.inputs.placeholders import token_ids
@@ -97,15 +101,13 @@ def _whole_model(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
     from interlace.train.models.pretrained import has_weights
     from interlace.train.models.pretrained_whole import untie_whole
 
-    try:
+    with blaming(f"{source}: [model] path"):
         with torch.device("meta"):
             whole = build_whole(folder)
         if has_weights(folder):
             untie_whole(whole, folder)
         with torch.device("meta"):
             model = MultimodalModel.of_whole(whole)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [model] path: {error}") from None
     model.source = folder
     for name, given in model.placeholders.items():
         ours = tokenizer.placeholders.get(name)
@@ -151,16 +153,12 @@ def build_layout(
     parallel, recompute = config.parallel, config.train.recompute
     specs, keys = {}, {field.name for field in dataclasses.fields(ParallelSpec)}
     for name in model.modules_order():
-        degrees = parallel.module(name).model_dump(include=keys)
-        try:
-            if replicas:  # only with other ranks to shard its state over
-                degrees |= {"dp": replicas, "shard": "none", "shard_ranks": None}
-            else:
-                degrees["dp"] = parallel.replicas(name)
+        degrees = parallel.module(name).model_dump(include=keys) | {"dp": replicas or parallel.replicas(name)}
+        if replicas:  # no other ranks to shard its state over
+            degrees |= {"shard": "none", "shard_ranks": None}
+        with blaming(f"{source}: [parallel.{name}]"):
             specs[name] = ParallelSpec(**degrees)
-        except ValueError as error:
-            raise ConfigError(f"{source}: [parallel.{name}]: {error}") from None
-    try:
+    with blaming(f"{source}: [parallel]"):
         costs = flop_costs(config, model)  # the same as in `interlace plan`, so the cut is the same
         if parallel.placed == "chain" and parallel.replica_ranks is not None:
             dp = specs["language_model"].dp
@@ -168,8 +166,6 @@ def build_layout(
         return Layout.from_specs(
             model, specs, placement=parallel.placed, costs=costs, ranks=parallel.replica_ranks, recompute=recompute
         )
-    except ValueError as error:
-        raise ConfigError(f"{source}: [parallel]: {error}") from None
 
 
 @torch.no_grad()
@@ -201,26 +197,23 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
     from interlace.train.models.pretrained_whole import find_whole
 
     if config.model.path is not None:
-        try:
+        with blaming(f"{source}: [model] path"):
             return find_whole(model, Path(config.model.path))
-        except ValueError as error:
-            raise ConfigError(f"{source}: [model] path: {error}") from None
     sources: dict[str, Source] = {}
     for name, spec in config.model.modules().items():
         if spec.path is None or spec.architecture is None:
             continue
         place = name if name == "language_model" else f"encoders.{name}.module"
-        try:
-            module: Any = model.get_submodule(place)
-            stored = find(module, Path(spec.path))
-        except ValueError as error:
-            raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
+        with blaming(f"{source}: [model.{name}] path"):
+            stored = find(model.get_submodule(place), Path(spec.path))
         sources |= {f"{place}.{key}": weight for key, weight in stored.items()}
     return sources
 
 
 @torch.no_grad()
-def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None = None, weights: bool = True) -> None:
+def initialize(
+    parallel: ParallelModel, *, seed: int, stored: Mapping[str, Source] | None = None, weights: bool = True
+) -> None:
     """Initialises the share of a model that this process holds: `parallel` is the result of `parallelize`.
 
     stored: the result of `stored_weights`; this process reads only its own parts of these weights.
@@ -243,10 +236,8 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None 
     drawn = held.keys() - stored.keys() if weights else set()
     for name in held.keys() & stored.keys():
         parameter, region = held[name]
-        try:
+        with blaming():
             parameter.copy_(stored[name].read(region))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
     for name, values in random_values(model, drawn, seed, read=held.keys() - drawn):
         if name in held:
             parameter, region = held[name]
@@ -256,7 +247,7 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None 
                 buffer.copy_(values)
 
 
-def architecture(config: Config) -> dict[str, Any]:
+def architecture(config: Config) -> Mapping[str, object]:
     """The part of a config that determines if weights fit: classes, settings, projectors, callbacks, adapters.
 
     For a whole model, all of its config.json. Raises ConfigError if that can no longer be read.
@@ -264,10 +255,8 @@ def architecture(config: Config) -> dict[str, Any]:
     lora = config.train.lora  # its scale is not visible in any weight
     adapters = {} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})}
     if config.model.path is not None:
-        try:
+        with blaming("[model] path"):
             return {"whole": read_json(Path(config.model.path) / "config.json")} | adapters
-        except ValueError as error:
-            raise ConfigError(f"[model] path: {error}") from None
     keys = {"architecture", "config", "unset", "projector", "projector_config", "downsample", "tokens"}
     keys |= {"preprocess", "postprocess", "postprocess_projector"}
     table = {name: each.model_dump(include=keys, exclude_none=True) for name, each in config.model.modules().items()}
@@ -294,7 +283,7 @@ def transformers_missing() -> str:
     )
 
 
-def _check_vocabulary(config: Config, vocab_size: int, tokenizer: Any, source: str) -> None:
+def _check_vocabulary(config: Config, vocab_size: int, tokenizer: Tokenizer | Vocabulary, source: str) -> None:
     if vocab_size >= tokenizer.vocab_size:
         return
     outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]

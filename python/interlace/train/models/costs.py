@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from interlace.train.config.parallel import LinkSpeed
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
     from interlace.costs.links import Links
+    from interlace.costs.modules import ModuleCosts
+    from interlace.model import ModalityModule, MultimodalModel
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,24 @@ class Load:
     keys: float
 
 
-def budget_loads(config: Config, model: Any) -> dict[str, Load]:
+def budget_loads(config: Config, model: MultimodalModel) -> dict[str, Load]:
     """Load of every module per microbatch (of the language model) of the config's mixture of samples.
 
     All ranks must cut the model equally before they have the data. Sizes of the digits are known: all pictures have one
     size and the captions are words. Other data fill data.max_tokens, with an item of each encoder.
     """
     samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
-    items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
-    for share, own in _kinds(config, model):
-        for name, lengths in own.items():
-            items[name] += [(share, length) for length in lengths]
     loads = {}
-    for name, each in items.items():
-        tokens = sum(share * length for share, length in each)
-        pairs = sum(share * length * length for share, length in each)  # (query, key) pairs within one item
+    for name, lengths in _lengths(config, model).items():
+        tokens = sum(lengths)
+        pairs = sum(length * length for length in lengths)  # (query, key) pairs within one item
         if name == "language_model":  # causal: a query sees the keys up to its own position
             pairs = (pairs + tokens) / 2
         loads[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
     return loads
 
 
-def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
+def flop_costs(config: Config, model: MultimodalModel) -> Mapping[str, ModuleCosts]:
     """FLOPs of every layer for that microbatch, used for the trainer's own cuts."""
     from interlace.plan import analytic_costs
 
@@ -55,7 +53,7 @@ def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
     )
 
 
-def estimated(model: Any) -> str:
+def estimated(model: MultimodalModel) -> str:
     """Modules with estimated FLOPs, for messages that report counted FLOPs; "" if there are none."""
     from interlace.model.counting.layers import counted
 
@@ -84,8 +82,8 @@ def stated_links(config: Config) -> Links | None:
 def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     """Ranks of a node, for dispatchers; None if all are on one node, or if nodes have different numbers.
 
-    nodes: for each rank, the number of ranks that torchrun has started on its node; for a plan, whose ranks are not
-    started, all.
+    nodes: for each rank, the number of ranks that torchrun has started on its node; for a layout without started
+    ranks, all.
     """
     links = config.parallel.links
     alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
@@ -93,15 +91,13 @@ def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     return said if said < len(nodes) else None
 
 
-def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:
-    """Kinds of samples: share of all samples, and the lengths of their items per module (for the language
-    model: one)."""
+def _lengths(config: Config, model: MultimodalModel) -> dict[str, list[float]]:
+    """Lengths of the items of a sample, per module (for the language model: one)."""
     longest = config.data.kind.caption_tokens
     if longest is None:  # nothing is read yet: assume an item each, and a full row
         row = config.data.max_tokens or model.max_length or 1024
-        items = {name: [float(encoder.nominal_length)] for name, encoder in model.encoders.items()}
-        yield 1.0, {**items, "language_model": [float(row)]}
-        return
+        items = {name: [float(model.encoders[name].nominal_length)] for name in model.encoders}
+        return items | {"language_model": [float(row)]}
     from interlace.modalities import IMAGE
 
     items = {name: [] for name in model.encoders}
@@ -115,10 +111,10 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
             image = min(image, side * side)
         items[name] = [float(image)]
         longest += _projected(encoder, -(-image // spec.downsample))
-    yield 1.0, {**items, "language_model": [float(longest)]}
+    return items | {"language_model": [float(longest)]}
 
 
-def _projected(encoder: Any, features: int) -> int:
+def _projected(encoder: ModalityModule, features: int) -> int:
     """Tokens of the projector for an image of `features` features, assumed to be about square."""
     from interlace.model import ItemProjector
 

@@ -17,9 +17,8 @@ def narrow_frozen(model: nn.Module) -> int:
     """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(module)
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
     narrowed = 0
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -29,6 +28,3 @@ def narrow_frozen(model: nn.Module) -> int:
             weight.data = weight.data.to(torch.bfloat16)
             narrowed += 1
     return narrowed
-
-
-__all__ = ["narrow_frozen"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.modalities import named
 from interlace.modalities.base import Geometry
@@ -11,13 +11,16 @@ from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.architectures import HALF, pixel_statistics
 
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
 
-def kinds(model: Any) -> dict[str, str]:
+
+def kinds(model: MultimodalModel) -> dict[str, str]:
     """Encoder -> name of its modality."""
-    return {name: encoder.kind for name, encoder in model.encoders.items()}
+    return {name: model.encoders[name].kind for name in model.encoders}
 
 
-def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
+def check_inputs(config: Config, model: MultimodalModel, *, source: str = "config") -> None:
     """Raises ConfigError if the encoders cannot take the media of [data]. Opens no files.
 
     Training, planning and data checks all use this function.
@@ -36,7 +39,7 @@ def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
         )
 
 
-def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
+def media_specs(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Any]:
     """Encoder -> the spec of its modality, which converts files to the encoder's inputs.
 
     Raises ConfigError for an encoder that takes other items than files become. Raises it also for an encoder with
@@ -45,7 +48,7 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
     from interlace.model.inputs.spectrograms import AudioInputs
     from interlace.model.projector import unit_of
 
-    specs: dict[str, Any] = {}
+    specs = {}
     for name, kind in kinds(model).items():
         encoder, modality = model.encoders[name], named(kind)
         geometry = Geometry(
@@ -55,22 +58,26 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
             unit=unit_of(encoder.projector),
             scaling=partial(pixels, config, model, name, source),
         )
-        specs[name] = modality.spec(geometry, config.data)
-        if specs[name] is None:
+        spec = modality.spec(geometry, config.data)
+        if spec is None:
             raise ConfigError(
                 f"{source}: [model.{name}] {type(encoder.module).__name__} does not take {modality.wanted}, the items "
                 f"of the dataset {config.data.dataset!r}: use another encoder or another data.dataset"
             )
+        specs[name] = spec
     return specs
 
 
-def pixels(config: Config, model: Any, name: str, source: str = "config") -> tuple[Any, Any]:
+def pixels(
+    config: Config, model: MultimodalModel, name: str, source: str = "config"
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of an image encoder's pixels: from the config, its folder, or its architecture.
 
     Raises ConfigError if the scaling that trained weights expect is unknown.
     """
     spec = config.model.encoders()[name]
-    known = pixel_statistics(model.encoders[name].module.config.model_type)
+    module: Any = model.encoders[name].module
+    known = pixel_statistics(module.config.model_type)
     if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
         raise ConfigError(
             f"{source}: {spec.path} has no preprocessor_config.json with the mean and std of pixels that the encoder "

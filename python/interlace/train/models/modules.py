@@ -11,9 +11,8 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,14 @@ from interlace.model.inputs.callbacks import misfit
 from interlace.model.projector import ItemProjector
 from interlace.model.whole.model import whole_class
 from interlace.train.config.base import MOST
-from interlace.train.config.load import ConfigError, imported
+from interlace.train.config.load import ConfigError, blaming, imported
 from interlace.train.config.model import PROJECTORS, Encoder, LanguageModel, Module
 from interlace.train.models.architectures import RESERVED, SETTINGS, config_keys, model_class
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from interlace.model import ModalityModule, MultimodalModel
 
 MOST_LAYERS = 10_000
 SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "embeddings", "d_model", "experts")
@@ -34,40 +38,36 @@ SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "emb
 MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "num_kv_shared_layers"}
 
 
-def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> Any:
+def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> PreTrainedModel:
     """The language model of a config. Raises ConfigError with the wrong key."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, int | None] = {}
     if "vocab_size" not in spec.config:  # token ids of the class's defaults would be wrong ids in this vocabulary
         defaults = {"vocab_size": vocab_size, "pad_token_id": None}
     return _build("language_model", spec, source, encoder=False, **defaults)
 
 
-def make_encoder(name: str, spec: Encoder, source: str) -> Any:
+def make_encoder(name: str, spec: Encoder, source: str) -> ModalityModule:
     """The ModalityModule of an encoder in a config. Raises ConfigError with the wrong key."""
     from interlace.model import ModalityModule
 
     where = f"{source}: [model.{name}]"
-    callbacks: dict[str, Any] = {}
+    settings: dict[str, Any] = {"projector_config": spec.projector_config, "downsample": spec.downsample}
     for key in ("preprocess", "postprocess", "postprocess_projector", "tokens"):
         if (path := getattr(spec, key)) is not None:
-            callbacks[key] = _function(path, key, where)
-    projector: Any = spec.projector
+            settings[key] = imported(path, f"{where} {key}")
+            if why := misfit(key, settings[key]):
+                raise ConfigError(f"{where} {key} = {path!r} {why}")
+    projector = spec.projector
     if projector not in PROJECTORS:
-        projector = _user_class(projector, f"{where} projector")
+        projector = imported(projector, f"{where} projector")
+        if not (isinstance(projector, type) and issubclass(projector, nn.Module)):
+            raise ConfigError(f"{where} projector = {spec.projector!r} is not a subclass of torch.nn.Module")
     module = _build(name, spec, source, encoder=True)
-    try:
-        return ModalityModule(
-            module,
-            projector=projector,
-            projector_config=spec.projector_config,
-            downsample=spec.downsample,
-            **callbacks,
-        )
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    with blaming(where):
+        return ModalityModule(module, projector=projector, **settings)
 
 
-def check_attention_dropout(model: Any, folder: str | None, source: str) -> None:
+def check_attention_dropout(model: MultimodalModel, folder: str | None, source: str) -> None:
     """Raises ConfigError, with the key, if attention weights would be dropped in training.
 
     folder: of a whole model, whose config.json has the key.
@@ -87,29 +87,13 @@ def check_attention_dropout(model: Any, folder: str | None, source: str) -> None
 # ---------------------------------------------------------------------- what a config imports
 
 
-def _function(path: str, key: str, where: str) -> Callable[..., Any]:
-    """The callback `key` of an encoder. Raises ConfigError."""
-    found = imported(path, f"{where} {key}")
-    if why := misfit(key, found):
-        raise ConfigError(f"{where} {key} = {path!r} {why}")
-    return found  # type: ignore[no-any-return]
-
-
-def _user_class(path: str, where: str) -> Any:
-    """A class of torch modules. Raises ConfigError."""
-    found = imported(path, where)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(f"{where} = {path!r} is not a subclass of torch.nn.Module")
-    return found
-
-
-def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
+def check_projector(encoder: ModalityModule, spec: Encoder, where: str) -> None:
     """Raises ConfigError for a user projector that cannot be trained, or cannot be initialised."""
-    if spec.projector in PROJECTORS:
+    projector, where = encoder.projector, f"{where} = {spec.projector!r}"
+    if spec.projector in PROJECTORS or projector is None:
         return
     from transformers import PreTrainedModel
 
-    where, projector = f"{where} = {spec.projector!r}", encoder.projector
     library = [name for name, part in projector.named_modules() if isinstance(part, PreTrainedModel)]
     for name, part in projector.named_modules():
         if any(name == each or name.startswith(f"{each}.") for each in library):
@@ -143,7 +127,7 @@ def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
 # ---------------------------------------------------------------------- the library's class
 
 
-def _on_meta(module: Any) -> Any:
+def _on_meta(module: PreTrainedModel) -> PreTrainedModel:
     """`module` with all its parameters on meta: some are always made on the CPU (wav2vec 2.0)."""
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -152,15 +136,13 @@ def _on_meta(module: Any) -> Any:
     return module
 
 
-def _build(name: str, spec: Module, source: str, *, encoder: bool, **defaults: Any) -> Any:
+def _build(name: str, spec: Module, source: str, *, encoder: bool, **defaults: int | None) -> PreTrainedModel:
     """The library's module for a table in the config, without weights."""
     from huggingface_hub.errors import StrictDataclassError
 
     where = f"{source}: [model.{name}.config]"
-    try:
+    with blaming(f"{source}: [model.{name}] architecture"):
         model = model_class(spec.architecture or "", encoder=encoder)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [model.{name}] architecture: {error}") from None
     config_class, keys = model.config_class, _checked(spec, model, where)
     ours = {key: value for key, value in defaults.items() if key in config_keys(config_class)}
     try:
@@ -180,7 +162,7 @@ def _build(name: str, spec: Module, source: str, *, encoder: bool, **defaults: A
         raise ConfigError(f"{where} {model.__name__}: {text}") from None
 
 
-def _checked(spec: Module, model: Any, where: str) -> dict[str, Any]:
+def _checked(spec: Module, model: type[PreTrainedModel], where: str) -> dict[str, Any]:
     """Keys of a config table, including None values. Raises ConfigError for keys that the class does not have."""
     fields = config_keys(model.config_class)
     defaults = {field.name: field.default for field in dataclasses.fields(model.config_class)}
@@ -209,7 +191,7 @@ def _checked(spec: Module, model: Any, where: str) -> dict[str, Any]:
     return keys
 
 
-def _problem_of(key: str, value: Any) -> str:
+def _problem_of(key: str, value: object) -> str:
     """Problem with the value of a HuggingFace key, judged by the key's name; "" if there is none."""
     if isinstance(value, dict):
         return next((f"{name} {why}" for name, each in value.items() if (why := _problem_of(key, each))), "")
@@ -232,7 +214,7 @@ def _problem_of(key: str, value: Any) -> str:
     return "" if least <= value <= most else f"must be between {least:,} and {most:,}, not {value!r}"
 
 
-def _check_sizes(config: Any, where: str) -> None:
+def _check_sizes(config: PretrainedConfig, where: str) -> None:
     """Raises ConfigError for sizes that do not fit each other, which the library would find only in the first step."""
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if isinstance(image, int) and isinstance(patch, int) and image < patch:

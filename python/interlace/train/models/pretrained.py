@@ -6,13 +6,14 @@ encoder in one of Whisper.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,24 @@ from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
 from interlace.train.models.architectures import read_json
 
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
+
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 MADE_ANEW = (".inv_freq", ".position_ids")  # buffers that older versions of the library saved
+
+
+@contextlib.contextmanager
+def _opened(file: Path, problem: str, remedy: str = "") -> Iterator[Any]:
+    """A safetensors file, open. Errors of the block become ValueErrors that begin with `problem`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{problem}: {error}{remedy}") from None
 
 
 class Stored(NamedTuple):
@@ -39,20 +55,13 @@ class Stored(NamedTuple):
 
     def read(self, region: Region | None = None) -> Tensor:
         """The tensor, or its part `region`. Raises ValueError if it can no longer be read."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.file, framework="pt") as file:  # reopened: pages of an open map count as our memory
-                if region is None:
-                    boxes = [file.get_tensor(self.key)]
-                else:
-                    found = file.get_slice(self.key)
-                    boxes = [
-                        found[tuple(slice(start, start + n) for start, n in zip(box.offsets, box.sizes, strict=True))]
-                        for box in region.boxes
-                    ]
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.file}: cannot read {self.key}: {error}") from None
+        # Reopened each time: pages of an open map count as our memory.
+        with _opened(self.file, f"{self.file}: cannot read {self.key}") as file:
+            if region is None:
+                boxes = [file.get_tensor(self.key)]
+            else:
+                found = file.get_slice(self.key)
+                boxes = [box.of(found) for box in region.boxes]
         if not all(map(_finite, boxes)):
             raise ValueError(
                 f"{self.file}: {self.key} has values that are not finite: copy the file again, or use an earlier "
@@ -79,11 +88,11 @@ class Made(NamedTuple):
     module: the library's module, which some converters need for a shape.
     """
 
-    converter: Any
+    converter: WeightConverter
     sources: list[tuple[str, Stored]]
     first: str
     name: str
-    module: Any
+    module: nn.Module
 
     def tensors(self) -> list[Stored]:
         """Tensors in files that it is made of."""
@@ -116,23 +125,16 @@ def same_values(left: Source, right: Source) -> bool:
     """True if two sources hold the same tensor, whatever its dtype. Reads files in chunks to limit memory."""
     if not isinstance(left, Stored) or not isinstance(right, Stored):
         return _equal(left.read(), right.read())
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with (
-            safe_open(left.file, framework="pt") as first,
-            safe_open(right.file, framework="pt") as second,
-        ):
-            mine, theirs = first.get_slice(left.key), second.get_slice(right.key)
-            shape = list(mine.get_shape())
-            if shape != list(theirs.get_shape()):
-                return False
-            if not shape:
-                return _equal(first.get_tensor(left.key), second.get_tensor(right.key))
-            rows = max(1, CHUNK // max(1, math.prod(shape[1:])))
-            return all(_equal(mine[at : at + rows], theirs[at : at + rows]) for at in range(0, shape[0], rows))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{left.file}: cannot compare {left.key} with {right.key}: {error}") from None
+    problem = f"{left.file}: cannot compare {left.key} with {right.key}"
+    with _opened(left.file, problem) as first, _opened(right.file, problem) as second:
+        mine, theirs = first.get_slice(left.key), second.get_slice(right.key)
+        shape = list(mine.get_shape())
+        if shape != list(theirs.get_shape()):
+            return False
+        if not shape:
+            return _equal(first.get_tensor(left.key), second.get_tensor(right.key))
+        rows = max(1, CHUNK // max(1, math.prod(shape[1:])))
+        return all(_equal(mine[at : at + rows], theirs[at : at + rows]) for at in range(0, shape[0], rows))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -256,11 +258,9 @@ def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[st
 
 def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:
     """The contents of a folder under the names that the library gives them when it reads them into `module`."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-    except ImportError:  # an older version, which reads files as they are
-        return dict(contents)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
     conversions = get_model_conversion_mapping(module)
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
@@ -365,18 +365,13 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
 
 def _heads(file: Path) -> dict[str, tuple[list[int], str]]:
     """Shape and dtype (as named by safetensors) of every tensor in a file, by key."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            keys: Any = opened.keys()
-            slices = {key: opened.get_slice(key) for key in keys}
-            return {key: (piece.get_shape(), piece.get_dtype()) for key, piece in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} is damaged: {error}; copy it again") from None
+    with _opened(file, f"{file} is damaged", "; copy it again") as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}
+        return {key: (piece.get_shape(), piece.get_dtype()) for key, piece in slices.items()}
 
 
 def check_shapes(parameters: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
+    """Raises ValueError for a source that is missing, quantized, or of another shape than its parameter."""
     used = [each for source in sources.values() for each in source.tensors()]
     heads = {file: _heads(file) for file in {stored.file for stored in used}}
     for file, key in used:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ def random_values(
 def _part_with_values(
     model: nn.Module,
     path: str,
-    families: Mapping[str, Any],
+    families: Mapping[str, PreTrainedModel],
     first: Mapping[str, str],
     missing: Collection[str],
     seed: int,
@@ -66,7 +65,7 @@ def _part_with_values(
                 reset()
 
     whole = model.get_submodule(path)
-    real: dict[int, Any] = {id(p): nn.Parameter(_on_the_host(p), p.requires_grad) for p in whole.parameters()}
+    real: dict[int, Tensor] = {id(p): nn.Parameter(_on_the_host(p), p.requires_grad) for p in whole.parameters()}
     real |= {id(buffer): _on_the_host(buffer) for buffer in whole.buffers()}
     part = copy.deepcopy(whole, real)  # memo: these tensors are replaced by their copies
     adapted = [layer for _, layer in lora_layers(part)]

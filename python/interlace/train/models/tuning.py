@@ -7,14 +7,15 @@ Applied in this order: module keys (``freeze``, ``freeze_projector``), ``train.l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from interlace.model.lora import add_lora
 from interlace.model.patterns import ENCODERS, Names, is_adapter
 from interlace.train import optim
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
+from interlace.train.config.model import Encoder
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> N
     """
     train = config.train
     if train.lora is not None:
-        _add_adapters(config, model, source)
+        with blaming(f"{source}: [train.lora]"):
+            add_lora(model, **train.lora.model_dump())
     if train.freeze or train.train:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = Names(model)
@@ -110,28 +112,23 @@ def rates(config: Config, model: nn.Module, *, source: str = "config") -> dict[s
 
 def _matrices(model: nn.Module) -> set[str]:
     """First names of the weights of linear layers, except the head and embeddings tied to it."""
-    whole: Any = getattr(model, "language_model", None)
-    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    embedded = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    linear = {
-        id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head
-    } - embedded
+    whole = getattr(model, "language_model", None)
+    head = getattr(whole, "get_output_embeddings", lambda: None)()
+    layers = [layer for layer in model.modules() if layer is not head]
+    linear = {id(layer.weight) for layer in layers if isinstance(layer, nn.Linear)}
+    linear -= {id(layer.weight) for layer in layers if isinstance(layer, nn.Embedding)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in linear}
 
 
 def _of_module(name: str, config: Config, projector: bool) -> tuple[str, float, float]:
     """(module, peak learning rate, weight decay) of a parameter without a group."""
-    train, lr, decay = config.train, None, None
-    parts = name.split(".")
-    group = parts[0]
-    if parts[0] == ENCODERS[:-1]:
-        encoder, group = config.model.encoders()[parts[1]], parts[1]
-        lr, decay = encoder.lr, encoder.weight_decay
-        if projector:
-            group = f"{group}.projector"
-            lr = lr if encoder.projector_lr is None else encoder.projector_lr
-    else:
-        lr, decay = config.model.language_model.lr, config.model.language_model.weight_decay
+    train, parts = config.train, name.split(".")
+    group = parts[1] if parts[0] == ENCODERS[:-1] else parts[0]
+    module = config.model.modules()[group]
+    lr, decay = module.lr, module.weight_decay
+    if projector and isinstance(module, Encoder):
+        group = f"{group}.projector"
+        lr = lr if module.projector_lr is None else module.projector_lr
     group += " (LoRA)" if is_adapter(name) else ""
     return group, (train.lr if lr is None else lr), (train.weight_decay if decay is None else decay)
 
@@ -175,24 +172,5 @@ def _prefix(name: str) -> str:
 
 
 def _matching(names: Names, pattern: str, key: str, source: str) -> set[str]:
-    try:
+    with blaming(f"{source}: [train] {key}"):
         return names.matching(pattern)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [train] {key}: {error}") from None
-
-
-def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
-    lora = config.train.lora
-    assert lora is not None
-    try:
-        add_lora(
-            model,
-            targets=lora.targets,
-            rank=lora.rank,
-            alpha=lora.alpha,
-            dropout=lora.dropout,
-            use_rslora=lora.use_rslora,
-            modules_to_save=lora.modules_to_save,
-        )
-    except ValueError as error:
-        raise ConfigError(f"{source}: [train.lora]: {error}") from None

@@ -1,4 +1,4 @@
-"""``interlace plan choose``: a layout for GPUs that need not be here, with reasons; writes plan.lock."""
+"""``interlace plan choose``: a layout for GPUs that need not be here, with reasons; writes layout.toml."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from interlace.train.config.load import ConfigError, load
 
 
 def choose(options: argparse.Namespace) -> int:
-    """Chooses a layout. Prints it with the reasons, or the lock's content with ``--json``."""
+    """Chooses a layout. Prints it with the reasons, or the content of layout.toml with ``--json``."""
     import json
 
-    from interlace.train.auto import planlock, report
-    from interlace.train.auto.resolve import plan_for
+    from interlace.train.auto import layout_file, report
+    from interlace.train.auto.resolve import choose_for
     from interlace.train.runfolder import write_whole
 
     source = str(options.config)
@@ -25,7 +25,7 @@ def choose(options: argparse.Namespace) -> int:
     config = load(options.config, options.set, auto=True)
     how = "as given" if options.tflops is not None else "measured here with a matrix product; give --tflops"
     said: list[str] = []
-    text, decision, _ = plan_for(
+    text, decision, _ = choose_for(
         config, gpus=options.gpus, memory=1e9 * options.memory, tflops=speed, how=how, source=source, say=said.append
     )
     if options.out is not None:
@@ -34,11 +34,11 @@ def choose(options: argparse.Namespace) -> int:
     if options.picture is not None:
         report.draw(decision, options.picture, f"{config.run.name}: {counted_noun(options.gpus, 'GPU')}")
     if options.json:
-        print(json.dumps(planlock.table_of(text), indent=1, sort_keys=True, allow_nan=False))
+        print(json.dumps(layout_file.table_of(text), indent=1, sort_keys=True, allow_nan=False))
         return 0
     for line in said:
         print(line)
     for path in filter(None, (options.picture, options.out)):
         print(f"wrote {path}")
-    print(planlock.section_of(text))
+    print(layout_file.section_of(text))
     return 0

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interlace.train.blame import blaming, check_at_least
-from interlace.train.config.load import ConfigError, load, unsettled
+from interlace.train.blame import check_at_least
+from interlace.train.config.load import ConfigError, blaming, load, unsettled
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import Load, budget_loads, estimated, flop_costs, stated_links
 from interlace.train.models.media_specs import check_inputs

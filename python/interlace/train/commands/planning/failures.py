@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interlace.train.blame import blaming, check_at_least, writing
+from interlace.train.blame import check_at_least, writing
 from interlace.train.commands.planning.costs import Costs, Priced, load_priced
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.elastic.config import check_lanes, lane_size
 

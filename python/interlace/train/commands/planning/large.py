@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.train.blame import blaming, writing
-from interlace.train.config.load import ConfigError
+from interlace.train.blame import writing
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import Load, budget_loads, ranks_per_node
 from interlace.train.scheduling import step_schedule

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interlace.train.blame import blaming, check_picture, writing
+from interlace.train.blame import check_picture, writing
+from interlace.train.config.load import blaming
 from interlace.train.scheduling import chunk_costs, held_by_layout
 
 if TYPE_CHECKING:

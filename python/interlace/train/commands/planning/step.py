@@ -10,10 +10,11 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from interlace.train.blame import blaming, writing
+from interlace.train.blame import writing
 from interlace.train.commands.planning import large
 from interlace.train.commands.planning.costs import Priced, load_priced, nominal_size
 from interlace.train.commands.planning.layout import counted_noun
+from interlace.train.config.load import blaming
 from interlace.train.config.sections import Config
 from interlace.train.models.costs import budget_loads
 from interlace.train.scheduling import chunk_costs, chunk_sizes, step_schedule

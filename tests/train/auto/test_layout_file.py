@@ -1,4 +1,4 @@
-"""plan.lock: one lock, one config; and the ways in which a config leaves its layout open."""
+"""layout.toml: one file, one config; and the ways in which a config leaves its layout open."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from interlace.cli import main
-from interlace.train.auto import agree, planlock, report
+from interlace.train.auto import agree, layout_file, report
 from interlace.train.auto.choose import Decision, decide
 from interlace.train.auto.resolve import resolve_config, worlds_up_to
-from interlace.train.config.load import Config, ConfigError, dumps, loads
+from interlace.train.config.load import Config, ConfigError, dumps, load, loads
 from tests.cli import TINY
 from tests.train.auto import oracle
 from tests.train.config import _load
@@ -29,14 +29,17 @@ def decided() -> tuple[Config, Decision, str]:
     model = oracle.model_of(config)
     machine = oracle.machine_of(config, model, latency=1e-6, bandwidth=1e10)
     decision = decide(config, model, oracle.work_of(model), machine, [2])
-    return config, decision, planlock.text_of(config, decision, machine.origin, "random samples")
+    return config, decision, layout_file.text_of(config, decision, machine.origin, "random samples")
 
 
-def test_a_lock_says_again_what_was_chosen() -> None:
+def test_a_layout_file_repeats_the_choice() -> None:
     from interlace.train.models.build import build_layout
 
     config, decision, text = decided()
-    one, two = planlock.locked(config, text, "plan.lock"), planlock.locked(config, text, "plan.lock")
+    one, two = (
+        layout_file.with_layout(config, text, "layout.toml"),
+        layout_file.with_layout(config, text, "layout.toml"),
+    )
     assert one == two and not one.parallel.auto and one.world_size() == 2
     best = decision.best.candidate
     assert (one.parallel.placed, one.parallel.schedule) == (best.placement, best.schedule)
@@ -44,42 +47,42 @@ def test_a_lock_says_again_what_was_chosen() -> None:
     model = oracle.model_of(config)
     assert build_layout(one, model) == build_layout(two, model)
     assert loads(dumps(one)) == one  # what the run folder's config.toml has
-    table = planlock.table_of(text)
+    table = layout_file.table_of(text)
     assert table["predicted"]["seconds"] == decision.best.seconds
     assert table["reasons"]["candidates"] == decision.considered and table["runners_up"]["1"]["seconds"] > 0
 
 
-def test_locks_of_other_configs_and_broken_ones_are_refused() -> None:
+def test_files_of_other_configs_and_broken_ones_are_refused() -> None:
     config, _, text = decided()
     with pytest.raises(
-        ConfigError, match=r"plan.lock was chosen for another config: settings of \[model\] that affect"
+        ConfigError, match=r"layout.toml was chosen for another config: settings of \[model\] that affect"
     ):
-        planlock.locked(asked((3, 2)), text, "plan.lock")
+        layout_file.with_layout(asked((3, 2)), text, "layout.toml")
     with pytest.raises(ConfigError, match=r"settings of \[parallel\] that affect"):
-        planlock.locked(asked(placement="shared"), text, "plan.lock")
+        layout_file.with_layout(asked(placement="shared"), text, "layout.toml")
     with pytest.raises(ConfigError, match=r"settings of \[train\] that affect"):
-        planlock.locked(asked(batch=16), text, "plan.lock")
+        layout_file.with_layout(asked(batch=16), text, "layout.toml")
     for broken in ("", "version = 1", "version = 9\n" + text.split("\n", 3)[3], text[: len(text) // 6] + "="):
-        with pytest.raises(ConfigError, match=r"plan.lock: invalid plan: "):
-            planlock.locked(config, broken, "plan.lock")
+        with pytest.raises(ConfigError, match=r"layout.toml: invalid layout file: "):
+            layout_file.with_layout(config, broken, "layout.toml")
     other = text.replace('placement = "', 'placement = "x')
-    with pytest.raises(ConfigError, match=r"plan\.lock: invalid config: "):
-        planlock.locked(config, other, "plan.lock")
+    with pytest.raises(ConfigError, match=r"layout\.toml: invalid config: "):
+        layout_file.with_layout(config, other, "layout.toml")
 
 
-def test_what_else_a_choice_depends_on_is_part_of_the_lock() -> None:
+def test_what_else_a_choice_depends_on_is_part_of_the_file() -> None:
     config, decision, _ = decided()
     best = replace(decision.best, candidate=replace(decision.best.candidate, threads=3))
-    text = planlock.text_of(config, replace(decision, best=best), "", "")
-    assert planlock.locked(config, text, "plan.lock").parallel.threads == 3
+    text = layout_file.text_of(config, replace(decision, best=best), "", "")
+    assert layout_file.with_layout(config, text, "layout.toml").parallel.threads == 3
     with pytest.raises(ConfigError, match=r"settings of \[parallel\] that affect"):
-        planlock.locked(asked(threads=1), text, "plan.lock")
+        layout_file.with_layout(asked(threads=1), text, "layout.toml")
     other = config.model_copy(update={"train": config.train.model_copy(update={"assign": "entrain"})})
     with pytest.raises(ConfigError, match=r"settings of \[train\] that affect"):
-        planlock.locked(other, text, "plan.lock")
+        layout_file.with_layout(other, text, "layout.toml")
 
 
-def test_a_rank_of_torchrun_takes_the_lock_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_torchrun_takes_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from interlace.train import rank
 
     path, given = tmp_path / "tiny.toml", dict[str, Any]()
@@ -88,8 +91,8 @@ def test_a_rank_of_torchrun_takes_the_lock_that_is_named(tmp_path: Path, monkeyp
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("INTERLACE_RUN_FOLDER", raising=False)
-    assert main(["train", str(path), "--set", "parallel=auto", "--lock", str(tmp_path / "plan.lock")]) == 0
-    assert given["start"].plan == tmp_path / "plan.lock"
+    assert main(["train", str(path), "--set", "parallel=auto", "--layout", str(tmp_path / "layout.toml")]) == 0
+    assert given["start"].layout_file == tmp_path / "layout.toml"
 
 
 class _Alone:
@@ -105,37 +108,55 @@ class _Alone:
         return [value if self.heard is None else self.heard]
 
 
-def test_failed_lock_reads_and_plans_reach_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reads_and_choices_reach_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _, text = decided()
     first = _Alone(0)
-    with pytest.raises(ConfigError, match="gone: cannot read the plan"):
-        agree.agree(config, first, source="x", lock=tmp_path / "gone", resume=None)
-    for said in (first.told, ["no TOML at all [", "plan.lock", ""]):
-        with pytest.raises(ConfigError, match=r"gone: cannot read|plan.lock: invalid plan"):
-            agree.agree(config, _Alone(1, said), source="x", lock=None, resume=None)
-    settled, _ = agree.agree(config, _Alone(1, [text, "plan.lock", ""]), source="x", lock=None, resume=None)
+    with pytest.raises(ConfigError, match="gone: cannot read the layout"):
+        agree.agree(config, first, source="x", given=tmp_path / "gone", resume=None)
+    for said in (first.told, ["no TOML at all [", "layout.toml", ""]):
+        with pytest.raises(ConfigError, match=r"gone: cannot read|layout.toml: invalid layout file"):
+            agree.agree(config, _Alone(1, said), source="x", given=None, resume=None)
+    settled, _ = agree.agree(config, _Alone(1, [text, "layout.toml", ""]), source="x", given=None, resume=None)
     assert settled.world_size() == 2
 
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(agree, "_plan", fails)
+    monkeypatch.setattr(agree, "_layout", fails)
     with pytest.raises(RuntimeError):
-        agree.agree(config, first, source="x", lock=None, resume=None)
+        agree.agree(config, first, source="x", given=None, resume=None)
     assert first.told is not None and "RuntimeError: out of memory" in first.told[2]
 
 
-def test_a_run_folder_gets_the_lock_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_run_folder_gets_the_file_and_goes_on_with_it(tmp_path: Path) -> None:
     config, _, text = decided()
     (tmp_path / "given").write_text(text)
     said: list[str] = []
     run = tmp_path / "run"
     run.mkdir()
-    one = resolve_config(config, source="tiny.toml", folder=run, lock=tmp_path / "given", say=said.append)
-    assert (run / "plan.lock").read_text() == text and "2 ranks" in said[0]
-    assert resolve_config(config, source="tiny.toml", folder=run, lock=None, say=said.append) == one
-    with pytest.raises(ConfigError, match="gone: cannot read the plan"):
-        resolve_config(config, source="tiny.toml", folder=run, lock=tmp_path / "gone", say=said.append)
+    one = resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "given", say=said.append)
+    assert (run / "layout.toml").read_text() == text and "2 ranks" in said[0]
+    assert resolve_config(config, source="tiny.toml", folder=run, given=None, say=said.append) == one
+    with pytest.raises(ConfigError, match="gone: cannot read the layout"):
+        resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "gone", say=said.append)
+
+
+def test_run_folders_of_earlier_versions_go_on_and_new_configs_are_refused(tmp_path: Path) -> None:
+    config, _, text = decided()
+    old = dumps(config).replace('layout = "auto"', 'plan = "auto"')
+    path = tmp_path / "config.toml"
+    path.write_text(old)
+    with pytest.raises(ConfigError, match=r"config\.toml: parallel\.plan is now: parallel\.layout"):
+        load(path)
+    with pytest.raises(ConfigError, match=r"--set parallel\.plan=auto: parallel\.plan is now: parallel\.layout"):
+        _load("parallel.plan=auto")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "plan.lock").write_text(text)
+    assert load(path) == config
+    settled = resolve_config(load(path), source=str(path), folder=tmp_path, given=None, say=print)
+    assert settled.world_size() == 2 and (tmp_path / "layout.toml").read_text() == text
+    before = {"plan": "auto", "choose": [], "schedule": "1f1b"}  # the section whose digest an earlier version stored
+    assert layout_file.digests(config)["parallel"] == layout_file.digest_of(before)
 
 
 def test_why_in_words_and_as_a_picture(tmp_path: Path) -> None:
@@ -143,14 +164,14 @@ def test_why_in_words_and_as_a_picture(tmp_path: Path) -> None:
     lines = report.lines(decision, "origin", "data")
     assert "ms a step (compute" in lines[0] and any(line.startswith("next best: ") for line in lines)
     assert f"{decision.considered} candidates" in lines[-2]
-    report.draw(decision, tmp_path / "plan.svg", "title")
-    text = (tmp_path / "plan.svg").read_text()
+    report.draw(decision, tmp_path / "layout.svg", "title")
+    text = (tmp_path / "layout.svg").read_text()
     assert text.startswith("<?xml") and len(text) > 10_000
     with pytest.raises(ConfigError, match="name a file that ends in"):
-        report.draw(decision, tmp_path / "plan.txt", "title")
+        report.draw(decision, tmp_path / "layout.txt", "title")
 
 
-@pytest.mark.parametrize("form", ["parallel=auto", "parallel={plan='auto'}", "parallel.plan=auto"])
+@pytest.mark.parametrize("form", ["parallel=auto", "parallel={layout='auto'}", "parallel.layout=auto"])
 def test_forms(form: str) -> None:
     config = _load(form)
     assert config.parallel.auto and config.parallel.choose == ["microbatches", "activation_checkpointing"]
@@ -166,10 +187,10 @@ def test_a_batch_may_be_left_open_only_where_it_is_chosen() -> None:
     assert config.parallel.choose == ["batch_size", "activation_checkpointing"]
     with pytest.raises(ConfigError, match="batch_size"):
         _load(train=dict(train))
-    with pytest.raises(ConfigError, match="max_ranks is for plan = 'auto'"):
+    with pytest.raises(ConfigError, match="max_ranks is for layout = 'auto'"):
         _load("parallel.max_ranks=2")
-    with pytest.raises(ConfigError, match=r"parallel.plan should be 'auto'"):
-        _load("parallel.plan=aut")
+    with pytest.raises(ConfigError, match=r"parallel.layout should be 'auto'"):
+        _load("parallel.layout=aut")
 
 
 def test_numbers_of_ranks() -> None:
@@ -177,14 +198,14 @@ def test_numbers_of_ranks() -> None:
 
 
 def test_planning_for_gpus_that_are_not_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path, lock = tmp_path / "tiny.toml", tmp_path / "plan.lock"
+    path, file = tmp_path / "tiny.toml", tmp_path / "layout.toml"
     path.write_text(TINY.format(folder=tmp_path))
     gpus = ["plan", "choose", str(path), "--tflops", "1"]
-    assert main([*gpus, "--gpus", "1", "--memory", "1", "--out", str(lock)]) == 0
+    assert main([*gpus, "--gpus", "1", "--memory", "1", "--out", str(file)]) == 0
     said = capfd.readouterr().out
     assert "[parallel]" in said and "counted FLOPs at 1 TFLOP/s" in said
     config = loads(path.read_text(), ["parallel=auto"])
-    assert planlock.locked(config, lock.read_text(), "plan.lock").world_size() == 1
+    assert layout_file.with_layout(config, file.read_text(), "layout.toml").world_size() == 1
     assert main([*gpus, "--gpus", "1", "--memory", "0.0001"]) == 2
     assert "lacks" in (error := capfd.readouterr().err) and "--memory" in error
     assert main(["simulate", str(path), "--set", "parallel=auto"]) == 2

@@ -1,4 +1,4 @@
-"""plan.lock: the choice for a config as TOML, and the reasons. Training with the lock repeats the choice.
+"""layout.toml: the choice for a config as TOML, and the reasons. `interlace train --layout` repeats the choice.
 
     version = 1
     [asked]                     digests of the sections that the choice depends on
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-NAME = "plan.lock"
+NAME = "layout.toml"
+_OLD_NAME = "plan.lock"  # in run folders of earlier versions
 VERSION = 1
 _RUNNERS_UP = 10
 _TRAIN = (
@@ -45,7 +47,7 @@ _DATA = ("dataset", "max_tokens", "pack")
 
 
 def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
-    """Text of the lock for `config` as asked. origin, data: sources of costs and lengths."""
+    """Text of the file for `config` as asked. origin, data: sources of costs and lengths."""
     best = decision.best
     table: dict[str, Any] = {
         "version": VERSION,
@@ -66,12 +68,14 @@ def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
     table["runners_up"] = {
         str(number): {"layout": str(each.candidate), **_numbers(each)} for number, each in enumerate(others, 1)
     }
-    head = f"# Chosen by parallel.plan = 'auto': {best.candidate}.\n# interlace train CONFIG --lock FILE repeats it.\n"
+    head = (
+        f"# Chosen by parallel.layout = 'auto': {best.candidate}.\n# interlace train CONFIG --layout FILE repeats it.\n"
+    )
     return head + dumps_table(table)
 
 
 def table_of(text: str) -> dict[str, Any]:
-    """Parsed content of a lock."""
+    """Parsed content of a layout file."""
     return tomllib.loads(text)
 
 
@@ -81,7 +85,7 @@ def section_of(text: str) -> str:
     return dumps_table({"train": chosen["train"], "parallel": chosen["parallel"]}).rstrip()
 
 
-def _numbers(outcome: Outcome) -> dict[str, Any]:
+def _numbers(outcome: Outcome) -> dict[str, float]:
     return {
         "ranks": outcome.candidate.world,
         "seconds": outcome.seconds,
@@ -93,19 +97,15 @@ def _numbers(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> str:
-    """The text of a lock. Raises ConfigError for a file that cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot read the plan: {reason}") from None
+def of_run(folder: Path) -> Path | None:
+    """The layout file of a run folder; None if it has none."""
+    return next((folder / name for name in (NAME, _OLD_NAME) if (folder / name).exists()), None)
 
 
-def locked(config: Config, text: str, where: str) -> Config:
-    """The config with the choice of the lock `text`.
+def with_layout(config: Config, text: str, where: str) -> Config:
+    """The config with the choice of the layout file `text`.
 
-    Raises ConfigError, naming its source `where`, for an invalid lock, and for one of another config, naming the
+    Raises ConfigError, naming its source `where`, for an invalid file, and for one of another config, naming the
     section that differs.
     """
     try:
@@ -116,12 +116,12 @@ def locked(config: Config, text: str, where: str) -> Config:
         parallel, train = dict(chosen["parallel"]), dict(chosen["train"])
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         why = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{where}: invalid plan: {why}; remove the file to choose again") from None
+        raise ConfigError(f"{where}: invalid layout file: {why}; remove the file to choose again") from None
     mine = digests(config)
     if other := [key for key in mine if asked.get(key) != mine[key]]:
         raise ConfigError(
             f"{where} was chosen for another config: settings of [{'], ['.join(other)}] that affect the layout differ. "
-            "Remove the file (or omit --lock) to choose again, or restore the config"
+            "Remove the file (or omit --layout) to choose again, or restore the config"
         )
     try:
         return with_tables(config, parallel, train)
@@ -137,8 +137,11 @@ def digests(config: Config) -> dict[str, str]:
     data = {key: value for key, value in config.data.model_dump().items() if key in _DATA}
     skipped = {"timeout", "max_ranks", "memory"}
     parallel = config.parallel.model_dump(exclude_unset=True, exclude_none=True, exclude=skipped)
+    parallel["plan"] = parallel.pop("layout")  # its name in the digests of earlier versions
     parts = {"model": config.model.model_dump(), "train": train, "data": data, "parallel": parallel}
-    return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        for name, part in parts.items()
-    }
+    return {name: digest_of(part) for name, part in parts.items()}
+
+
+def digest_of(table: Mapping[str, object]) -> str:
+    """Digest of a section."""
+    return hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16]
