@@ -18,6 +18,7 @@ from typing import Any
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.index import Known
 from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
@@ -26,8 +27,6 @@ from interlace.modalities.errors import BrokenSampleError
 from interlace.modalities.files import container_of
 
 BLOCK = 256  # records per block; several threads inspect its files
-Known = tuple[Stamp, tuple[float, ...]]
-"""Index entry of a medium: the stamp of its file at that time, and its size."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media
             yield from examine_records(chats_files.records(path, media, rules.prompt), chats, rules)
         return
     with _lookers() as pool:
-        for start in range(0, len(index), BLOCK):
-            raws, known = index.block(start, min(start + BLOCK, len(index)))
+        for raws, known in index.blocks(BLOCK):
             yield from _examine_block(raws, chats, rules, pool, known)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -196,8 +196,7 @@ def index(options: argparse.Namespace) -> int:
             f"{name}{': ' * bool(name)}{len(made):,} records, {made.totals['broken']:,} of them broken, "
             f"{made.totals['text']:,} characters; media: {kinds or 'none'}; {made.folder}"
         )
-        listed = (made.folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()[:MOST_NAMED]
-        for where, kind, why in map(json.loads, listed):
+        for where, kind, why in islice(made.broken(), MOST_NAMED):
             print(f"{where}: {kind}: {' '.join(why.split())}")
         broken += made.totals["broken"]
     return BROKEN if broken else CLEAN
