@@ -4,9 +4,9 @@ The index is independent of any model: records are read, and their media inspect
 rules specify). So processes share the work, one piece of a file each (`index_worker`), and every tokenizer or model
 uses the same index. Each finished piece is a file of its own: an interrupted build resumes after it.
 
-A piece is valid for the size and time of its data file. When these change, pieces with unchanged bytes (by checksum) are
-kept and only the others are read again: appending to a file costs only the new part. A piece has checksums of its own,
-too: a torn one is made again.
+A piece is valid for the size and time of its data file. When these change, pieces with unchanged bytes (by checksum)
+are kept and only the others are read again: appending to a file costs only the new part. A piece has checksums of its
+own, too: a torn one is made again.
 
 pieces/*.npz  one per piece: the columns RECORDS and MEDIA, `lines` (records that cannot be read in place) and `about`
 """
