@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from interlace.data import Loader, MixedDataset, Part, RowLoader
+from interlace.data import Loader, MixedDataset, Part, ReadAhead, RowLoader
 from interlace.data.chats.dataset import ChatDataset
 from interlace.data.chats.files.records import ChatFileError
 from interlace.data.chats.files.sources import Rules
@@ -78,13 +78,15 @@ def test_what_workers_lose_of_a_mixture_is_counted_and_blank(tmp_path: Path) -> 
     )
     for name in ("a3", "b1"):
         (tmp_path / f"{name}.png").write_bytes(b"gone")
-    with Loader(threaded, 5, seed=1, prefetch=0) as loader:
+    with Loader(threaded, 5, seed=1, ahead=ReadAhead(prefetch=0)) as loader:
         distinct = len(set(loader.order(0).tolist()))  # with equal shares the smaller source repeats samples
         expected = [numbers(loader._load(next(loader))) for _ in range(2)]
     assert (threaded.read_items, threaded.blank_items) == (10, 2)
 
     where = Place(tmp_path / f"{PREFIX}m", 1 << 24)
-    with Loader(handed, 5, seed=1, prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where)) as loader:
+    with Loader(
+        handed, 5, seed=1, ahead=ReadAhead(prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where))
+    ) as loader:
         assert [numbers(next(loader)) for _ in range(2)] == expected
         read, blank = handed.read_items, handed.blank_items
         for _ in range(2):  # readable items are among the decoded ones; blank items are not

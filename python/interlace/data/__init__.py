@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from interlace.data.mixture import MixedDataset, Part, by_source
     from interlace.data.rows import RowLoader
     from interlace.data.streams.base import IterableStream, SampleStream
-    from interlace.data.streams.batches import StreamBatch, StreamError, StreamLoader
+    from interlace.data.streams.batches import StreamBatch, StreamError, StreamLoader, StreamOptions
+    from interlace.data.workers.produced import ReadAhead
     from interlace.modalities.audio import AudioSpec, load_audio
     from interlace.modalities.errors import DecodeError
     from interlace.modalities.image import ImageSpec, ImageTooLarge, load_image
@@ -45,7 +46,8 @@ _WHERE = {
     "interlace.data.mixture": ("MixedDataset", "Part", "by_source"),
     "interlace.data.rows": ("RowLoader",),
     "interlace.data.streams.base": ("IterableStream", "SampleStream"),
-    "interlace.data.streams.batches": ("StreamBatch", "StreamError", "StreamLoader"),
+    "interlace.data.streams.batches": ("StreamBatch", "StreamError", "StreamLoader", "StreamOptions"),
+    "interlace.data.workers.produced": ("ReadAhead",),
     "interlace.data.builtin.byte_tokenizer": ("ByteTokenizer",),
     "interlace.model.sample": ("IGNORE", "Media", "Sample"),
 }
@@ -69,6 +71,7 @@ __all__ = [
     "MultimodalDataset",
     "Part",
     "Question",
+    "ReadAhead",
     "Recipe",
     "RowLoader",
     "Sample",
@@ -77,6 +80,7 @@ __all__ = [
     "StreamBatch",
     "StreamError",
     "StreamLoader",
+    "StreamOptions",
     "Tokenizer",
     "by_source",
     "cache_folder",

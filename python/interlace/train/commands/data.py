@@ -129,7 +129,7 @@ def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
 
 def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
     """Lines of text: notes of a run on its batches from records with these lengths and hashes."""
-    from interlace.data import MixedDataset, Part
+    from interlace.data import MixedDataset, Part, ReadAhead
     from interlace.data.chats.dataset import train_picks
     from interlace.train.data.feed import batch_notes, loader
 
@@ -142,8 +142,10 @@ def _batches(config: Any, tokens: Mapping[str, np.ndarray], hashes: Mapping[str,
             return []
         parts.append(Part(each.name, cast(Any, _Lengths(tokens[name][picks])), each.weight))
     dataset = MixedDataset(parts, data.mix_by) if len(parts) > 1 else parts[0].data
-    settings = {"seed": config.run.seed, "drop_last": data.drop_last, "prefetch": 0}
-    return batch_notes(loader(dataset, config.train.batch_size, data.row_tokens, **settings))
+    size, seed = config.train.batch_size, config.run.seed
+    return batch_notes(
+        loader(dataset, size, data.row_tokens, seed=seed, drop_last=data.drop_last, ahead=ReadAhead(prefetch=0))
+    )
 
 
 @dataclass(frozen=True)
