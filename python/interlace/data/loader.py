@@ -100,7 +100,13 @@ class Loader:
 
     def __getstate__(self) -> dict[str, object]:
         # Pickled for producers, which make batches of the same sequence and prefetch nothing themselves.
-        own = {"ahead": ReadAhead(prefetch=0), "producers": None, "_worker": None, "_orders": {}, "_closed": False}
+        own: dict[str, object] = {
+            "ahead": ReadAhead(prefetch=0),
+            "producers": None,
+            "_worker": None,
+            "_orders": {},
+            "_closed": False,
+        }
         return self.__dict__ | own
 
     def sample(self, index: int, epoch: int) -> Sample:

@@ -193,7 +193,7 @@ def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
         record = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         rows = _rows(folder)
         sizes = {name: (folder / name).stat().st_size for name in READ}
-        if zlib.crc32(rows.view(np.uint8)) != record["checksum"] or sizes != record["sizes"]:
+        if zlib.crc32(rows.view(np.uint8).data) != record["checksum"] or sizes != record["sizes"]:
             raise ValueError("torn")
         changed = _changed(folder, record["counts"], chats)
         if changed:

@@ -274,7 +274,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     from dataclasses import replace
 
     from interlace.train.data.feed import chat_format, chat_sources
-    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.data.texts import ModelTokenizer, tokenizer_of
     from interlace.train.models.build import build
     from interlace.train.models.media_specs import check_inputs
 
@@ -282,6 +282,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     if not config.data.kind.files:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
+    assert isinstance(tokenizer, ModelTokenizer)  # of chats
     model = build(config, tokenizer, source=str(path))
     check_inputs(config, model, source=str(path))
     splits = []

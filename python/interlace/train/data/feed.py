@@ -304,7 +304,7 @@ def datasets(
     *,
     source: str = "config",
     say: Callable[[str], None] | None = None,
-) -> tuple[Any, SampleDataset]:
+) -> tuple[Any, Any]:
     """The training and the held-out dataset for `model`.
 
     `say` (default: a line on stderr) receives progress of slow work: reading headers, decoding. Raises ConfigError,
@@ -405,7 +405,7 @@ def indexed(train: SampleDataset | SampleStream, held_out: SampleDataset) -> Sam
 def chat_format(config: Config, model: MultimodalModel, tokenizer: ModelTokenizer, source: str) -> ChatFormat:
     """The format that converts chats to tokens of `model`. Raises ConfigError."""
     specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
-    tokens = {name: encoder.tokens for name, encoder in model.encoders.items()}
+    tokens: dict[str, Any] = {name: encoder.tokens for name, encoder in model.encoders.items()}
     try:
         return tokenizer.format(model.placeholders, tokens, specs)
     except (ValueError, ImportError) as error:

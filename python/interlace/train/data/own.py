@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.sections import Config
@@ -76,7 +76,7 @@ def _setup(config: Config, model: MultimodalModel, tokenizer: Tokenizer, source:
     from interlace.train.models.build import build
 
     data, whole = config.data, config.model.path is not None
-    counting = build(config, tokenizer, source=source)  # workers get its encoders, which have no weights
+    counting: Any = build(config, tokenizer, source=source)  # workers get its encoders, which have no weights
     return DatasetSetup(
         tokenizer=tokenizer,
         placeholders=dict(model.placeholders),

@@ -132,13 +132,13 @@ def main() -> int:
 
     while True:
         try:
-            modules, *order = pickle.load(sys.stdin.buffer)
+            modules, piece, place, rules, media = pickle.load(sys.stdin.buffer)
         except EOFError:
             return 0
         for module in modules:
             importlib.import_module(module)
         try:
-            answer(done=index_piece(*order, alive))
+            answer(done=index_piece(piece, place, rules, media, alive))
         except (ValueError, ImportError, OSError) as error:
             answer(error=str(error), missing=isinstance(error, ImportError))
 
