@@ -41,7 +41,7 @@ from interlace.data.chats.examine import Examined, examine
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat
-from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
+from interlace.data.chats.files.sources import Rules, Stamp, chat_of, prune, stamp
 
 FORMAT = 7
 KEPT_STORES = 8
@@ -174,7 +174,7 @@ def prepare(
             if store is None:
                 _build(folder, files, chats, rules)
                 store = _load(folder, rules, chats)
-                _prune(folder.parent)
+                prune((place.parent for place in folder.parent.glob("*/store.json")), KEPT_STORES)
         if store is None:
             raise ChatFileError(
                 f"{folder}: was written and cannot be used; is the disk full, or does somebody change the media?"
@@ -316,10 +316,3 @@ def refuse(one: Examined, rules: Rules) -> None:
     if (rules.on_too_long if long else rules.on_broken) == "error":
         key = 'on_too_long = "cut" or "skip"' if long else 'on_broken = "skip"'
         raise ChatFileError(f"{one.raw.where}: {one.broken}; mend it, or set data.{key}")
-
-
-def _prune(folder: Path) -> None:
-    """Removes the least recently used stores. Processes that use one have its files open and keep their data."""
-    stores = sorted((p for p in folder.glob("*/") if (p / "store.json").exists()), key=lambda p: p.stat().st_mtime)
-    for store in stores[:-KEPT_STORES]:
-        shutil.rmtree(store, ignore_errors=True)

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 import zipfile
 import zlib
@@ -33,7 +32,7 @@ import numpy as np
 from interlace.data.builtin.fetch import exclusive
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Piece, Raw
-from interlace.data.chats.files.sources import Rules, Stamp
+from interlace.data.chats.files.sources import Rules, Stamp, prune
 from interlace.modalities import all_modalities
 
 FORMAT = 3
@@ -166,7 +165,7 @@ def load(
         with exclusive(folder.with_suffix(".lock"), timeout):
             _make(folder, files, pieces, rules, media, processes, say)
             about = [current(*each) for each in pieces]
-            _prune(folder.parent)
+            prune(folder.parent.glob("*/"), KEPT)
     if None in about:
         raise ChatFileError(f"{folder}: was written and cannot be used; is the disk full, or do the data files change?")
     os.utime(folder)  # marks it as used: pruning sorts by this time
@@ -237,9 +236,3 @@ def digest_of(path: Path, start: int, stop: int) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
-
-
-def _prune(folder: Path) -> None:
-    """Removes the least recently used indexes."""
-    for old in sorted(folder.glob("*/"), key=lambda place: place.stat().st_mtime)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
