@@ -39,6 +39,7 @@ from interlace.data.builtin.fetch import exclusive
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded, Item
 from interlace.data.chats.examine import Examined, examine
 from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.index import WAIT
 from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat
 from interlace.data.chats.files.sources import Rules, Stamp, chat_of, prune, stamp
@@ -156,10 +157,8 @@ class ChatStore:
         return data
 
 
-def prepare(
-    files: Sequence[Path], chats: ChatFormat, rules: Rules, cache: Path, *, timeout: float = 86_400.0
-) -> ChatStore:
-    """The store of these files, built first if it is not in `cache`. timeout: seconds to wait for another builder.
+def prepare(files: Sequence[Path], chats: ChatFormat, rules: Rules, cache: Path) -> ChatStore:
+    """The store of these files, built first if it is not in `cache`.
 
     Raises ChatFileError for files that cannot be read or have no sample, ValueError for a processor or template that
     does not fit. Raises ChatFileError with the reason of a BrokenSampleError if the rules say "error".
@@ -169,7 +168,7 @@ def prepare(
     store = _load(folder, rules, chats)
     if store is None:
         (cache / "chats").mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), timeout):
+        with exclusive(folder.with_suffix(".lock"), WAIT):
             store = _load(folder, rules, chats)
             if store is None:
                 _build(folder, files, chats, rules)

@@ -373,7 +373,10 @@ class _Ahead:
             self._doing = "gathering the " + LENGTHS
             said = self._exchange.gather(message, LENGTHS)
             for number, rank in enumerate(self._loader.ranks_that_read):
-                self._hear(number, rank, said[rank])
+                if not isinstance(said[rank], dict) or not isinstance(said[rank].get("samples"), list):
+                    raise CommError(f"rank {rank} says something else of its samples: do the ranks run one version?")
+                if said[rank].get("error"):
+                    raise StreamError(f"reader {number}, on rank {rank}: {said[rank]['error']}")
             for number, count in asked.items():
                 rank = self._loader.ranks_that_read[number]
                 told = said[rank]["samples"]
@@ -422,12 +425,6 @@ class _Ahead:
         except Exception as error:  # sent to all ranks, so that they do not wait for this one
             return [], {"samples": [], "error": f"{type(error).__name__}: {error}"}
         return samples, {"samples": said, "error": ""}
-
-    def _hear(self, number: int, rank: int, said: Any) -> None:
-        if not isinstance(said, dict) or not isinstance(said.get("samples"), list):
-            raise CommError(f"rank {rank} says something else of its samples: do the ranks run one version?")
-        if said.get("error"):
-            raise StreamError(f"reader {number}, on rank {rank}: {said['error']}")
 
 
 __all__ = ["StreamBatch", "StreamError", "StreamLoader", "StreamOptions"]

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -79,10 +78,10 @@ class Decoded:
 
     # ------------------------------------------------------------------ items
 
-    def _file(self, key: Sequence[Any]) -> Path:
+    def _file(self, key: Sequence[object]) -> Path:
         return self.folder / hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).hexdigest()
 
-    def get(self, key: Sequence[Any]) -> Tensor | None:
+    def get(self, key: Sequence[object]) -> Tensor | None:
         """The item, or None if it is not cached. Its memory is copy-on-write."""
         path = self._file(key)
         try:
@@ -95,7 +94,7 @@ class Decoded:
         except (OSError, RuntimeError, SafetensorError):  # evicted, no memory for one more map, or not an item
             return None
 
-    def has(self, key: Sequence[Any]) -> bool:
+    def has(self, key: Sequence[object]) -> bool:
         """True if the item is cached; marks it as used."""
         try:
             os.utime(self._file(key))
@@ -103,7 +102,7 @@ class Decoded:
             return False
         return True
 
-    def put(self, key: Sequence[Any], item: Tensor) -> bool:
+    def put(self, key: Sequence[object], item: Tensor) -> bool:
         """Caches the item. False if it is too large or the disk is full."""
         item = item.detach().contiguous()
         size = HEADER + item.nbytes
@@ -160,7 +159,7 @@ class Decoded:
     # ------------------------------------------------------------------ locks on samples
 
     @contextlib.contextmanager
-    def claimed(self, key: Sequence[Any]) -> Iterator[bool]:
+    def claimed(self, key: Sequence[object]) -> Iterator[bool]:
         """Context with the lock of sample `key`. Yields False, without waiting, if another process decodes it."""
         stripe = int.from_bytes(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=4).digest(), "little") % STRIPES
         with open(self.folder / f"lock-{stripe}", "ab") as file:  # closing releases the lock
@@ -171,12 +170,12 @@ class Decoded:
                 return
             yield True
 
-    def mark_broken(self, key: Sequence[Any], why: str) -> None:
+    def mark_broken(self, key: Sequence[object], why: str) -> None:
         """Marks a sample as undecodable for all processes of the node."""
         with contextlib.suppress(OSError):
             (self.folder / f"broken-{self._file(key).name}").write_text(why, encoding="utf-8")
 
-    def broken(self, key: Sequence[Any]) -> str | None:
+    def broken(self, key: Sequence[object]) -> str | None:
         """Reason why a sample is undecodable; None if it is not marked."""
         try:
             return (self.folder / f"broken-{self._file(key).name}").read_text(encoding="utf-8")

@@ -157,7 +157,7 @@ class OfStream:
         return str(self.dataset.fingerprint())
 
 
-def sample_key(dataset: object, task: Task) -> tuple[Any, ...]:
+def sample_key(dataset: object, task: Task) -> tuple[object, ...]:
     """Cache key of a sample's items; without the epoch if samples do not vary by epoch."""
     if task.held_out:
         return ("held out", task.at)
@@ -204,7 +204,7 @@ class Producing:
                 return Loaded(broken=why)
             return self._decode(task, key)
 
-    def _kept(self, task: Task, keys: list[tuple[Any, ...]]) -> Loaded | None:
+    def _kept(self, task: Task, keys: list[tuple[object, ...]]) -> Loaded | None:
         """The answer if all items are cached, else None."""
         assert self.decoded is not None
         if not task.sent:
@@ -212,7 +212,7 @@ class Producing:
         found = [item for key in keys if (item := self.decoded.get(key)) is not None]
         return Loaded([Raw.of(item) for item in found]) if len(found) == len(keys) else None
 
-    def _decode(self, task: Task, key: tuple[Any, ...]) -> Loaded:
+    def _decode(self, task: Task, key: tuple[object, ...]) -> Loaded:
         dataset: Any = self.held_out if task.held_out else self.dataset
         counts = hasattr(dataset, "noted")
         before = 0

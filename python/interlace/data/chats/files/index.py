@@ -38,6 +38,8 @@ from interlace.modalities import all_modalities
 FORMAT = 3
 LARGE = 8 << 20
 """Minimum size of data files, in bytes, for an index on first use."""
+WAIT = 86_400.0
+"""Seconds to wait for another builder."""
 KEPT = 16
 """Number of indexes kept in a cache, the most recently used."""
 RECORDS = {
@@ -147,11 +149,10 @@ def load(
     *,
     processes: int | None = None,
     say: Callable[[str], None] = log.info,
-    timeout: float = 86_400.0,
 ) -> ChatIndex:
     """The index of these files; if missing or incomplete, it is made first by `processes` (default: one per core).
 
-    say: called with progress messages. timeout: seconds to wait for another builder. Raises ChatFileError.
+    say: called with progress messages. Raises ChatFileError.
     """
     key = [FORMAT, [str(path) for path in files], rules.media, rules.decode, rules.sizes, rules.prompt]
     folder = media.parent / "index" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
@@ -162,7 +163,7 @@ def load(
     made = None in about
     if made:
         folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), timeout):
+        with exclusive(folder.with_suffix(".lock"), WAIT):
             _make(folder, files, pieces, rules, media, processes, say)
             about = [current(*each) for each in pieces]
             prune(folder.parent.glob("*/"), KEPT)
