@@ -246,9 +246,7 @@ def test_workers_decode_chats_bit_identically_to_the_thread(streamed: Path) -> N
     pool = start(OfStream(stream))
     try:
         thread, other = (
-            DecodedReader(
-                Reader(stream, 0, 1, buffer=5), stream, producers, ahead=4, stopping=lambda: False, timeout=120.0
-            )
+            DecodedReader(Reader(stream, 0, 1, buffer=5), producers, ahead=4, stopping=lambda: False, timeout=120.0)
             for producers in (None, pool)
         )
         count = 0

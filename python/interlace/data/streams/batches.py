@@ -350,7 +350,6 @@ class _Ahead:
         loader = self._loader
         return DecodedReader(
             loader._reader(self._number),
-            loader.stream,
             loader.producers,
             ahead=AHEAD * -(-loader.batch_size // loader.readers),
             stopping=lambda: self._stopping,

@@ -135,7 +135,10 @@ def signature(path: Path) -> list[Any]:
 
 def _belonging(path: Path) -> list[Path]:
     if kind_of(path) == "energon":
-        files = [*sorted((energon_folder(path) or (path, ""))[0].glob(f"{chats_tar.META}/*.*")), *_files_of(path)]
+        files = [
+            *sorted((energon_folder(path) or (path, ""))[0].glob(f"{chats_tar.META}/*.*")),
+            *(piece.file for piece in pieces(path)),
+        ]
     else:
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in files if file.is_file()]
@@ -153,10 +156,6 @@ def tastes(paths: Sequence[Path]) -> str:
                 file.seek(start)
                 digest.update(file.read(TASTE))
     return digest.hexdigest()[:16]
-
-
-def _files_of(path: Path) -> list[Path]:
-    return [piece.file for piece in pieces(path)]
 
 
 def pieces(path: Path) -> list[Piece]:
