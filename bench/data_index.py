@@ -107,7 +107,7 @@ def index(data: Path, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     assert len(chats_index.load([data], rules(), cache / "media")) == len(made)
     found["open_seconds"] = time.perf_counter() - began
-    found["bytes"] = sum(file.stat().st_size for file in made.folder.glob("*.bin"))
+    found["bytes"] = sum(file.stat().st_size for file in made.folder.glob("pieces/*"))
     return found
 
 
@@ -147,24 +147,20 @@ def tokens(data: Path, folder: Path) -> dict[str, Any]:
 
 def repeat(one: Path, many: Path, times: int) -> None:
     """Create the folder of prepared chats `many` by repeating the samples of `one`."""
-    from interlace.data.chats.store import COLUMNS
+    from interlace.data.chats.store import READ as FILES
+    from interlace.data.chats.store import ROW
 
     shutil.rmtree(many, ignore_errors=True)
     shutil.copytree(one, many)
-    for name in ("ids.bin", "targets.bin", "items.jsonl"):
-        with open(many / name, "wb") as file:
-            for _ in range(times):
-                file.write((one / name).read_bytes())
-    record = json.loads((one / "store.json").read_text())
-    for name, kind in COLUMNS.items():
-        column = np.fromfile(one / f"{name}.bin", kind)
-        if name in ("starts", "lines"):  # offsets of samples, and the end of the last
-            steps = np.tile(np.diff(column), times)
-            column = np.concatenate([[0], np.cumsum(steps)]).astype(kind)
-        elif name == "hashes":
-            column = np.tile(column, times)
-        column.tofile(many / f"{name}.bin")
-        record["checksums"][name] = zlib.crc32(column.tobytes())
+    record, whole = json.loads((one / "store.json").read_text()), np.fromfile(one / "samples.bin", ROW)
+    rows, number = np.tile(whole, times), np.repeat(np.arange(times), len(whole))
+    rows["start"] += number * int(whole["tokens"].sum())
+    rows["line"] += number * record["sizes"]["items.jsonl"]
+    rows.tofile(many / "samples.bin")
+    for name in FILES:
+        (many / name).write_bytes((one / name).read_bytes() * times)
+        record["sizes"][name] *= times
+    record["checksum"] = zlib.crc32(rows.view(np.uint8))
     (many / "store.json").write_text(json.dumps(record))
 
 
@@ -176,7 +172,7 @@ def resident() -> float:
 
 def read_here(data: Path, folder: Path) -> dict[str, Any]:
     """Step `read`, in this process."""
-    from interlace.data import Loader, MixedDataset, Part, RowLoader
+    from interlace.data import Loader, MixedDataset, Part, ReadAhead, RowLoader
     from interlace.data.chats.dataset import ChatDataset
     from interlace.data.chats.files import index as chats_index
     from interlace.data.chats.store import _load
@@ -187,8 +183,7 @@ def read_here(data: Path, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     opened = chats_index.load([data], rules(), folder / "cache" / "chats" / "media")
     found: dict[str, Any] = {"open_index_seconds": time.perf_counter() - began}
-    for start in range(0, len(opened), 4096):
-        opened.columns["text"][start : start + 4096].sum()
+    assert len(opened) == opened.totals["records"]
     began = time.perf_counter()
     store = _load(folder / "repeated", rules(), chats)
     found["open_prepared_seconds"] = time.perf_counter() - began
@@ -196,9 +191,10 @@ def read_here(data: Path, folder: Path) -> dict[str, Any]:
     found["samples"] = len(store)
     dataset = MixedDataset([Part("all", ChatDataset(store, chats, np.arange(len(store)), "train"))])
     most = int(store.lengths.max())
+    ahead = ReadAhead(prefetch=0, wanted=lambda batch: [])
     makers = (
-        ("batches", lambda: Loader(dataset, 64, prefetch=0, wanted=lambda batch: [])),
-        ("rows", lambda: RowLoader(dataset, 4, 16 * most, prefetch=0, wanted=lambda batch: [])),
+        ("batches", lambda: Loader(dataset, 64, ahead=ahead)),
+        ("rows", lambda: RowLoader(dataset, 4, 16 * most, ahead=ahead)),
     )
     for name, make in makers:
         began = time.perf_counter()

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset
 
 from bench.measure import command, machine, versions, write_json
-from interlace.data import Loader, Media, Sample
+from interlace.data import Loader, Media, ReadAhead, Sample
 from interlace.data.workers.decode_cache import PREFIX, Place
 
 WARM = 3
@@ -58,7 +58,7 @@ def measure(
     name: str, producers: Callable[[Any], Any] | None, *, steps: int, batch: int, decode: float, step: float, size: int
 ) -> dict[str, Any]:
     """Seconds that `steps` steps wait for their batches, and the seconds of the steps."""
-    with Loader(Sleeping(size, decode), batch, seed=1, prefetch=4, producers=producers) as loader:
+    with Loader(Sleeping(size, decode), batch, seed=1, ahead=ReadAhead(4, producers=producers)) as loader:
         loader.begin()
         waits = []
         for _ in range(WARM + steps):

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from bench.papers.frame import Claim, Row, Rows, Table
-from interlace.data.loader import Loader
+from interlace.data import Loader, ReadAhead
 from interlace.modalities.image import decode_image
 from interlace.model import Media, Sample
 
@@ -52,7 +52,7 @@ class Pictures(Dataset[Sample]):
 def waits(data: Pictures, prefetch: int, computes: float) -> float:
     """Seconds per step from requesting a sample to having its images, in steps that then compute."""
     spent = []
-    with Loader(data, 1, prefetch=prefetch, shuffle=False) as loader:
+    with Loader(data, 1, shuffle=False, ahead=ReadAhead(prefetch)) as loader:
         for step in range(STEPS + 1):
             begin = time.perf_counter()
             [sample] = next(loader)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from interlace.data import IGNORE, DecodeError, load_chats
-from interlace.data.chats.encoding.tokens import Encoded, Item, TokenizerFormat
+from interlace.data.chats.encoding.tokens import Encoded, Item, MediaSettings, TokenizerFormat
 from interlace.data.chats.examine import examine, shortened
 from interlace.data.chats.files.shapes import Chat, Part, Turn, parse
 from interlace.data.chats.files.sources import Rules
@@ -263,7 +263,7 @@ def test_pictures_over_their_budget_are_scaled_down_or_refused(tmp_path: Path, s
     Image.new("RGB", (80, 80), "red").save(tmp_path / "a.png")
     (tmp_path / "t.jsonl").write_text(talk(user(image("a.png")), said("b")))
     made = chats()
-    made.strict = strict
+    made.media = MediaSettings(strict=strict)
     [one] = examine([tmp_path / "t.jsonl"], made, Rules(), tmp_path)
     if strict:
         assert one.broken is not None and one.broken.kind == "size" and "max_image_tokens" in str(one.broken)

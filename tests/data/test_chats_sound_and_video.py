@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from interlace.data.chats.dataset import load_chats
-from interlace.data.chats.encoding.tokens import TokenizerFormat
+from interlace.data.chats.encoding.tokens import MediaSettings, TokenizerFormat
 from interlace.data.chats.examine import examine
 from interlace.data.chats.files.shapes import parse
 from interlace.data.chats.files.sources import Rules
@@ -39,7 +39,7 @@ def _format(**video: Any) -> TokenizerFormat:
         tags={"vision": "<image>", "audio": "<audio>"},
         specs={"vision": ImageSpec(8, 16), "audio": AudioSpec(16, 4.0)},
         tokens={"vision": lambda shape: shape[1] * shape[2] // 64, "audio": lambda shape: -(-shape[1] // 4)},
-        settings={"video": VideoSpec(**video)},
+        media=MediaSettings({"video": VideoSpec(**video)}),
     )
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from interlace.data import Loader, MixedDataset, Part, RowLoader
+from interlace.data import Loader, MixedDataset, Part, ReadAhead, RowLoader
 from interlace.data.chats.dataset import ChatDataset
 from interlace.data.chats.files.records import ChatFileError
 from interlace.data.chats.files.sources import Rules
-from interlace.data.chats.store import COLUMNS, ChatStore, prepare
+from interlace.data.chats.store import ROW, ChatStore, prepare
 from interlace.data.workers.decode_cache import PREFIX, Place
 from interlace.data.workers.pool import WorkerPool
 from tests import forkserver
@@ -23,25 +22,19 @@ from tests.data.chat_faults import chats, image, said, talk, user
 from tests.data.workers import numbers
 
 
-def _columns(folder: Path, count: int) -> ChatStore:
+def _rows(folder: Path, count: int) -> ChatStore:
     """A store of this many samples of 1 to 7 tokens, without their tokens."""
     folder.mkdir()
-    draw = np.random.default_rng(0)
-    arrays: dict[str, Any] = {
-        "starts": np.concatenate([[0], np.cumsum(draw.integers(1, 8, count))]),
-        "lines": np.arange(count + 1) * 100,
-        "hashes": draw.integers(0, 2**32, count),
-        "cut": np.arange(0, count, 1000),
-    }
-    for name, kind in COLUMNS.items():
-        arrays[name].astype(kind).tofile(folder / f"{name}.bin")
-        arrays[name] = np.memmap(folder / f"{name}.bin", kind, "r")
+    draw, rows = np.random.default_rng(0), np.zeros(count, ROW)
+    rows["tokens"] = draw.integers(1, 8, count)
+    rows["hash"] = draw.integers(0, 2**32, count)
+    rows.tofile(folder / "samples.bin")
     (folder / "store.json").write_text(json.dumps({"fingerprint": "as it was"}))
-    return ChatStore(folder, Rules(), **arrays, left_out=[], fingerprint="as it was")
+    return ChatStore(folder, Rules(), np.memmap(folder / "samples.bin", ROW, "r"), [], "as it was")
 
 
 def test_a_million_samples_are_handed_over_as_paths(tmp_path: Path) -> None:
-    store, made = _columns(tmp_path / "store", 1_000_000), chats()
+    store, made = _rows(tmp_path / "store", 1_000_000), chats()
     every, half = np.arange(len(store)), np.flatnonzero(store.hashes < 2**31)
     mixed = MixedDataset(
         [Part(name, ChatDataset(store, made, at, "train")) for name, at in (("a", every), ("b", half))]
@@ -53,14 +46,14 @@ def test_a_million_samples_are_handed_over_as_paths(tmp_path: Path) -> None:
         copy = pickle.loads(sent)
         for ours, theirs in zip(mixed.parts, copy.dataset.parts, strict=True):
             assert np.array_equal(ours.data.picks, theirs.data.picks)
-            assert all(isinstance(getattr(theirs.data.store, name), np.memmap) for name in COLUMNS)
+            assert isinstance(theirs.data.store.rows, np.memmap)
             assert np.array_equal(ours.data.token_lengths, theirs.data.token_lengths)
         assert copy.indices(1, 5) == loader.indices(1, 5)
 
 
 @pytest.mark.parametrize("how", ["anew", "gone"])
 def test_chats_that_were_prepared_anew_are_not_taken_for_those(tmp_path: Path, how: str) -> None:
-    store = _columns(tmp_path / "store", 10)
+    store = _rows(tmp_path / "store", 10)
     sent = pickle.dumps(store)
     if how == "anew":
         (tmp_path / "store" / "store.json").write_text(json.dumps({"fingerprint": "another"}))
@@ -85,13 +78,15 @@ def test_what_workers_lose_of_a_mixture_is_counted_and_blank(tmp_path: Path) -> 
     )
     for name in ("a3", "b1"):
         (tmp_path / f"{name}.png").write_bytes(b"gone")
-    with Loader(threaded, 5, seed=1, prefetch=0) as loader:
+    with Loader(threaded, 5, seed=1, ahead=ReadAhead(prefetch=0)) as loader:
         distinct = len(set(loader.order(0).tolist()))  # with equal shares the smaller source repeats samples
         expected = [numbers(loader._load(next(loader))) for _ in range(2)]
     assert (threaded.read_items, threaded.blank_items) == (10, 2)
 
     where = Place(tmp_path / f"{PREFIX}m", 1 << 24)
-    with Loader(handed, 5, seed=1, prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where)) as loader:
+    with Loader(
+        handed, 5, seed=1, ahead=ReadAhead(prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where))
+    ) as loader:
         assert [numbers(next(loader)) for _ in range(2)] == expected
         read, blank = handed.read_items, handed.blank_items
         for _ in range(2):  # readable items are among the decoded ones; blank items are not

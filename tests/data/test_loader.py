@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from interlace.data import Loader, Media, Sample, unigram_nats
+from interlace.data import Loader, Media, ReadAhead, Sample, unigram_nats
 from interlace.data.workers import ahead
 
 
@@ -54,7 +54,7 @@ def take(loader: Loader, count: int) -> list[list[int]]:
     seed=st.integers(0, 5),
 )
 def test_every_epoch_has_every_sample_once_also_across_a_resume(size, batch, epochs, stop, prefetch, shuffle, seed):
-    make = {"seed": seed, "shuffle": shuffle, "prefetch": prefetch}
+    make = {"seed": seed, "shuffle": shuffle, "ahead": ReadAhead(prefetch=prefetch)}
     per_epoch = math.ceil(size / batch)
     steps, stop = epochs * per_epoch, stop % (epochs * per_epoch + 1)
     with Loader(Numbers(size), batch, **make) as loader:
@@ -78,14 +78,14 @@ def test_every_epoch_has_every_sample_once_also_across_a_resume(size, batch, epo
 def test_drop_last_yields_only_full_batches_and_counts_the_rest(size, batch, stop, seed):
     batch = min(batch, size)
     per_epoch = size // batch
-    make = {"seed": seed, "prefetch": 0, "drop_last": True}
+    make = {"seed": seed, "ahead": ReadAhead(prefetch=0), "drop_last": True}
     with Loader(Numbers(size), batch, **make) as loader:
         whole = take(loader, stop + 3 * per_epoch)
         assert loader.left_out(0) == loader.left_out(2) == size % batch
     resumed = Loader(Numbers(size), batch, **make)
     resumed.load_state_dict(loader.state_dict() | {"epoch": stop // per_epoch, "position": stop % per_epoch})
     assert take(resumed, 3 * per_epoch) == whole[stop:]
-    with Loader(Numbers(size), batch, seed=seed, prefetch=0) as smaller:
+    with Loader(Numbers(size), batch, seed=seed, ahead=ReadAhead(prefetch=0)) as smaller:
         assert take(smaller, per_epoch) == whole[:per_epoch]  # the same order, without a smaller last batch
     for epoch in range(len(whole) // per_epoch):
         seen = [n for numbers in whole[epoch * per_epoch : (epoch + 1) * per_epoch] for n in numbers]
@@ -99,15 +99,15 @@ def test_a_state_without_drop_last_is_of_a_run_that_dropped():
     del old["drop_last"]
     with pytest.raises(ValueError, match=r"drop_last = True, this run False: .* resume with data\.drop_last = true"):
         Loader(Numbers(10), 4).load_state_dict(old)
-    same = Loader(Numbers(10), 4, drop_last=True, prefetch=0)
+    same = Loader(Numbers(10), 4, drop_last=True, ahead=ReadAhead(prefetch=0))
     same.load_state_dict(old)
     assert (same.epoch, same.position) == (0, 1)
 
 
 def test_a_state_names_the_batch_that_is_next():
-    whole = take(Loader(Numbers(50), 6, prefetch=0), 20)
+    whole = take(Loader(Numbers(50), 6, ahead=ReadAhead(prefetch=0)), 20)
     state = Loader(Numbers(50), 6).state_dict() | {"epoch": 1, "position": 3}
-    loader = Loader(Numbers(50), 6, prefetch=0)
+    loader = Loader(Numbers(50), 6, ahead=ReadAhead(prefetch=0))
     loader.load_state_dict(state)
     assert take(loader, 2) == whole[12:14]  # an epoch has 9 batches
     assert [i + 1000 for i in loader.indices(1, 3)] == whole[12]
@@ -138,7 +138,7 @@ def even(batch: list[Sample]) -> list[Media]:
 
 def test_prefetch_loads_wanted_items_and_others_once_on_access():
     dataset = Pictures(18)  # nothing of the next epoch is loaded: one batch is taken, one is kept, one waits for room
-    with Loader(dataset, 6, shuffle=False, prefetch=1, wanted=even) as loader:
+    with Loader(dataset, 6, shuffle=False, ahead=ReadAhead(prefetch=1, wanted=even)) as loader:
         batch = next(loader)
         assert [item.loaded for s in batch for item in s.media["vision"]] == [True, False] * 3
         assert dataset.threads == {"interlace-prefetch"}
@@ -149,10 +149,10 @@ def test_prefetch_loads_wanted_items_and_others_once_on_access():
 
 
 def test_prefetch_loads_all_by_default_and_nothing_if_zero():
-    with Loader(Pictures(6), 3, shuffle=False, prefetch=1) as loader:
+    with Loader(Pictures(6), 3, shuffle=False, ahead=ReadAhead(prefetch=1)) as loader:
         assert all(item.loaded for s in next(loader) for item in s.media["vision"])
     dataset = Pictures(6)
-    with Loader(dataset, 3, prefetch=0, wanted=even) as loader:
+    with Loader(dataset, 3, ahead=ReadAhead(prefetch=0, wanted=even)) as loader:
         next(loader)
     assert dataset.loaded == []
 
@@ -161,7 +161,10 @@ def test_what_goes_wrong_while_media_are_loaded_ahead_arrives():
     def lost(batch: list[Sample]) -> list[Media]:
         raise OSError("the disk is gone")
 
-    with Loader(Pictures(6), 3, wanted=lost) as loader, pytest.raises(OSError, match="the disk is gone"):
+    with (
+        Loader(Pictures(6), 3, ahead=ReadAhead(wanted=lost)) as loader,
+        pytest.raises(OSError, match="the disk is gone"),
+    ):
         next(loader)
 
 
@@ -173,7 +176,7 @@ def test_seeds_and_epochs_shuffle_differently():
 
 def test_prefetch_is_bounded_and_state_counts_what_was_consumed():
     dataset = Numbers(100)
-    with Loader(dataset, 5, prefetch=3) as loader:
+    with Loader(dataset, 5, ahead=ReadAhead(prefetch=3)) as loader:
         next(loader)
         deadline = time.monotonic() + 60
         while dataset.asked < 5 * 5 and time.monotonic() < deadline:  # 1 consumed, 3 queued, 1 waiting for room
@@ -200,7 +203,7 @@ def test_close_stops_the_thread_and_refuses_further_use():
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_of_the_dataset_arrive_in_order(prefetch):
-    with Loader(Numbers(10, bad=7), 2, shuffle=False, prefetch=prefetch) as loader:
+    with Loader(Numbers(10, bad=7), 2, shuffle=False, ahead=ReadAhead(prefetch=prefetch)) as loader:
         assert take(loader, 3) == [[0, 1], [2, 3], [4, 5]]
         with pytest.raises(OSError, match="the disk is gone"):
             next(loader)
@@ -215,7 +218,7 @@ def test_end_of_epoch_is_reported(caplog):
 def test_only_failures_that_are_new_are_told_loudly(caplog):
     dataset = Numbers(4)
     dataset.failures["a.png"] = "broken"
-    with caplog.at_level("INFO", "interlace.data"), Loader(dataset, 4, prefetch=0) as loader:
+    with caplog.at_level("INFO", "interlace.data"), Loader(dataset, 4, ahead=ReadAhead(prefetch=0)) as loader:
         take(loader, 2)
         dataset.failures["b.png"] = "broken"
         take(loader, 1)
@@ -268,7 +271,7 @@ def test_hanging_prefetch_thread_raises_a_timeout(monkeypatch):
             assert gone.wait(60)
             return super().sample(index, epoch)
 
-    loader = Loader(Hanging(4), 2, prefetch=1)
+    loader = Loader(Hanging(4), 2, ahead=ReadAhead(prefetch=1))
     with pytest.raises(TimeoutError, match="the thread that reads the data ahead hangs; is the storage still there"):
         next(loader)
     gone.set()
@@ -277,7 +280,7 @@ def test_hanging_prefetch_thread_raises_a_timeout(monkeypatch):
 
 def test_orders_that_are_gone_through_elsewhere_do_not_change():
     """The read-ahead thread asks for the next epoch while the step asks for this one."""
-    loader = Loader(Numbers(6), 2, prefetch=0)
+    loader = Loader(Numbers(6), 2, ahead=ReadAhead(prefetch=0))
     loader.order(0)
     before = loader._orders
     loader.order(1)

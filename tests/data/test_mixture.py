@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.data import Loader, MixedDataset, Part, RowLoader, by_source, load_chats
+from interlace.data import Loader, MixedDataset, Part, ReadAhead, RowLoader, by_source, load_chats
 from interlace.data.chats.files.sources import Rules
 from interlace.data.mixture import share_of
 from tests.data.chat_faults import chats, said, talk, user
@@ -75,7 +75,7 @@ def test_mixture_shares_are_exact_and_samples_repeat_evenly(
 def test_one_source_is_in_the_order_of_a_dataset_alone() -> None:
     """Oracle: the loader without a mixture."""
     mixed = _mixed([37], [3.0])
-    alone = Loader([None] * 37, 4, seed=5, prefetch=0)  # type: ignore[arg-type]
+    alone = Loader([None] * 37, 4, seed=5, ahead=ReadAhead(prefetch=0))  # type: ignore[arg-type]
     for epoch in range(3):
         assert (mixed.order(5, epoch) == alone.order(epoch)).all()
 
@@ -92,7 +92,11 @@ def test_orders_of_sources_and_epochs_differ() -> None:
 def test_a_loader_goes_on_with_the_very_next_batch(rows: bool) -> None:
     def loader() -> Any:
         mixed = _mixed([30, 11, 5], [1, 2.5, 0.5], lengths=[4, 7, 11])
-        return RowLoader(mixed, 2, 40, seed=3, prefetch=0) if rows else Loader(mixed, 4, seed=3, prefetch=0)
+        return (
+            RowLoader(mixed, 2, 40, seed=3, ahead=ReadAhead(prefetch=0))
+            if rows
+            else Loader(mixed, 4, seed=3, ahead=ReadAhead(prefetch=0))
+        )
 
     whole = loader()
     whole._all_media = lambda batch: []
@@ -106,14 +110,14 @@ def test_a_loader_goes_on_with_the_very_next_batch(rows: bool) -> None:
         again._all_media = lambda batch: []
         again.load_state_dict(states[place])
         assert [next(again) for _ in range(3)] == batches[place : place + 3]
-    other = Loader(_mixed([30, 11, 5], [1, 2.0, 0.5]), 4, seed=3, prefetch=0)
+    other = Loader(_mixed([30, 11, 5], [1, 2.0, 0.5]), 4, seed=3, ahead=ReadAhead(prefetch=0))
     with pytest.raises(ValueError, match="fingerprint"):
         other.load_state_dict(states[0])
 
 
 def test_batches_say_which_source_their_samples_are_of() -> None:
     mixed = _mixed([30, 11, 5], [1, 2.5, 0.5])
-    loader = Loader(mixed, 8, prefetch=0, wanted=lambda batch: [])
+    loader = Loader(mixed, 8, ahead=ReadAhead(prefetch=0, wanted=lambda batch: []))
     batch = next(loader)
     found = dict(by_source(mixed, loader.indices(0, 0), batch))
     assert {name: {place for place, _ in part} for name, part in found.items()} == {
@@ -130,7 +134,7 @@ def test_shares_of_tokens() -> None:
 
 def test_a_million_samples_are_arrays() -> None:
     mixed = _mixed([900_000, 100_000], [1, 1])
-    loader = Loader(mixed, 64, prefetch=0)
+    loader = Loader(mixed, 64, ahead=ReadAhead(prefetch=0))
     order = loader.order(0)
     assert order.dtype == np.int64 and order.nbytes == 8_000_000
     assert abs(int((order < 900_000).sum()) - 500_000) <= 1

@@ -20,7 +20,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="interlace[ray] is not installed")
 
 from bench.ray_kills import Cluster, alive, children, raylet  # noqa: E402
-from interlace.data import Loader, StreamLoader  # noqa: E402
+from interlace.data import Loader, ReadAhead, StreamLoader, StreamOptions  # noqa: E402
 from interlace.data.workers import ray_tasks  # noqa: E402
 from interlace.data.workers.produced import HeldOut  # noqa: E402
 from interlace.data.workers.ray_tasks import Keeper, RayError, RayTasks, _connect  # noqa: E402
@@ -70,11 +70,13 @@ def tasks(cluster: Cluster, tmp_path: Path) -> Any:
 @pytest.mark.every_case
 def test_tiny_cache_yields_the_bits_of_the_thread(tasks, tmp_path):
     """And only the next items are decoded ahead."""
-    with Loader(Pictures(60, tmp_path), 6, seed=1, wanted=seen, shuffle=False) as loader:
+    with Loader(Pictures(60, tmp_path), 6, seed=1, ahead=ReadAhead(wanted=seen), shuffle=False) as loader:
         expected = take(loader, 12)
     (tmp_path / "decoded").unlink()
     dataset = Pictures(60, tmp_path)
-    with Loader(dataset, 6, seed=1, wanted=seen, shuffle=False, producers=lambda it: tasks(it, 20_000)) as loader:
+    with Loader(
+        dataset, 6, seed=1, ahead=ReadAhead(wanted=seen, producers=lambda it: tasks(it, 20_000)), shuffle=False
+    ) as loader:
         batch = next(loader)
         sound = batch[1].media["audio"][0]
         assert numbers(batch) == expected[0] and not sound.loaded
@@ -90,7 +92,8 @@ def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
     held_out = [Pictures(6, tmp_path / "held out", side=9) for _ in range(2)]
     (tmp_path / "held out").mkdir()
     loaders = [
-        Loader(one, 6, seed=1, producers=tasks, held_out=other) for one, other in zip(sets, held_out, strict=True)
+        Loader(one, 6, seed=1, ahead=ReadAhead(producers=tasks, held_out=other))
+        for one, other in zip(sets, held_out, strict=True)
     ]
     found: dict[int, list[Any]] = {}
 
@@ -123,7 +126,9 @@ def test_errors_and_broken_samples_are_those_of_the_thread(tasks, tmp_path):
     dataset = Pictures(6, tmp_path, broken=(1,), deadly={4: 1000})
     with Loader(Pictures(6, tmp_path), 6, shuffle=False) as loader:
         (expected,) = take(loader, 1)
-    with Loader(dataset, 6, shuffle=False, prefetch=1, producers=lambda it: tasks(it, deaths=2)) as loader:
+    with Loader(
+        dataset, 6, shuffle=False, ahead=ReadAhead(prefetch=1, producers=lambda it: tasks(it, deaths=2))
+    ) as loader:
         batch = next(loader)
         assert loader.producers.restarts >= 2
     for at in (1, 4):
@@ -153,7 +158,7 @@ def test_what_dies_costs_nothing(cluster, tasks, tmp_path, monkeypatch):
         expected = take(loader, 6)
     node = cluster.add(0, resources={"doomed": 1})
     sets = [Pictures(60, tmp_path, seconds=0.03) for _ in range(2)]
-    loaders = [Loader(one, 5, seed=4, producers=partial(tasks, at=None)) for one in sets]
+    loaders = [Loader(one, 5, seed=4, ahead=ReadAhead(producers=partial(tasks, at=None))) for one in sets]
     for loader in loaders:
         loader.begin()
     found = [take(loader, 2) for loader in loaders]
@@ -178,12 +183,14 @@ def test_streams_have_the_batches_of_the_thread(tasks, tmp_path):
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=2) for name in ("vision", "audio", LANGUAGE_MODEL)}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
-    given: dict[str, Any] = {"buffer": 3, "seed": 2, "timeout": 120}
+    given: dict[str, Any] = {"buffer": 3, "seed": 2, "options": StreamOptions(timeout=120)}
     with StreamLoader(Recorded(mllm, (6, 6, 6), tmp_path, broken=("0/3", "1/2")), parallel, 5, **given) as loader:
         expected = [batch_numbers(next(loader)) for _ in range(6)]
     stream = Recorded(mllm, (6, 6, 6), tmp_path, deadly={"1/2": 1000}, broken=("0/3",))
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
-    with StreamLoader(stream, parallel, 5, producers=lambda it: tasks(it, 0, deaths=1), **given) as loader:
+    with StreamLoader(
+        stream, parallel, 5, ahead=ReadAhead(producers=lambda it: tasks(it, 0, deaths=1)), **given
+    ) as loader:
         assert [batch_numbers(next(loader)) for _ in range(6)] == expected
     left = sorted(set(stream.left))
     assert left[0] == "0/3: 0/3: the disk is gone" and "1 workers were lost at 1/2 on the Ray cluster" in left[1]

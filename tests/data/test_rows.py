@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.data import RowLoader, Sample
+from interlace.data import ReadAhead, RowLoader, Sample
 
 
 class Texts:
@@ -39,7 +39,7 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=120)
 def test_rows_hold_whole_samples_and_an_epoch_has_all_of_them(
     lengths: list[int], rows: int, most: int, seed: int, stop: int
 ) -> None:
-    loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    loader = RowLoader(Texts(lengths), rows, most, seed=seed, ahead=ReadAhead(prefetch=0))
     count = loader.batches(0) + loader.batches(1)
     batches = [next(loader) for _ in range(count)]
     assert (loader.epoch, loader.position) == (2, 0) and loader.left_out(0) == loader.left_out(1) == 0
@@ -50,9 +50,9 @@ def test_rows_hold_whole_samples_and_an_epoch_has_all_of_them(
     for mine in (shapes[: loader.batches(0)], shapes[loader.batches(0) :]):
         assert sorted(index for batch in mine for row in batch for index in row) == list(range(len(lengths)))
     stop %= count + 1
-    first = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    first = RowLoader(Texts(lengths), rows, most, seed=seed, ahead=ReadAhead(prefetch=0))
     assert [_shape(next(first)) for _ in range(stop)] == shapes[:stop]
-    resumed = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    resumed = RowLoader(Texts(lengths), rows, most, seed=seed, ahead=ReadAhead(prefetch=0))
     resumed.load_state_dict(first.state_dict())
     assert [_shape(next(resumed)) for _ in range(count - stop)] == shapes[stop:]
 
@@ -61,7 +61,7 @@ def test_rows_hold_whole_samples_and_an_epoch_has_all_of_them(
 @given(LENGTHS, st.integers(1, 5), st.integers(50, 160), st.integers(0, 3))
 def test_drop_last_leaves_out_what_does_not_fill_the_rows(lengths: list[int], rows: int, most: int, seed: int) -> None:
     try:
-        loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0, drop_last=True)
+        loader = RowLoader(Texts(lengths), rows, most, seed=seed, ahead=ReadAhead(prefetch=0), drop_last=True)
     except ValueError as error:
         assert "make no batch" in str(error) and sum(lengths) <= rows * most
         return
@@ -70,13 +70,13 @@ def test_drop_last_leaves_out_what_does_not_fill_the_rows(lengths: list[int], ro
     assert loader.epoch == 1 and loader.position == 0
     # The rest of the epoch would not have filled another batch.
     assert sum(lengths) - sum(lengths[index] for index in seen) <= rows * most
-    whole = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    whole = RowLoader(Texts(lengths), rows, most, seed=seed, ahead=ReadAhead(prefetch=0))
     assert [index for _ in range(loader.batches(0)) for row in _shape(next(whole)) for index in row] == seen
 
 
 def test_rows_are_nearly_full_and_about_equal() -> None:
     lengths = np.random.default_rng(0).integers(10, 400, 4000).tolist()
-    loader = RowLoader(Texts(lengths), 4, 4096, prefetch=0)
+    loader = RowLoader(Texts(lengths), 4, 4096, ahead=ReadAhead(prefetch=0))
     for _ in range(20):
         sizes = [sum(len(sample) for sample in row) for row in next(loader)]
         assert min(sizes) > 0.9 * 4096 and max(sizes) - min(sizes) < 200
@@ -84,14 +84,14 @@ def test_rows_are_nearly_full_and_about_equal() -> None:
 
 def test_resumed_row_loader_continues_with_the_next_batch() -> None:
     texts = Texts(np.random.default_rng(1).integers(5, 60, 50).tolist())
-    loader = RowLoader(texts, 2, 120, seed=5, prefetch=2)
+    loader = RowLoader(texts, 2, 120, seed=5, ahead=ReadAhead(prefetch=2))
     taken = [_shape(next(loader)) for _ in range(9)]
     state = loader.state_dict()
     expected = [_shape(next(loader)) for _ in range(9)]
     loader.close()
-    other = RowLoader(texts, 2, 120, seed=5, prefetch=0)
+    other = RowLoader(texts, 2, 120, seed=5, ahead=ReadAhead(prefetch=0))
     assert [_shape(next(other)) for _ in range(9)] == taken
-    again = RowLoader(texts, 2, 120, seed=5, prefetch=1)
+    again = RowLoader(texts, 2, 120, seed=5, ahead=ReadAhead(prefetch=1))
     again.load_state_dict(state)
     assert [_shape(next(again)) for _ in range(9)] == expected
     again.close()
@@ -101,7 +101,9 @@ def test_resumed_row_loader_continues_with_the_next_batch() -> None:
 
 def test_the_reader_is_asked_for_rows() -> None:
     asked: list[Any] = []
-    loader = RowLoader(Texts([30] * 9), 2, 60, prefetch=1, wanted=lambda rows: asked.append(_shape(rows)) or [])
+    loader = RowLoader(
+        Texts([30] * 9), 2, 60, ahead=ReadAhead(prefetch=1, wanted=lambda rows: asked.append(_shape(rows)) or [])
+    )
     assert _shape(next(loader)) == asked[0] and [len(row) for row in asked[0]] == [2, 2]
     loader.close()
 

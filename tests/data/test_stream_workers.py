@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from interlace.data import StreamError, StreamLoader
+from interlace.data import ReadAhead, StreamError, StreamLoader, StreamOptions
 from interlace.data.workers.pool import WorkerPool
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
@@ -32,10 +32,12 @@ def parallel() -> Any:
     return parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
 
 
-def loader_of(stream: Recorded, parallel: Any, workers: int, size: int = 5, **more: Any) -> StreamLoader:
-    deaths = more.pop("deaths", 3)
+def loader_of(
+    stream: Recorded, parallel: Any, workers: int, size: int = 5, *, deaths: int = 3, readers: int | None = None
+) -> StreamLoader:
     producers = (lambda given: WorkerPool(given, workers, deaths=deaths)) if workers else None
-    return StreamLoader(stream, parallel, size, buffer=3, seed=2, timeout=120, producers=producers, **more)
+    options, ahead = StreamOptions(readers, timeout=120), ReadAhead(producers=producers)
+    return StreamLoader(stream, parallel, size, buffer=3, seed=2, options=options, ahead=ahead)
 
 
 def take(loader: StreamLoader, count: int) -> list[Any]:
@@ -124,7 +126,9 @@ def test_what_cannot_be_sent_is_named_on_all_ranks(parallel: Any, tmp_path: Path
     def pool(given: Any) -> WorkerPool:
         return WorkerPool(type(given)(Recorded(parallel.mllm, (1,), tmp_path)), 1)
 
-    with StreamLoader(stream, parallel, 5, timeout=120, producers=pool) as loader:
+    with StreamLoader(
+        stream, parallel, 5, options=StreamOptions(timeout=120), ahead=ReadAhead(producers=pool)
+    ) as loader:
         with pytest.raises(StreamError, match=r"what loads the media of ...  *cannot be sent to worker processes"):
             next(loader)
 

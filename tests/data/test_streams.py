@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from interlace.comm.transports.base import Forwarding
-from interlace.data import IterableStream, StreamError, StreamLoader
+from interlace.data import IterableStream, StreamError, StreamLoader, StreamOptions
 from interlace.estimate.step_flops import StepFlops
 from interlace.layout import Layout, ParallelSpec
 from interlace.modalities.errors import DecodeError
@@ -35,8 +35,8 @@ def parallel():
     return parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=20)
 
 
-def loader_of(data: Counted, parallel, size: int = 4, **options) -> StreamLoader:
-    return StreamLoader(data.stream, parallel, size, timeout=20, **options)
+def loader_of(data: Counted, parallel, size: int = 4, readers: int | None = None, **more) -> StreamLoader:
+    return StreamLoader(data.stream, parallel, size, options=StreamOptions(readers, timeout=20), **more)
 
 
 def taken(loader: StreamLoader, count: int) -> list[list[str]]:
@@ -239,7 +239,7 @@ def test_a_reader_that_fails_is_named_everywhere(parallel) -> None:
         yield text("a")
         raise OSError("the disk is gone")
 
-    with StreamLoader(IterableStream([fails, fails, fails]), parallel, 6, timeout=20) as loader:
+    with StreamLoader(IterableStream([fails, fails, fails]), parallel, 6, options=StreamOptions(timeout=20)) as loader:
         with pytest.raises(StreamError, match=r"reader 0, on rank 0: OSError: the disk is gone"):
             next(loader)
         with pytest.raises(StreamError, match="the disk is gone"):  # the error again, not a hang
@@ -260,7 +260,7 @@ def test_a_reader_that_is_late_is_named(parallel, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parallel._process, "_timeout", 3.0)
     order = [unit[1] for unit in __import__("interlace.data.streams.base", fromlist=["dealt"]).dealt(3, 0, 0, 1, 3)]
     sources = [slow if shard in order else quick for shard in range(3)]
-    with StreamLoader(IterableStream(sources), parallel, 3, timeout=3.0) as loader:
+    with StreamLoader(IterableStream(sources), parallel, 3, options=StreamOptions(timeout=3.0)) as loader:
         with pytest.raises(Exception, match=r"lengths of a coming batch.*rank 1"):
             next(loader)
         stop.append(True)
@@ -268,7 +268,7 @@ def test_a_reader_that_is_late_is_named(parallel, monkeypatch: pytest.MonkeyPatc
 
 def test_a_sample_beyond_the_bound_is_named(parallel) -> None:
     data = Counted(parallel.mllm, (3, 3, 3), kinds=((1, 0),))
-    with StreamLoader(data.stream, parallel, 3, limit=64, timeout=20) as loader:
+    with StreamLoader(data.stream, parallel, 3, options=StreamOptions(limit=64, timeout=20)) as loader:
         with pytest.raises(StreamError, match=r"reader \d, on rank \d: ValueError: \d/0 has .*exchange_mb"):
             next(loader)
 
@@ -276,13 +276,13 @@ def test_a_sample_beyond_the_bound_is_named(parallel) -> None:
 def test_a_step_beyond_the_bound_is_refused_on_all_ranks(parallel) -> None:
     data = Counted(parallel.mllm, (30, 1, 1), kinds=((0, 0),))
     each = 8 * max(len(sample) for sample in data.whole.values())
-    with StreamLoader(data.stream, parallel, 24, readers=1, limit=each, timeout=20) as loader:
+    with StreamLoader(data.stream, parallel, 24, options=StreamOptions(readers=1, limit=each, timeout=20)) as loader:
         with pytest.raises(ValueError, match=r"rank 0 would send .*largest sample: .*exchange_mb"):
             next(loader)
 
 
 def test_an_empty_stream_is_an_error(parallel) -> None:
-    with StreamLoader(IterableStream([lambda: iter(())]), parallel, 3, timeout=20) as loader:
+    with StreamLoader(IterableStream([lambda: iter(())]), parallel, 3, options=StreamOptions(timeout=20)) as loader:
         with pytest.raises(StreamError, match="no sample that can be read"):
             next(loader)
 
@@ -297,7 +297,7 @@ def test_samples_whose_media_cannot_be_decoded_are_left_out(parallel) -> None:
             media = {"vision": [Media((3, 4, 4), 1, load=broken if i % 2 else lambda: torch.ones(3, 4, 4))]}
             yield Sample(ids, torch.tensor([-100, -100, 3, 4]), media, str(i))
 
-    with StreamLoader(IterableStream([source]), parallel, 3, readers=1, timeout=20) as loader:
+    with StreamLoader(IterableStream([source]), parallel, 3, options=StreamOptions(readers=1, timeout=20)) as loader:
         assert taken(loader, 2) == [["0", "2", "4"]] * 2
 
 
@@ -305,7 +305,7 @@ def test_settings_that_do_not_fit_are_refused(parallel) -> None:
     data = Counted(parallel.mllm, (3,))
     for options, match in (({"readers": 4}, "1 to 3"), ({"limit": 0}, "limit")):
         with pytest.raises(ValueError, match=match):
-            StreamLoader(data.stream, parallel, 3, **options)
+            StreamLoader(data.stream, parallel, 3, options=StreamOptions(**options))
     with pytest.raises(ValueError, match="at least one sample"):
         StreamLoader(data.stream, parallel, 0)
     loader = loader_of(data, parallel)
@@ -317,7 +317,7 @@ def test_settings_that_do_not_fit_are_refused(parallel) -> None:
 
 def test_ids_beyond_32_bits_are_refused(parallel) -> None:
     big = Sample(torch.tensor([1, 2**40]), torch.tensor([2, 3]), {}, "big")
-    with StreamLoader(IterableStream([lambda: iter([big])]), parallel, 1, timeout=20) as loader:
+    with StreamLoader(IterableStream([lambda: iter([big])]), parallel, 1, options=StreamOptions(timeout=20)) as loader:
         with pytest.raises(StreamError, match=r"'big': input_ids do not fit in 32 bits"):
             next(loader)
 
@@ -342,7 +342,9 @@ def test_flops_are_counted_from_outlines(parallel, monkeypatch: pytest.MonkeyPat
 def test_media_without_a_place_in_the_text_are_named(parallel) -> None:
     item = Media((3, 4, 4), 1, torch.ones(3, 4, 4))
     wrong = Sample(torch.tensor([1, 46, 46, 2]), torch.tensor([-100, -100, 2, 3]), {"vision": [item]}, "wrong")
-    with StreamLoader(IterableStream([lambda: iter([wrong])]), parallel, 1, timeout=20) as loader:
+    with StreamLoader(
+        IterableStream([lambda: iter([wrong])]), parallel, 1, options=StreamOptions(timeout=20)
+    ) as loader:
         with pytest.raises(StreamError, match=r"'wrong', vision: 2 placeholders \(id 46\) for items of 1 tokens"):
             next(loader)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from interlace.data import IterableStream, StreamLoader
+from interlace.data import IterableStream, StreamLoader, StreamOptions
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Sample
 from interlace.model.naming import LANGUAGE_MODEL
@@ -35,7 +35,7 @@ def same_as_one_process(rank: int) -> tuple[int, list[str]]:
     mllm, parallel = placed()
     data = Counted(mllm, (5, 2, 6, 3), kinds=KINDS)
     moved, names = 0, []
-    with StreamLoader(data.stream, parallel, 5, microbatches=2, buffer=2, timeout=60) as loader:
+    with StreamLoader(data.stream, parallel, 5, options=StreamOptions(microbatches=2, timeout=60), buffer=2) as loader:
         for step in range(3):
             batch = next(loader)
             loss, gradients = oracle(mllm, [data.samples(names_of(batch))])
@@ -66,7 +66,7 @@ def dies(rank: int) -> str:
             yield Sample(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]), {}, str(i))
 
     begun = time.monotonic()
-    with StreamLoader(IterableStream([source] * 3), parallel, 6, timeout=8) as loader:
+    with StreamLoader(IterableStream([source] * 3), parallel, 6, options=StreamOptions(timeout=8)) as loader:
         for _ in range(5):
             try:
                 batch = next(loader)

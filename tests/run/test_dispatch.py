@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import balance
-from interlace.data import Loader
+from interlace.data import Loader, ReadAhead
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
 from interlace.run import parallelize
@@ -240,7 +240,10 @@ def test_rank_decodes_exactly_the_items_it_needs_once(method: Any) -> None:
         decoded: Counter[tuple[int, str, int]] = Counter()
         parallel.ranks = [rank]
         with Loader(
-            Counted(samples, decoded), len(samples), shuffle=False, wanted=lambda batch: parallel.wanted(batch, 2)
+            Counted(samples, decoded),
+            len(samples),
+            shuffle=False,
+            ahead=ReadAhead(wanted=lambda batch: parallel.wanted(batch, 2)),
         ) as loader:
             loader._load(loader._make(0, 0))  # as its thread does for each batch
         stage = layout.of_rank(rank)[0]
@@ -256,7 +259,10 @@ def test_rank_decodes_exactly_the_items_it_needs_once(method: Any) -> None:
     decoded = Counter()
     parallel.ranks = list(range(layout.world))
     with Loader(
-        Counted(samples, decoded), len(samples), shuffle=False, wanted=lambda batch: parallel.wanted(batch, 2)
+        Counted(samples, decoded),
+        len(samples),
+        shuffle=False,
+        ahead=ReadAhead(wanted=lambda batch: parallel.wanted(batch, 2)),
     ) as loader:
         batch = loader._load(loader._make(0, 0))
     before = decoded.copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.data import StreamLoader
+from interlace.data import StreamLoader, StreamOptions
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Sample, SampleOutline
 from interlace.run import parallelize
@@ -43,7 +43,7 @@ FAST = ("unequal", "context parallel", "text alone")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES])
 def test_streams_give_the_numbers_of_one_process(case: str) -> None:
     mllm, parallel, data = made(*CASES[case])
-    with StreamLoader(data.stream, parallel, 6, microbatches=2, timeout=30) as loader:
+    with StreamLoader(data.stream, parallel, 6, options=StreamOptions(microbatches=2, timeout=30)) as loader:
         for step in range(3):
             batch = next(loader)
             whole = data.samples(names_of(batch))
@@ -61,7 +61,7 @@ def test_streams_give_the_numbers_of_one_process(case: str) -> None:
 def test_streams_work_with_assignment(method: str) -> None:
     specs = {"vision": P(dp=2), "audio": P(), LLM: P(dp=2)}
     mllm, parallel, data = made(specs, "parallel", MIXED, assign=method)
-    with StreamLoader(data.stream, parallel, 8, microbatches=2, buffer=4, timeout=30) as loader:
+    with StreamLoader(data.stream, parallel, 8, options=StreamOptions(microbatches=2, timeout=30), buffer=4) as loader:
         batch = next(loader)
         loss, gradients = oracle(mllm, [data.samples(names_of(batch))])
         mllm.zero_grad()
@@ -72,7 +72,7 @@ def test_streams_work_with_assignment(method: str) -> None:
 
 def test_ranks_without_tokens_cannot_compute_with_them() -> None:
     mllm, parallel, data = made({"vision": P(), "audio": P(), LLM: P()}, "parallel", MIXED)
-    with StreamLoader(data.stream, parallel, 4, timeout=30) as loader:
+    with StreamLoader(data.stream, parallel, 4, options=StreamOptions(timeout=30)) as loader:
         held = next(loader).given.of_rank
     assert {type(sample) for sample in held[2]} == {Sample}  # those of the language model
     assert {type(sample) for sample in held[0]} == {type(sample) for sample in held[1]} == {SampleOutline}

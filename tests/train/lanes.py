@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.data import ReadAhead
 from interlace.run import parallelize
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
@@ -76,7 +77,9 @@ def trainer_of(config: Config, folder: Path, stop: int | None = None) -> Trainer
     train, held_out = datasets(config, model, tokenizer)
     size, cut = config.train.batch_size, {"microbatches": config.train.microbatches, "chunks": config.chunks()}
     wanted = partial(parallel.wanted, **cut)
-    feed = Feed(train, held_out, batch_size=size, seed=config.run.seed, validation_samples=8, wanted=wanted)
+    feed = Feed(
+        train, held_out, batch_size=size, seed=config.run.seed, validation_samples=8, ahead=ReadAhead(wanted=wanted)
+    )
     folder.mkdir(exist_ok=True)
     trainer = Trainer(config, model, parallel, feed, Outputs(folder, quiet=True), stored=stored)
     if stop is not None:

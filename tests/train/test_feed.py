@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import DigitsDataset
+from interlace.data import DigitsDataset, ReadAhead
 from interlace.data.workers.pool import WorkerPool
 from interlace.train.config.load import ConfigError
 from interlace.train.data.feed import Feed, report_left_out
 from tests import forkserver
 
 
-def _feed(wanted: Callable[[list[Any]], Any] | None = None, **settings: Any) -> Feed:
+def _feed(wanted: Callable[[list[Any]], Any] | None = None, validation_samples: int = 5, producers: Any = None) -> Feed:
     tokens = {"vision": lambda shape: 4}
     train, held_out = (DigitsDataset(tokens=tokens, patch_size=4, split=split) for split in ("train", "heldout"))
-    return Feed(train, held_out, seed=3, wanted=wanted, **{"batch_size": 6, "validation_samples": 5} | settings)
+    ahead = ReadAhead(wanted=wanted, producers=producers)
+    return Feed(train, held_out, batch_size=6, seed=3, validation_samples=validation_samples, ahead=ahead)
 
 
 def _pictures(samples: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from interlace.cli import main
 from interlace.costs.fitted import FREE
 from interlace.costs.links import Link, Links
 from interlace.costs.step import read_costs
-from interlace.data import StreamLoader
+from interlace.data import StreamLoader, StreamOptions
 from interlace.estimate.predictor import Predictor
 from interlace.estimate.profiling import profile_costs
 from interlace.layout import Layout, ParallelSpec
@@ -214,7 +214,7 @@ def test_what_streams_move_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> N
     specs = {name: ParallelSpec(dp=3) for name in mllm.modules_order()}
     parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=60)
     data = Counted(mllm, (9, 4, 7), kinds=((1, 1), (0, 0), (2, 0)))
-    with StreamLoader(data.stream, parallel, 6, timeout=60) as loader:
+    with StreamLoader(data.stream, parallel, 6, options=StreamOptions(timeout=60)) as loader:
         batch = next(loader)
         parallel.step(batch.given)
         costs = profile_costs(mllm, data.samples([sample.name for sample in batch.given.samples]), budget=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from interlace.data import DigitsDataset
+from interlace.data import DigitsDataset, ReadAhead
 from interlace.data.workers import pool as workers
 from interlace.train import rank
 from interlace.train.config.load import ConfigError, dumps, from_table, loads
@@ -62,7 +62,7 @@ def test_data_that_cannot_be_sent_end_with_what_to_do(tmp_path: Path) -> None:
     train.mine = lambda: 0  # type: ignore[attr-defined]
     producers = producers_of(config(tmp_path, "data.workers=1", "data.cache_gb=0"), tmp_path, 1, source="tiny.toml")
     with pytest.raises(ConfigError, match=r"tiny.toml: \[data\] workers: .*; set data.workers = 0"):
-        Feed(train, held_out, batch_size=4, seed=0, validation_samples=4, producers=producers)
+        Feed(train, held_out, batch_size=4, seed=0, validation_samples=4, ahead=ReadAhead(producers=producers))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from interlace.data import ReadAhead
 from interlace.run import parallelize
 from interlace.train.config.load import from_table
 from interlace.train.data.feed import Feed, datasets
@@ -42,7 +43,7 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
             initialize(parallel, seed=0)
             train, held_out = datasets(config, model, tokenizer)
             wanted = partial(parallel.wanted, microbatches=2, chunks={})
-            feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8, wanted=wanted)
+            feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8, ahead=ReadAhead(wanted=wanted))
             trainer = Trainer(config, model, parallel, feed, Outputs(place, quiet=True))
             if stop is not None:
                 trainer.membership.stop = lambda trainer=trainer, stop=stop: trainer.step >= stop  # type: ignore[misc]

@@ -16,7 +16,7 @@ import torch
 
 from interlace.balance import all_to_all_plan
 from interlace.cli import main
-from interlace.data import DecodeError, StreamLoader
+from interlace.data import DecodeError, StreamLoader, StreamOptions
 from interlace.data.streams.base import Reader
 from interlace.data.streams.decode import DecodedReader
 from interlace.data.workers.tasks import OfStream
@@ -99,10 +99,10 @@ def bytes_by_hand(config: str, steps: int) -> list[int]:
     model = build(read, tokenizer)
     parallel = parallelize(model, build_layout(read, model), timeout=60)
     stream, _ = datasets(read, model, tokenizer, say=lambda line: None)
-    cut = {"microbatches": read.train.microbatches, "chunks": read.chunks()}
+    options = StreamOptions(timeout=60, microbatches=read.train.microbatches, chunks=read.chunks())
     order = [readable(Reader(stream, k, 2, seed=read.run.seed, buffer=5)) for k in range(2)]
     coming, found = [next(names) for names in order], []
-    with StreamLoader(stream, parallel, 4, seed=read.run.seed, buffer=5, timeout=60, **cut) as loader:
+    with StreamLoader(stream, parallel, 4, seed=read.run.seed, buffer=5, options=options) as loader:
         for _ in range(steps):
             batch = next(loader)
             samples, reader = batch.given.samples, list[int]()
@@ -111,7 +111,7 @@ def bytes_by_hand(config: str, steps: int) -> list[int]:
                 reader.append(coming.index(sample.name))
                 coming[reader[-1]] = next(order[reader[-1]])
             due: set[tuple[int, int, str]] = set()
-            for chunk in parallel.table(samples, **cut).chunks:
+            for chunk in parallel.table(samples, options.microbatches, options.chunks).chunks:
                 for stage in parallel.layout.pipelines(chunk.module)[chunk.replica].stages:
                     due |= {(int(i), rank, chunk.module) for i in chunk.samples for rank in stage.ranks}
             away = [(i, rank, module) for i, rank, module in due if reader[i] != rank]
@@ -246,9 +246,7 @@ def test_workers_decode_chats_bit_identically_to_the_thread(streamed: Path) -> N
     pool = start(OfStream(stream))
     try:
         thread, other = (
-            DecodedReader(
-                Reader(stream, 0, 1, buffer=5), stream, producers, ahead=4, stopping=lambda: False, timeout=120.0
-            )
+            DecodedReader(Reader(stream, 0, 1, buffer=5), producers, ahead=4, stopping=lambda: False, timeout=120.0)
             for producers in (None, pool)
         )
         count = 0

@@ -13,15 +13,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from interlace.data.workers.ahead import AheadThread
-from interlace.data.workers.produced import Ahead, Producers
+from interlace.data.workers.produced import Ahead, Producers, ReadAhead
 from interlace.model.sample import Media, Sample
 
 log = logging.getLogger("interlace.data")
@@ -33,12 +32,6 @@ class Loader:
     dataset: map-style. ``sample(index, epoch)`` is used if the dataset has it, else plain indexing. An optional
         ``order(seed, epoch)`` defines the draws of an epoch; their number must be the same in every epoch.
     drop_last: leave out the samples at the end of an epoch that do not fill a batch. By default they are a smaller one.
-    prefetch: batches made ahead by a thread (0: none).
-    wanted: the media of a batch that this process will read. The thread loads these; others are loaded when their
-        data is first accessed. None: all. Called in the thread.
-    producers: starts the producers for this loader, when the first batch is requested. None: the thread prepares the
-        data. pinned: producers decode into pinned memory, for a GPU. held_out: another dataset whose samples the
-        producers can serve too (`produced.HeldOut`).
     Raises ValueError for sizes that do not fit.
     """
 
@@ -50,32 +43,26 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        prefetch: int = 2,
-        wanted: Callable[[list[Sample]], Iterable[Media]] | None = None,
-        producers: Callable[[Loader], Producers] | None = None,
-        pinned: bool = False,
-        held_out: Any = None,
+        ahead: ReadAhead = ReadAhead(),  # noqa: B008 (frozen)
     ) -> None:
-        size = len(dataset)  # type: ignore[arg-type]
+        self.size = len(dataset)  # type: ignore[arg-type]
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: a batch needs at least one sample")
-        if size < 1:
+        if self.size < 1:
             raise ValueError("the dataset has no samples")
-        if drop_last and size < batch_size:
+        if drop_last and self.size < batch_size:
             raise ValueError(
-                f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller, or leave out "
-                "drop_last"
+                f"the dataset has {self.size} samples, one batch needs {batch_size}; make batch_size smaller, or leave "
+                "out drop_last"
             )
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
-        self.drop_last = drop_last
-        self.prefetch, self.wanted = prefetch, wanted
-        self.start_producers, self.pinned, self.held_out = producers, pinned, held_out
+        self.drop_last, self.ahead, self.held_out = drop_last, ahead, ahead.held_out
         self.producers: Producers | None = None
         self.epoch = 0
         self.position = 0
-        self.batches_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
+        self.batches_per_epoch = self.size // batch_size if drop_last else -(-self.size // batch_size)
         self._orders: dict[int, np.ndarray] = {}
-        self._worker: _Prefetcher | Ahead | None = None
+        self._worker: AheadThread | None = None
         self._closed = False
         self._failures_told = len(getattr(dataset, "failures", ()))  # already reported by the creator of the dataset
 
@@ -83,13 +70,12 @@ class Loader:
         """Dataset indices in the order of ``epoch``."""
         drawn = self._orders.get(epoch)
         if drawn is None:
-            size = len(self.dataset)  # type: ignore[arg-type]
             if not self.shuffle:
-                drawn = np.arange(size)
+                drawn = np.arange(self.size)
             elif hasattr(self.dataset, "order"):
                 drawn = self.dataset.order(self.seed, epoch)
             else:
-                drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size)
+                drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(self.size)
             # The prefetch thread may be in the next epoch already. Both threads call this method, so the dict is
             # replaced, never modified: the other thread may be reading it.
             kept = {other: order for other, order in self._orders.items() if abs(other - epoch) < 2}
@@ -102,21 +88,26 @@ class Loader:
 
     def drawn(self, epoch: int, position: int) -> int:
         """Number of samples of the order of ``epoch`` drawn by the end of the batch at ``position``."""
-        return min((position + 1) * self.batch_size, len(self.dataset))  # type: ignore[arg-type]
+        return min((position + 1) * self.batch_size, self.size)
 
     def left_out(self, epoch: int) -> int:
         """Number of samples of the order of ``epoch`` that are in none of its batches."""
-        return len(self.dataset) - self.drawn(epoch, self.batches(epoch) - 1)  # type: ignore[arg-type]
+        return self.size - self.drawn(epoch, self.batches(epoch) - 1)
 
     def batches(self, epoch: int) -> int:
         """Number of batches of ``epoch``."""
         return self.batches_per_epoch
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Pickled for producers, which make batches of the same sequence and prefetch nothing themselves.
-        own = {"wanted", "start_producers", "producers", "_worker", "_orders", "_closed"}
-        kept = {name: value for name, value in self.__dict__.items() if name not in own}
-        return kept | dict.fromkeys(own) | {"_orders": {}, "_closed": False, "prefetch": 0}
+        own: dict[str, object] = {
+            "ahead": ReadAhead(prefetch=0),
+            "producers": None,
+            "_worker": None,
+            "_orders": {},
+            "_closed": False,
+        }
+        return self.__dict__ | own
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Sample `index` of the dataset, as it is in `epoch`."""
@@ -129,7 +120,7 @@ class Loader:
 
     def _load(self, samples: list[Sample]) -> list[Sample]:
         """Decodes the media that this process will read; returns `samples`."""
-        for item in self.wanted(samples) if self.wanted is not None else self._all_media(samples):
+        for item in (self.ahead.wanted or self._all_media)(samples):
             item.data  # noqa: B018 (loads it)
         return samples
 
@@ -143,9 +134,14 @@ class Loader:
         """The next batch. Raises RuntimeError after ``close``, and any error of the dataset."""
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and load its state_dict")
-        if self.prefetch > 0 or self.start_producers is not None:
+        if self.ahead.prefetch > 0 or self.ahead.producers is not None:
             if self._worker is None:
-                self._worker = self._reading_ahead()
+                self.begin()
+                place = self.epoch, self.position
+                if self.producers is None:
+                    self._worker = _Prefetcher(self.ahead.prefetch, self, *place)
+                else:
+                    self._worker = Ahead(self.producers, self.dataset, place, self.ahead)
             try:
                 samples = self._worker.get()
             except BaseException:
@@ -165,15 +161,8 @@ class Loader:
 
     def begin(self) -> None:
         """Starts the producers before the first batch is requested; this takes seconds."""
-        if self.start_producers is not None and self.producers is None:
-            self.producers = self.start_producers(self)
-
-    def _reading_ahead(self) -> _Prefetcher | Ahead:
-        self.begin()
-        if self.producers is None:
-            return _Prefetcher(self.prefetch, self, self.epoch, self.position)
-        place = (self.epoch, self.position)
-        return Ahead(self.producers, self.dataset, place, self.prefetch, self.wanted, self.pinned)
+        if self.ahead.producers is not None and self.producers is None:
+            self.producers = self.ahead.producers(self)
 
     def following(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position) after the given one."""
@@ -188,7 +177,7 @@ class Loader:
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
-            "dataset_size": len(self.dataset),  # type: ignore[arg-type]
+            "dataset_size": self.size,
             "fingerprint": self.fingerprint(),
         }
 
@@ -231,9 +220,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -18,9 +18,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from interlace.data.builtin.base import Reading
 from interlace.data.chats.dataset import ChatDataset
@@ -116,7 +117,7 @@ class MixedDataset(SampleDataset):
             at += count
         return found
 
-    def source_of(self, indices: Any) -> np.ndarray:
+    def source_of(self, indices: ArrayLike) -> np.ndarray:
         """int64: the source of each sample."""
         return np.searchsorted(self.starts, np.asarray(indices), side="right") - 1
 
@@ -243,7 +244,7 @@ class MixedDataset(SampleDataset):
         self._produced.lost(source, why)
 
 
-def by_source(data: Any, indices: Sequence[int], found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
+def by_source(data: SampleDataset, indices: Sequence[int], found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
     """(source, its entries of `found`) for each source among the samples `indices` of a dataset. A dataset that is not
     a mixture yields everything under ""."""
     if not isinstance(data, MixedDataset) or len(data.parts) < 2:

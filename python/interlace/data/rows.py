@@ -9,15 +9,16 @@ rows of any step, and the position in the epoch is the only state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from interlace import balance
+from interlace.data.dataset import SampleDataset
 from interlace.data.loader import Loader
-from interlace.data.workers.produced import Producers
+from interlace.data.workers.produced import ReadAhead
 from interlace.model.sample import Media
 
 
@@ -34,7 +35,7 @@ class _Plan(NamedTuple):
 class RowLoader(Loader):
     """Batches of `rows` rows with at most `max_tokens` tokens each.
 
-    `__next__` yields a batch as lists of samples, one list per row; `wanted` gets the same. dataset: needs
+    `__next__` yields a batch as lists of samples, one list per row; `ahead.wanted` gets the same. dataset: needs
     `token_lengths` (int64 [n]). The last batch of an epoch has the rest, in shorter or fewer rows;
     drop_last leaves these samples out.
     Raises ValueError when a sample is longer than a row, or when drop_last leaves no batch.
@@ -42,21 +43,16 @@ class RowLoader(Loader):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SampleDataset,
         rows: int,
         max_tokens: int,
         *,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        prefetch: int = 2,
-        wanted: Callable[[list[Any]], Iterable[Media]] | None = None,
-        producers: Callable[[Loader], Producers] | None = None,
-        pinned: bool = False,
-        held_out: Any = None,
+        ahead: ReadAhead = ReadAhead(),  # noqa: B008 (frozen)
     ) -> None:
-        ahead: dict[str, Any] = {"prefetch": prefetch, "wanted": wanted, "producers": producers, "pinned": pinned}
-        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, drop_last=drop_last, held_out=held_out, **ahead)
+        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, drop_last=drop_last, ahead=ahead)
         self.tokens = np.asarray(dataset.token_lengths, np.int64)
         if rows < 1:
             raise ValueError(f"rows is {rows}: a batch needs at least one")
@@ -73,10 +69,10 @@ class RowLoader(Loader):
                 f"{max_tokens} tokens each; lower max_tokens or the number of rows, or leave out drop_last"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"_planned": {}, "tokens": None}  # the copy takes the lengths from its dataset
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.tokens = np.asarray(self.dataset.token_lengths, np.int64)  # type: ignore[attr-defined]
 

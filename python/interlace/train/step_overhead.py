@@ -102,7 +102,7 @@ def _worker_times(config: Config, model: MultimodalModel, data: SampleDataset, c
     from interlace.data.workers.tasks import Producing, Task, whole
 
     try:  # copied, as for a worker: the copy counts unreadable items separately
-        loader = pickle.loads(pickle.dumps(Loader(data, count, seed=config.run.seed, prefetch=0)))
+        loader = pickle.loads(pickle.dumps(Loader(data, count, seed=config.run.seed)))
     except Exception:  # user classes may raise anything; the run reports it when it starts workers
         return None
     producer = Producing(loader)

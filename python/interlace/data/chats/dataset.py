@@ -73,7 +73,7 @@ class ChatDataset(SampleDataset, Reading):
         """Tokens of sample `index` per modality without decoding, e.g. {"text": [17], "vision": [30, 30]}: one entry
         per item of an encoder, in order, and one for all text. Raises IndexError."""
         place = int(self.picks[index])
-        found: dict[str, list[int]] = {"text": [int(self.store.lengths_of(place))]}
+        found: dict[str, list[int]] = {"text": [int(self.store.rows["tokens"][place])]}
         for item in self.store.line(place)["items"]:
             found.setdefault(item["encoder"], []).append(int(item["tokens"]))
             found["text"][0] -= int(item["tokens"])

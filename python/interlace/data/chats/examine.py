@@ -18,6 +18,7 @@ from typing import Any
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import records as chats_files
+from interlace.data.chats.files.index import Known
 from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules, Stamp, chat_of, stamp
@@ -26,8 +27,6 @@ from interlace.modalities.errors import BrokenSampleError
 from interlace.modalities.files import container_of
 
 BLOCK = 256  # records per block; several threads inspect its files
-Known = tuple[Stamp, tuple[float, ...]]
-"""Index entry of a medium: the stamp of its file at that time, and its size."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media
             yield from examine_records(chats_files.records(path, media, rules.prompt), chats, rules)
         return
     with _lookers() as pool:
-        for start in range(0, len(index), BLOCK):
-            raws, known = index.block(start, min(start + BLOCK, len(index)))
+        for raws, known in index.blocks(BLOCK):
             yield from _examine_block(raws, chats, rules, pool, known)
 
 
@@ -91,46 +89,45 @@ def _examine_block(
             read.append(chat_of(raw, rules))
         except BrokenSampleError as error:
             read.append(error)
-    stated = {  # sizes given in the records themselves: these files are not inspected
-        (place, number): part.stated
-        for place, chat in enumerate(read)
-        if rules.sizes == "records" and isinstance(chat, Chat)
-        for number, part in enumerate(chat.media)
-        if part.stated and (chats is None or chats.takes_probe(part.kind))
-    }
+
+    def refused(kind: str) -> BrokenSampleError | None:
+        try:
+            if chats is not None:
+                chats.encoders_of(kind)
+        except BrokenSampleError as error:
+            return error
+        return None
+
+    def takes_probe(kind: str) -> bool:
+        return chats is None or chats.takes_probe(kind)
+
+    def trusted(part: Part) -> bool:
+        """True if the size in the record is used: the file is not inspected."""
+        return rules.sizes == "records" and bool(part.stated) and takes_probe(part.kind)
+
     files: dict[tuple[str, str], Known | None] = {}
     for place, chat in enumerate(read):
         media = chat.media if isinstance(chat, Chat) else []
-        told: list[Known] = known[place] if known is not None and len(known[place]) == len(media) else []
-        for number, part in enumerate(media):
-            if (place, number) not in stated:
-                files.setdefault((part.kind, part.path), told[number] if told else None)
+        told: Sequence[Known | None] = known[place] if known is not None else []
+        for part, before in zip(media, told if len(told) == len(media) else [None] * len(media), strict=True):
+            if not trusted(part):
+                files.setdefault((part.kind, part.path), before)
 
     def look(file: tuple[str, str]) -> tuple[Stamp, Any]:
-        was = stamp(file[1])  # taken before the read, so that a change during the read is detected
+        kind, path = file
+        was = stamp(path)  # taken before the read, so that a change during the read is detected
+        if (error := refused(kind)) is not None:
+            return was, error
         before = files[file]
+        if before is not None and before[1] and before[0] == was and takes_probe(kind):
+            return was, before[1]
         try:
-            if chats is not None:
-                chats.encoders_of(file[0])
-            if before is not None and before[1] and before[0] == was and (chats is None or chats.takes_probe(file[0])):
-                return was, before[1]
-            probe = named(file[0]).probe if chats is None else partial(chats.look, file[0])
-            return was, probe(file[1], decode=rules.decode)
+            probe = named(kind).probe if chats is None else partial(chats.look, kind)
+            return was, probe(path, decode=rules.decode)
         except BrokenSampleError as error:
             return was, error
 
     looked = dict(zip(files, pool.map(look, files), strict=True))
-
-    def size_of(place: int, number: int, part: Part) -> Any:
-        if (place, number) not in stated:
-            return looked[part.kind, part.path][1]
-        try:
-            if chats is not None:
-                chats.encoders_of(part.kind)
-        except BrokenSampleError as error:
-            return error
-        return stated[place, number]
-
     made: list[Examined] = []
     ready: list[tuple[Chat, list[Any]]] = []
     places: list[int] = []  # indices in the block, parallel to `ready`
@@ -138,10 +135,14 @@ def _examine_block(
         if isinstance(chat, BrokenSampleError):
             made.append(Examined(raw, broken=chat))
             continue
-        parts = list(enumerate(chat.media))
-        sizes = [size_of(place, number, part) for number, part in parts]
-        unstated = [part for number, part in parts if (place, number) not in stated]
-        stamps = {container_of(part.path): looked[part.kind, part.path][0] for part in unstated}
+        sizes: list[Any] = []
+        stamps: dict[str, Stamp] = {}
+        for part in chat.media:
+            if trusted(part):
+                sizes.append(refused(part.kind) or part.stated)
+            else:
+                stamps[container_of(part.path)], size = looked[part.kind, part.path]
+                sizes.append(size)
         bad = next((size for size in sizes if isinstance(size, BrokenSampleError)), None)
         made.append(Examined(raw, chat, broken=bad, media=stamps))
         if bad is None and chats is not None:

@@ -137,14 +137,12 @@ class Reader:
             return None
         at = 0
         if self.size:
-            at = int(
-                np.random.default_rng([self.seed, 7, self.epoch, self.reader, self._drawn]).integers(len(self._buffer))
-            )
+            draw = np.random.default_rng([self.seed, 7, self.epoch, self.reader, self._drawn])
+            at = int(draw.integers(len(self._buffer)))
         self._drawn += 1
-        if self.size:  # filled by the last entry, so that nothing is shifted
-            self._buffer[at], self._buffer[-1] = self._buffer[-1], self._buffer[at]
-            return self._buffer.pop()
-        return self._buffer.pop(0)
+        # Its place is filled by the last entry, so that nothing is shifted.
+        self._buffer[at], self._buffer[-1] = self._buffer[-1], self._buffer[at]
+        return self._buffer.pop()
 
     def advance(self) -> None:
         """Begins the next epoch. Called at the end of the current one."""
@@ -185,22 +183,24 @@ class Reader:
         longer has the samples of the buffer."""
         self.epoch, self._drawn, self._open = state["epoch"], state["drawn"], None
         self._todo = [[*unit[:3], list(unit[3])] for unit in state["todo"]]
-        wanted: dict[tuple[int, int], list[int]] = {}
-        for epoch, shard, number in [*state["buffer"], *state["coming"]]:
-            wanted.setdefault((epoch, shard), []).append(number)
-        found: dict[tuple[int, int, int], Sample] = {}
-        for (epoch, shard), numbers in wanted.items():
-            for number, sample in _numbered(self.stream.read(shard, epoch), END, set(numbers)):
-                found[epoch, shard, number] = sample
-        lost = [entry for entry in map(tuple, [*state["buffer"], *state["coming"]]) if entry not in found]
-        if lost:
-            epoch, shard, number = lost[0]
+        entries = [(epoch, shard, number) for epoch, shard, number in [*state["buffer"], *state["coming"]]]
+        wanted: dict[tuple[int, int], set[int]] = {}
+        for epoch, shard, number in entries:
+            wanted.setdefault((epoch, shard), set()).add(number)
+        found = {
+            (epoch, shard, number): sample
+            for (epoch, shard), numbers in wanted.items()
+            for number, sample in _numbered(self.stream.read(shard, epoch), END, numbers)
+        }
+        if lost := [entry for entry in entries if entry not in found]:
+            _, shard, number = lost[0]
             raise ValueError(
                 f"shard {shard} of {self.stream.name} no longer has its sample {number}, which the saved run had read: "
                 "the data have changed; bring them back, or start anew"
             )
-        self._buffer = [(e, s, n, found[e, s, n]) for e, s, n in state["buffer"]]
-        self._coming = deque((e, s, n, found[e, s, n]) for e, s, n in state["coming"])
+        read = [(*entry, found[entry]) for entry in entries]
+        count = len(state["buffer"])
+        self._buffer, self._coming = read[:count], deque(read[count:])
 
 
 def _numbered(samples: Iterator[Sample], start: int, kept: set[int]) -> Iterator[tuple[int, Sample]]:

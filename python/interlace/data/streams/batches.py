@@ -22,18 +22,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.balance.rearrange import AllToAllPlan
 from interlace.comm.process.errors import CommError
 from interlace.comm.transports.base import Transport
 from interlace.data.streams.base import PLACE, Reader, SampleStream, dealt_anew
 from interlace.data.streams.decode import DecodedReader
-from interlace.data.workers.produced import Producers, Stopped
+from interlace.data.workers.produced import Producers, ReadAhead, Stopped
 from interlace.data.workers.tasks import OfStream
 from interlace.model.sample import Sample
 from interlace.run.execute.exchange import MIB, Exchange, Moved, Offer, offer_of, offered
 from interlace.run.tables.batch import Dispatched
+
+if TYPE_CHECKING:
+    from interlace.run.parallel_model import ParallelModel
 
 LENGTHS = "lengths of a coming batch"
 AHEAD = 2
@@ -60,16 +63,29 @@ class StreamBatch:
         return self.exchange.moved
 
 
+@dataclass(frozen=True)
+class StreamOptions:
+    """Work of the ranks for a stream.
+
+    readers: number of ranks that read, spread evenly; None: all. limit: bytes a rank may send or receive for a step.
+    timeout: limit in seconds of one wait for a rank, or for this rank's data. microbatches, chunks: as passed to
+    `ParallelModel.step`.
+    """
+
+    readers: int | None = None
+    limit: int = 1024 * MIB
+    timeout: float = 300.0
+    microbatches: int | None = None
+    chunks: Mapping[str, int] | None = None
+
+
 class StreamLoader:
     """Endless iterator over the batches of a stream.
 
-    stream: the same on every rank. parallel: the `ParallelModel` that computes with the batches. batch_size: samples of
-        all ranks together. microbatches, chunks: as passed to its `step`.
-    readers: number of ranks that read, spread evenly; by default all. buffer: see `Reader`. limit: bytes a rank may
-        send or receive for a step. timeout: limit in seconds of one wait for a rank, or for this rank's data.
-    producers: starts the producers that decode, at the first batch or in `begin`. Their loader has the stream as its
-        `dataset`. All ranks of this process share them. None: the thread of each rank decodes. held_out: another
-        dataset whose samples the producers can serve too (`produced.HeldOut`).
+    stream: the same on every rank. parallel: the model that computes with the batches. batch_size: samples of all ranks
+        together. buffer: see `Reader`.
+    ahead: its producers decode, from the first batch or `begin` on. Their loader has the stream as its `dataset`. All
+        ranks of this process share them. Without producers, the thread of each rank decodes.
 
     Collective: all ranks make it at the same time. Raises ValueError for sizes that do not fit.
     """
@@ -77,19 +93,15 @@ class StreamLoader:
     def __init__(
         self,
         stream: SampleStream,
-        parallel: Any,
+        parallel: ParallelModel,
         batch_size: int,
         *,
         seed: int = 0,
-        readers: int | None = None,
         buffer: int = 0,
-        limit: int = 1024 * MIB,
-        microbatches: int | None = None,
-        chunks: Mapping[str, int] | None = None,
-        timeout: float = 300.0,
-        producers: Callable[[Any], Producers] | None = None,
-        held_out: Any = None,
+        options: StreamOptions = StreamOptions(),
+        ahead: ReadAhead = ReadAhead(),  # noqa: B008 (frozen)
     ) -> None:
+        readers, limit = options.readers, options.limit
         world = parallel.layout.world
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: a batch needs at least one sample")
@@ -98,23 +110,22 @@ class StreamLoader:
         if limit < 1:
             raise ValueError(f"limit is {limit}: nothing could travel")
         self.stream, self.parallel, self.batch_size, self.seed = stream, parallel, batch_size, seed
-        self.readers, self.buffer, self.limit, self.timeout = readers or world, buffer, limit, timeout
+        self.readers, self.buffer, self.limit, self.timeout = readers or world, buffer, limit, options.timeout
         self.ranks_that_read = [reader * world // self.readers for reader in range(self.readers)]
-        self.cut = {"microbatches": microbatches, "chunks": chunks}
+        self.options, self.ahead = options, ahead
         self.epoch = self.position = 0
         self.batches_per_epoch: int | None = None  # unknown
         self._places: dict[int, dict[str, Any]] | None = None  # reader -> argument of `Reader.load`
         self._ended = [False] * self.readers
         self._transports: dict[int, Transport] = parallel.item_transports()
         self._ahead: dict[int, _Ahead] = {}
-        self.start_producers, self.held_out = producers, held_out
         self.producers: Producers | None = None
         self._closed = False
 
     def begin(self) -> None:
         """Starts the producers before the first batch is requested; this takes seconds."""
-        if self.start_producers is not None and self.producers is None:
-            self.producers = self.start_producers(OfStream(self.stream, self.held_out))
+        if self.ahead.producers is not None and self.producers is None:
+            self.producers = self.ahead.producers(OfStream(self.stream, self.ahead.held_out))
 
     def __iter__(self) -> StreamLoader:
         return self
@@ -308,7 +319,8 @@ class _Ahead:
             while not self._stopping:
                 began = self._epoch, self._position
                 offers, own = self._take(reader)
-                needs = self._loader.parallel.needs([offer.outline for offer in offers], **self._loader.cut)
+                outlines, options = [offer.outline for offer in offers], self._loader.options
+                needs = self._loader.parallel.needs(outlines, microbatches=options.microbatches, chunks=options.chunks)
                 self._doing = "waiting for the step before"
                 self._go.acquire()
                 if self._stopping:
@@ -338,7 +350,6 @@ class _Ahead:
         loader = self._loader
         return DecodedReader(
             loader._reader(self._number),
-            loader.stream,
             loader.producers,
             ahead=AHEAD * -(-loader.batch_size // loader.readers),
             stopping=lambda: self._stopping,
@@ -361,7 +372,10 @@ class _Ahead:
             self._doing = "gathering the " + LENGTHS
             said = self._exchange.gather(message, LENGTHS)
             for number, rank in enumerate(self._loader.ranks_that_read):
-                self._hear(number, rank, said[rank])
+                if not isinstance(said[rank], dict) or not isinstance(said[rank].get("samples"), list):
+                    raise CommError(f"rank {rank} says something else of its samples: do the ranks run one version?")
+                if said[rank].get("error"):
+                    raise StreamError(f"reader {number}, on rank {rank}: {said[rank]['error']}")
             for number, count in asked.items():
                 rank = self._loader.ranks_that_read[number]
                 told = said[rank]["samples"]
@@ -411,11 +425,5 @@ class _Ahead:
             return [], {"samples": [], "error": f"{type(error).__name__}: {error}"}
         return samples, {"samples": said, "error": ""}
 
-    def _hear(self, number: int, rank: int, said: Any) -> None:
-        if not isinstance(said, dict) or not isinstance(said.get("samples"), list):
-            raise CommError(f"rank {rank} says something else of its samples: do the ranks run one version?")
-        if said.get("error"):
-            raise StreamError(f"reader {number}, on rank {rank}: {said['error']}")
 
-
-__all__ = ["StreamBatch", "StreamError", "StreamLoader"]
+__all__ = ["StreamBatch", "StreamError", "StreamLoader", "StreamOptions"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from interlace.data.streams.base import Reader, SampleStream
+from interlace.data.streams.base import Reader
 from interlace.data.workers.produced import Producers, answered
 from interlace.data.workers.tasks import Loaded, Task, packed
 from interlace.modalities.errors import DecodeError
@@ -33,14 +33,13 @@ class DecodedReader:
     def __init__(
         self,
         reader: Reader,
-        stream: SampleStream,
         producers: Producers | None,
         *,
         ahead: int,
         stopping: Callable[[], bool],
         timeout: float,
     ) -> None:
-        self.reader, self.stream, self.producers, self.ahead = reader, stream, producers, ahead
+        self.reader, self.stream, self.producers, self.ahead = reader, reader.stream, producers, ahead
         self.stopping, self.timeout = stopping, timeout
         self._asked: deque[Future[Any] | None] = deque()  # one entry per upcoming sample of the reader
 

@@ -1,7 +1,7 @@
 """Cache of decoded items, one per node, shared by all processes of a run: a bounded folder of memory-mapped files.
 
-The folder is in shared memory (/dev/shm) if that has room, else in the cache on disk. An item is a file with a header
-and the numbers. It is written under a temporary name and renamed, so readers never see a partial item, even if the
+The folder is in shared memory (/dev/shm) if that has room, else in the cache on disk. An item is a file of
+safetensors. It is written under a temporary name and renamed, so readers never see a partial item, even if the
 writer is killed. The least recently used items are evicted first. A process holds a file lock while it decodes a
 sample, so the ranks of a node decode it once. The kernel releases the lock if the process dies.
 
@@ -14,18 +14,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import mmap
 import os
 import shutil
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 SHARED = Path("/dev/shm")
@@ -34,8 +33,8 @@ STRIPES = 1024  # locks, shared by all samples
 SMALL = 1 << 16  # bytes; smaller items are read, not mapped: a process may have 65,530 maps
 KEPT_SHARE = 0.9  # fraction of the limit that eviction leaves, so that it does not run for every item
 LEFT_BEHIND = 60.0  # seconds after which an unfinished file counts as abandoned
-HEADER = struct.Struct("<8sII8q48x")  # magic, index in DTYPES, dimensions, sizes; 128 bytes keep numbers aligned
-MAGIC = b"ITEM 1\n\0"
+HEADER = 128  # bytes of a file besides the numbers, about
+ITEM = "item"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -79,28 +78,23 @@ class Decoded:
 
     # ------------------------------------------------------------------ items
 
-    def _file(self, key: Sequence[Any]) -> Path:
+    def _file(self, key: Sequence[object]) -> Path:
         return self.folder / hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).hexdigest()
 
-    def get(self, key: Sequence[Any]) -> Tensor | None:
+    def get(self, key: Sequence[object]) -> Tensor | None:
         """The item, or None if it is not cached. Its memory is copy-on-write."""
         path = self._file(key)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            os.utime(path)
+            if path.stat().st_size <= SMALL:
+                return safetensors.torch.load(path.read_bytes())[ITEM]
+            with safe_open(path, "pt") as file:
+                item: Tensor = file.get_tensor(ITEM)
+                return item
+        except (OSError, RuntimeError, SafetensorError):  # evicted, no memory for one more map, or not an item
             return None
-        try:
-            os.utime(file)
-            size = os.fstat(file).st_size
-            if size > SMALL:
-                return _tensor(mmap.mmap(file, size, access=mmap.ACCESS_COPY))
-            return _tensor(bytearray(os.pread(file, size, 0)))
-        except (OSError, RuntimeError, ValueError):  # no memory for one more map, or not an item: decode it again
-            return None
-        finally:
-            os.close(file)
 
-    def has(self, key: Sequence[Any]) -> bool:
+    def has(self, key: Sequence[object]) -> bool:
         """True if the item is cached; marks it as used."""
         try:
             os.utime(self._file(key))
@@ -108,27 +102,19 @@ class Decoded:
             return False
         return True
 
-    def put(self, key: Sequence[Any], item: Tensor) -> bool:
+    def put(self, key: Sequence[object], item: Tensor) -> bool:
         """Caches the item. False if it is too large or the disk is full."""
         item = item.detach().contiguous()
-        size = HEADER.size + item.nbytes
-        if size > KEPT_SHARE * self.limit or item.dtype not in DTYPES or item.dim() > 8:
+        size = HEADER + item.nbytes
+        if size > KEPT_SHARE * self.limit or item.dtype not in DTYPES:
             return False
         path = self._file(key)
         new = path.with_name(f".{path.name}.{os.getpid()}")
-        sizes = (*item.shape, *[0] * (8 - item.dim()))
         try:
             self._make_room(size)
-            with open(new, "wb", buffering=0) as file:
-                for part in (
-                    HEADER.pack(MAGIC, DTYPES.index(item.dtype), item.dim(), *sizes),
-                    item.reshape(-1).view(torch.uint8).numpy().data,
-                ):
-                    left = memoryview(part)
-                    while left:
-                        left = left[file.write(left) :]
+            safetensors.torch.save_file({ITEM: item}, new)
             new.rename(path)
-        except OSError:
+        except (OSError, SafetensorError):  # of a full disk
             new.unlink(missing_ok=True)
             return False
         return True
@@ -173,7 +159,7 @@ class Decoded:
     # ------------------------------------------------------------------ locks on samples
 
     @contextlib.contextmanager
-    def claimed(self, key: Sequence[Any]) -> Iterator[bool]:
+    def claimed(self, key: Sequence[object]) -> Iterator[bool]:
         """Context with the lock of sample `key`. Yields False, without waiting, if another process decodes it."""
         stripe = int.from_bytes(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=4).digest(), "little") % STRIPES
         with open(self.folder / f"lock-{stripe}", "ab") as file:  # closing releases the lock
@@ -184,12 +170,12 @@ class Decoded:
                 return
             yield True
 
-    def mark_broken(self, key: Sequence[Any], why: str) -> None:
+    def mark_broken(self, key: Sequence[object], why: str) -> None:
         """Marks a sample as undecodable for all processes of the node."""
         with contextlib.suppress(OSError):
             (self.folder / f"broken-{self._file(key).name}").write_text(why, encoding="utf-8")
 
-    def broken(self, key: Sequence[Any]) -> str | None:
+    def broken(self, key: Sequence[object]) -> str | None:
         """Reason why a sample is undecodable; None if it is not marked."""
         try:
             return (self.folder / f"broken-{self._file(key).name}").read_text(encoding="utf-8")
@@ -205,17 +191,6 @@ class Decoded:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._alive)
         self._alive = -1
-
-
-def _tensor(buffer: Any) -> Tensor:
-    """The item in a file's bytes. Raises ValueError or RuntimeError if it is not one."""
-    if len(buffer) < HEADER.size:
-        raise ValueError("shorter than its header")
-    magic, kind, dims, *sizes = HEADER.unpack_from(buffer)
-    if magic != MAGIC or kind >= len(DTYPES):
-        raise ValueError("no item")
-    flat = torch.frombuffer(buffer, dtype=DTYPES[kind], offset=HEADER.size)
-    return flat.view(sizes[:dims])
 
 
 def _sweep(parent: Path) -> None:

@@ -25,11 +25,14 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.data.workers.decode_cache import Decoded, Place
 from interlace.data.workers.process import READY, work
-from interlace.data.workers.tasks import DEATHS, Loaded, Task, sample_key
+from interlace.data.workers.tasks import DEATHS, Loaded, OfStream, Task, sample_key
+
+if TYPE_CHECKING:
+    from interlace.data.loader import Loader
 
 AHEAD = 2  # tasks queued per worker, so that it never waits for the trainer
 STARTS = 3  # consecutive workers that may die before one becomes ready
@@ -82,7 +85,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, loader: Any, count: int, *, where: Place | None = None, deaths: int = DEATHS, patience: float = PATIENCE
+        self,
+        loader: Loader | OfStream,
+        count: int,
+        *,
+        where: Place | None = None,
+        deaths: int = DEATHS,
+        patience: float = PATIENCE,
     ) -> None:
         self.dataset, self.count, self.where = loader.dataset, count, where
         self.deaths, self.patience = deaths, patience
@@ -321,7 +330,7 @@ def _how_it_ended(code: int | None) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
 
 
-def _modules_of(dataset: Any) -> list[str]:
+def _modules_of(dataset: object) -> list[str]:
     module = type(dataset).__module__
     return [module] if module.startswith("interlace.") else []
 

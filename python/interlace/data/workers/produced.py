@@ -14,15 +14,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from interlace.data.dataset import SampleDataset
 from interlace.data.workers.ahead import LONGEST, AheadThread
 from interlace.data.workers.tasks import Bare, Loaded, Made, Task, bare_of, whole
-from interlace.model.sample import Media
+from interlace.model.sample import Media, Sample
 
 SAY_EVERY = 5.0  # seconds of waiting before a message
 log = logging.getLogger("interlace.data")
@@ -46,24 +48,36 @@ class Producers(Protocol):
         """Stops the producers; drops what is in flight."""
 
 
-class Ahead(AheadThread):
-    """The batches from (epoch, position) on, with `depth` of them requested ahead.
+@dataclass(frozen=True)
+class ReadAhead:
+    """Reading ahead of the steps.
 
-    wanted: the media of a batch that this process computes with; None: all. pinned: items are put into pinned memory.
+    prefetch: batches made ahead by a thread (0: none).
+    wanted: the media of a batch that this process will read. The thread loads these; others are loaded when their data
+        is first accessed. None: all. Called in the thread.
+    producers: starts the producers for a loader, when the first batch is requested. None: the thread prepares the data.
+    pinned: producers decode into pinned memory, for a GPU.
+    held_out: another dataset whose samples the producers can serve too (`HeldOut`).
+
+    Of a stream, `producers` and `held_out` alone are used.
     """
 
+    prefetch: int = 2
+    wanted: Callable[[list[Any]], Iterable[Media]] | None = None
+    producers: Callable[[Any], Producers] | None = None
+    pinned: bool = False
+    held_out: SampleDataset | None = None
+
+
+class Ahead(AheadThread):
+    """The batches from (epoch, position) on, with `options.prefetch` of them requested ahead from `producers`."""
+
     def __init__(
-        self,
-        producers: Producers,
-        dataset: Any,
-        place: tuple[int, int],
-        depth: int,
-        wanted: Callable[[list[Any]], Iterable[Media]] | None,
-        pinned: bool,
+        self, producers: Producers, dataset: Dataset[Sample], place: tuple[int, int], options: ReadAhead
     ) -> None:
-        self.producers, self.dataset, self.wanted, self.pinned = producers, dataset, wanted, pinned
+        self.producers, self.dataset, self.wanted, self.pinned = producers, dataset, options.wanted, options.pinned
         self._batches: dict[int, int] = {}
-        self.depth = max(0, depth - 1)  # besides the one in the queue
+        self.depth = max(0, options.prefetch - 1)  # besides the one in the queue
         super().__init__(1, *place)
 
     def _run(self, epoch: int, position: int) -> None:
@@ -144,7 +158,7 @@ class HeldOut:
     """Samples (`indices`) of the held-out `dataset`. `producers` have a copy of it and decode items when they are
     requested or first accessed."""
 
-    def __init__(self, producers: Producers, dataset: Any, indices: Sequence[int]) -> None:
+    def __init__(self, producers: Producers, dataset: SampleDataset, indices: Sequence[int]) -> None:
         self.producers, self.dataset, self.pinned = producers, dataset, False
         made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices], None)
         self._batch = _Batch(self, 0, made, held_out=True)

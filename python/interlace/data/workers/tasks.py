@@ -12,7 +12,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from interlace.data.workers.decode_cache import DTYPES, Decoded
 from interlace.model.sample import Media, Sample
+
+if TYPE_CHECKING:
+    from interlace.data.dataset import SampleDataset
+    from interlace.data.streams.base import SampleStream
 
 DEATHS = 3  # producers that one sample may kill before it is marked broken
 
@@ -116,46 +121,43 @@ class Loaded:
 _THE_STREAM = "the stream"
 
 
-class _Pickler(pickle.Pickler):
-    """Pickler that replaces the stream by a reference: workers have a copy."""
+def packed(stream: SampleStream, loads: Sequence[Callable[[], Tensor]]) -> bytes:
+    """The pickled loading functions of a stream sample's items, for a worker process, which has a copy of the stream.
+    Raises the errors of `pickle`."""
 
-    def __init__(self, file: io.BytesIO, stream: Any) -> None:
-        super().__init__(file)
-        self.stream = stream
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            return _THE_STREAM if obj is stream else None
 
-    def persistent_id(self, obj: Any) -> str | None:
-        return _THE_STREAM if obj is self.stream else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, stream: Any) -> None:
-        super().__init__(file)
-        self.stream = stream
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self.stream
-
-
-def packed(stream: Any, loads: Sequence[Callable[[], Tensor]]) -> bytes:
-    """The pickled loading functions of a stream sample's items, for a worker process. Raises the errors of `pickle`."""
     file = io.BytesIO()
-    _Pickler(file, stream).dump(list(loads))
+    Pickler(file).dump(list(loads))
     return file.getvalue()
+
+
+def unpacked(stream: SampleStream, data: bytes) -> list[Callable[[], Tensor]]:
+    """What was `packed`, with this process's copy of the stream."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: str) -> SampleStream:
+            return stream
+
+    found: list[Callable[[], Tensor]] = Unpickler(io.BytesIO(data)).load()
+    return found
 
 
 @dataclass(frozen=True)
 class OfStream:
     """The workers' loader for streams: a copy of the stream as `dataset`, and the held-out samples."""
 
-    dataset: Any
-    held_out: Any = None
+    dataset: SampleStream
+    held_out: SampleDataset | None = None
 
     def fingerprint(self) -> str:
         """Fingerprint of the stream."""
         return str(self.dataset.fingerprint())
 
 
-def sample_key(dataset: Any, task: Task) -> tuple[Any, ...]:
+def sample_key(dataset: object, task: Task) -> tuple[object, ...]:
     """Cache key of a sample's items; without the epoch if samples do not vary by epoch."""
     if task.held_out:
         return ("held out", task.at)
@@ -174,7 +176,7 @@ class Producing:
         if task.kind == "batches":
             return self.loader.batches(task.epoch)
         if task.kind == "decode":
-            loads = _Unpickler(io.BytesIO(task.loads), self.dataset).load()
+            loads = unpacked(self.dataset, task.loads)
             return Loaded([Raw.of(load()) for load in loads], read=len(loads))
         return self.make(task) if task.kind == "make" else self.load(task)
 
@@ -202,7 +204,7 @@ class Producing:
                 return Loaded(broken=why)
             return self._decode(task, key)
 
-    def _kept(self, task: Task, keys: list[tuple[Any, ...]]) -> Loaded | None:
+    def _kept(self, task: Task, keys: list[tuple[object, ...]]) -> Loaded | None:
         """The answer if all items are cached, else None."""
         assert self.decoded is not None
         if not task.sent:
@@ -210,7 +212,7 @@ class Producing:
         found = [item for key in keys if (item := self.decoded.get(key)) is not None]
         return Loaded([Raw.of(item) for item in found]) if len(found) == len(keys) else None
 
-    def _decode(self, task: Task, key: tuple[Any, ...]) -> Loaded:
+    def _decode(self, task: Task, key: tuple[object, ...]) -> Loaded:
         dataset: Any = self.held_out if task.held_out else self.dataset
         counts = hasattr(dataset, "noted")
         before = 0
@@ -255,25 +257,14 @@ def _others(sample: Sample, task: Task) -> Iterator[tuple[str, int, Tensor]]:
                 yield modality, number, data
 
 
-def whole(bare: Bare, load: Any) -> Sample:
-    """Sample whose items' data come from `load(modality, number)`."""
+def whole(bare: Bare, load: Callable[[str, int], Tensor] | None) -> Sample:
+    """Sample whose items' data come from `load(modality, number)`; None: without data."""
     media = {
         modality: [
-            Media(each.shape, each.tokens, load=_Loading(load, modality, number), about=each.about)
+            Media(each.shape, each.tokens, load=load and partial(load, modality, number), about=each.about)
             for number, each in enumerate(items)
         ]
         for modality, items in bare.media.items()
     }
     # Copied: arrays in Ray's store are read-only.
     return Sample(torch.from_numpy(bare.ids.copy()), torch.from_numpy(bare.labels.copy()), media, bare.name)
-
-
-class _Loading:
-    """Loads the data of one item of a sample on first access."""
-
-    def __init__(self, load: Any, modality: str, number: int) -> None:
-        self.load, self.item = load, (modality, number)
-
-    def __call__(self) -> Tensor:
-        found: Tensor = self.load(*self.item)
-        return found

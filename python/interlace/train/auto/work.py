@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from interlace.costs.step import Size
+from interlace.data.workers.produced import ReadAhead
 from interlace.modalities import named
 from interlace.model import IGNORE, Media, Sample
 from interlace.model.inputs.placeholders import token_ids
@@ -78,9 +79,8 @@ def real_work(config: Config, data: SampleDataset, batch_size: int) -> Work:
         batches = tuple(drawn[first : first + batch_size] for first in range(0, len(drawn), batch_size))
         return Work(batches, f"{BATCHES} batches of the validation samples of {data.name}, which are read as a stream")
     own, seed = config.data, config.run.seed
-    reader = loader(
-        data, batch_size, own.row_tokens, seed=seed, drop_last=own.drop_last, prefetch=0, wanted=lambda _: []
-    )
+    ahead = ReadAhead(prefetch=0, wanted=lambda _: [])
+    reader = loader(data, batch_size, own.row_tokens, seed=seed, drop_last=own.drop_last, ahead=ahead)
     try:
         batches = tuple(next(reader) for _ in range(BATCHES))
     finally:

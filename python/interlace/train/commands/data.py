@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,7 +133,7 @@ def _mixture(data: Data, tokens: Mapping[str, np.ndarray]) -> list[str]:
 
 def _batches(config: Config, tokens: Mapping[str, np.ndarray], hashes: Mapping[str, list[int]]) -> list[str]:
     """Lines of text: notes of a run on its batches from records with these lengths and hashes."""
-    from interlace.data import MixedDataset, Part
+    from interlace.data import MixedDataset, Part, ReadAhead
     from interlace.data.chats.dataset import train_picks
     from interlace.train.data.feed import batch_notes, loader
 
@@ -146,8 +146,10 @@ def _batches(config: Config, tokens: Mapping[str, np.ndarray], hashes: Mapping[s
             return []
         parts.append(Part(each.name, cast(Any, _Lengths(tokens[name][picks])), each.weight))
     dataset = MixedDataset(parts, data.mix_by) if len(parts) > 1 else parts[0].data
-    settings = {"seed": config.run.seed, "drop_last": data.drop_last, "prefetch": 0}
-    return batch_notes(loader(dataset, config.train.batch_size, data.row_tokens, **settings))
+    size, seed = config.train.batch_size, config.run.seed
+    return batch_notes(
+        loader(dataset, size, data.row_tokens, seed=seed, drop_last=data.drop_last, ahead=ReadAhead(prefetch=0))
+    )
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,7 @@ def index(options: argparse.Namespace) -> int:
             f"{name}{': ' * bool(name)}{len(made):,} records, {made.totals['broken']:,} of them broken, "
             f"{made.totals['text']:,} characters; media: {kinds or 'none'}; {made.folder}"
         )
-        listed = (made.folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()[:MOST_NAMED]
-        for where, kind, why in map(json.loads, listed):
+        for where, kind, why in islice(made.broken(), MOST_NAMED):
             print(f"{where}: {kind}: {' '.join(why.split())}")
         broken += made.totals["broken"]
     return BROKEN if broken else CLEAN
@@ -267,7 +268,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     from dataclasses import replace
 
     from interlace.train.data.feed import chat_format, chat_sources
-    from interlace.train.data.texts import tokenizer_of
+    from interlace.train.data.texts import ModelTokenizer, tokenizer_of
     from interlace.train.models.build import build
     from interlace.train.models.media_specs import check_inputs
 
@@ -275,6 +276,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     if not config.data.kind.files:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
+    assert isinstance(tokenizer, ModelTokenizer)  # of chats
     model = build(config, tokenizer, source=str(path))
     check_inputs(config, model, source=str(path))
     splits = []

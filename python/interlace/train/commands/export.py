@@ -127,7 +127,7 @@ def _companions(config: Config, model: MultimodalModel, folder: Path, source: st
     from interlace.model.checkpoints.module_folder import FACTS
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole.model import copy_companions
-    from interlace.train.data.texts import reads_bytes, tokenizer_of
+    from interlace.train.data.texts import ModelTokenizer, reads_bytes, tokenizer_of
     from interlace.train.models.media_specs import pixels
 
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -141,6 +141,7 @@ def _companions(config: Config, model: MultimodalModel, folder: Path, source: st
     language_model = folder / LANGUAGE_MODEL
     if not reads_bytes(config):
         tokens = tokenizer_of(config, source=source)
+        assert isinstance(tokens, ModelTokenizer)
         tokens.tokenizer.chat_template = tokens.template
         tokens.tokenizer.save_pretrained(language_model)
     elif config.model.language_model.path is not None:

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,25 @@ from interlace.train.data.texts import ModelTokenizer, tokenizer_of
 from interlace.train.models.media_specs import check_inputs, media_specs
 
 if TYPE_CHECKING:
-    from interlace.data import ChatDataset, Loader
-    from interlace.data.workers.produced import HeldOut
-
+    from interlace.balance.rearrange import AllToAllPlan
+    from interlace.data import (
+        ChatDataset,
+        Loader,
+        Media,
+        MixedDataset,
+        ReadAhead,
+        Sample,
+        SampleDataset,
+        SampleStream,
+        StreamLoader,
+        Tokenizer,
+    )
+    from interlace.data.chats.encoding.tokens import ChatFormat
+    from interlace.data.chats.files.sources import Rules
+    from interlace.data.chats.stream import ChatStream
+    from interlace.data.workers.produced import HeldOut, Producers
+    from interlace.model import MultimodalModel
+    from interlace.run.tables.batch import Dispatched
 
 LEFT_OUT = "left_out.txt"
 
@@ -37,17 +53,17 @@ LEFT_OUT = "left_out.txt"
 class Batch:
     """Samples of one step, of all replicas, and their position in the sequence."""
 
-    samples: list[Any]
+    samples: list[Sample]
     epoch: int
     position: int
-    rows: list[list[Any]] | None = None
+    rows: list[list[Sample]] | None = None
     """Rows of samples if they are packed: each row is a microbatch."""
     sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Source -> (number of samples, their tokens); empty for a single source."""
-    dispatched: Any = None
+    dispatched: Dispatched | None = None
     """Of a stream: the samples as distributed over the ranks."""
-    exchange: Any = None
-    """Of a stream: bytes exchanged between ranks for this batch (`interlace.balance.AllToAllPlan`)."""
+    exchange: AllToAllPlan | None = None
+    """Of a stream: bytes exchanged between ranks for this batch."""
 
     @property
     def moved(self) -> int | None:
@@ -56,7 +72,7 @@ class Batch:
         return None if self.exchange is None else int(self.exchange.moved)
 
     @property
-    def given(self) -> Any:
+    def given(self) -> Dispatched | list[Sample] | list[list[Sample]]:
         """Input of a step: packed rows, samples that the step assigns itself, or the distributed samples of a
         stream."""
         if self.dispatched is not None:
@@ -73,60 +89,65 @@ class Feed:
     """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.SampleDataset`).
 
     `batch_size` counts samples of all replicas. With `row_tokens` it counts rows of at most that many tokens.
-    `drop_last`: leave out the samples at the end of an epoch that do not fill a batch. `wanted`: the media of a batch
-    (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all. `producers` make
-    samples outside the training thread (`preparing.producers_of`), `prefetch` batches ahead, in pinned memory for a GPU
-    (`pinned`), and decode the held-out ones.
+    `drop_last`: leave out the samples at the end of an epoch that do not fill a batch. `ahead`: reading ahead; its
+    producers (`producers.producers_of`) decode the held-out samples, too.
     """
 
     def __init__(
         self,
-        train: Any,
-        held_out: Any,
+        train: SampleDataset,
+        held_out: SampleDataset,
         *,
         batch_size: int,
         seed: int,
         validation_samples: int,
-        wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
         row_tokens: int | None = None,
         drop_last: bool = False,
-        producers: Callable[[Any], Any] | None = None,
-        prefetch: int = 2,
-        pinned: bool = False,
+        ahead: ReadAhead | None = None,
     ) -> None:
-        self.train = train
+        from interlace.data import ReadAhead
+
+        ahead = replace(ahead or ReadAhead(), held_out=held_out)
         self.in_rows = row_tokens is not None
-        ahead: dict[str, Any] = {"wanted": wanted, "producers": producers, "prefetch": prefetch, "pinned": pinned}
-        ahead["held_out"] = held_out
-        self.loader = loader(train, batch_size, row_tokens, seed=seed, drop_last=drop_last, **ahead)
+        self.train = train
+        self.loader = loader(train, batch_size, row_tokens, seed=seed, drop_last=drop_last, ahead=ahead)
         self.loader.begin()
         self._hold_out(held_out, validation_samples)
 
     @classmethod
-    def of_config(cls, config: Config, train: Any, held_out: Any, wanted: Any, **settings: Any) -> Feed:
-        """Feed of a config with random access. wanted, settings (producers, pinned): as of `Feed`."""
+    def of_config(
+        cls,
+        config: Config,
+        train: SampleDataset,
+        held_out: SampleDataset,
+        wanted: Callable[[list[Any]], Iterable[Media]] | None,
+        *,
+        producers: Callable[[Loader], Producers] | None = None,
+        pinned: bool = False,
+    ) -> Feed:
+        """Feed of a config with random access. wanted, producers, pinned: as of `ReadAhead`."""
+        from interlace.data import ReadAhead
+
         return cls(
             train,
             held_out,
             batch_size=config.train.batch_size,
             seed=config.run.seed,
             validation_samples=config.train.validation_samples,
-            wanted=wanted,
             row_tokens=config.data.row_tokens,
             drop_last=config.data.drop_last,
-            prefetch=config.data.prefetch,
-            **settings,
+            ahead=ReadAhead(config.data.prefetch, wanted, producers, pinned),
         )
 
-    def _hold_out(self, held_out: Any, validation_samples: int) -> None:
+    def _hold_out(self, held_out: SampleDataset, validation_samples: int) -> None:
         self.held_out_data = held_out
         count = min(validation_samples, len(held_out))
         self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
-        self._held_out: list[Any] | None = None
+        self._held_out: list[Sample] | None = None
         self._apart: HeldOut | None = None  # requests held-out items from producers
 
     @property
-    def held_out(self) -> list[Any]:
+    def held_out(self) -> list[Sample]:
         """The validation samples, the same on every rank."""
         from interlace.data.workers.produced import HeldOut
 
@@ -137,7 +158,7 @@ class Feed:
             self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
         return self._held_out
 
-    def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Any]]) -> None:
+    def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Media]]) -> None:
         """Requests decoding of the media that this process reads of these `parts` of the validation samples; does not
         wait.
 
@@ -155,32 +176,35 @@ class Feed:
         samples = found if rows is None else [sample for row in rows for sample in row]
         return Batch(samples, epoch, position, rows, self._sources(epoch, position, samples))
 
-    def _sources(self, epoch: int, position: int, samples: list[Any]) -> dict[str, tuple[int, int]]:
+    def _sources(self, epoch: int, position: int, samples: list[Sample]) -> dict[str, tuple[int, int]]:
         from interlace.data import by_source
 
-        if not self.mixed:
+        if self._mixture is None:
             return {}
-        parts = by_source(self.train, self.loader.indices(epoch, position), samples)
+        parts = by_source(self._mixture, self.loader.indices(epoch, position), samples)
         return {name: (len(part), sum(len(sample.input_ids) for sample in part)) for name, part in parts}
 
     @property
-    def mixed(self) -> bool:
-        """True if the data have several sources."""
-        return len(getattr(self.train, "parts", ())) > 1
+    def _mixture(self) -> MixedDataset | None:
+        """The training data, if they have several sources."""
+        from interlace.data import MixedDataset
+
+        return self.train if isinstance(self.train, MixedDataset) and len(self.train.parts) > 1 else None
 
     def epochs(self, batch: Batch) -> dict[str, float]:
         """Source -> number of epochs over its samples, up to the end of `batch`; empty for a single source."""
-        if not self.mixed:
+        mixture = self._mixture
+        if mixture is None:
             return {}
         end = self.loader.drawn(batch.epoch, batch.position)
-        of = self.train.source_of(self.loader.order(batch.epoch)[:end])
-        before = self.train.drawn(batch.epoch)
+        of = mixture.source_of(self.loader.order(batch.epoch)[:end])
+        before = mixture.drawn(batch.epoch)
         return {
             part.name: (before[place] + int((of == place).sum())) / len(part.data)
-            for place, part in enumerate(self.train.parts)
+            for place, part in enumerate(mixture.parts)
         }
 
-    def held_out_by_source(self) -> list[tuple[str, list[Any]]]:
+    def held_out_by_source(self) -> list[tuple[str, list[Sample]]]:
         """Validation samples of each source, by its name; a single source has the name ""."""
         from interlace.data import by_source
 
@@ -243,24 +267,28 @@ class Feed:
         return {f"uniform_{unit}": math.log(256 if unit == "byte" else vocabulary), f"unigram_{unit}": unigram}
 
 
-def loader(data: Any, batch_size: int, row_tokens: int | None, **settings: Any) -> Loader:
+def loader(
+    data: SampleDataset, batch_size: int, row_tokens: int | None, *, seed: int, drop_last: bool, ahead: ReadAhead
+) -> Loader:
     """Loader of batches of samples, or of rows of at most `row_tokens` tokens. Raises ConfigError."""
     from interlace.data import Loader, RowLoader
 
     try:
         if row_tokens is None:
-            return Loader(data, batch_size, **settings)
-        return RowLoader(data, batch_size, row_tokens, **settings)
+            return Loader(data, batch_size, seed=seed, drop_last=drop_last, ahead=ahead)
+        return RowLoader(data, batch_size, row_tokens, seed=seed, drop_last=drop_last, ahead=ahead)
     except ValueError as error:
         raise ConfigError(f"[train] batch_size: {error}") from None
 
 
-def batch_notes(loader: Any) -> list[str]:
+def batch_notes(loader: Loader | StreamLoader) -> list[str]:
     """Log lines for the start of a run: samples that ``data.drop_last`` leaves out, and data that make a single
     batch."""
-    if loader.batches_per_epoch is None:
+    from interlace.data import StreamLoader
+
+    if isinstance(loader, StreamLoader):
         return []
-    count = len(loader.dataset)
+    count = loader.size
     if loader.drop_last:
         left = loader.left_out(0)
         return [f"data.drop_last: the first epoch leaves out {left:,} of {count:,} samples, which do not fill a batch"]
@@ -270,7 +298,12 @@ def batch_notes(loader: Any) -> list[str]:
 
 
 def datasets(
-    config: Config, model: Any, tokenizer: Any, *, source: str = "config", say: Callable[[str], None] | None = None
+    config: Config,
+    model: MultimodalModel,
+    tokenizer: Tokenizer,
+    *,
+    source: str = "config",
+    say: Callable[[str], None] | None = None,
 ) -> tuple[Any, Any]:
     """The training and the held-out dataset for `model`.
 
@@ -306,7 +339,9 @@ def _digits(config: Config, model: Any, tokenizer: Any, source: str, say: Callab
     return train, held_out
 
 
-def _chats(config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]) -> tuple[Any, Any]:
+def _chats(
+    config: Config, model: MultimodalModel, tokenizer: ModelTokenizer, source: str, say: Callable[[str], None]
+) -> tuple[SampleDataset | ChatStream, SampleDataset]:
     """The training and the validation chats (`ChatDataset`; with several sources `MixedDataset`). Raises
     ConfigError."""
     from interlace.data import MixedDataset, Part, cache_folder, load_chats
@@ -350,7 +385,7 @@ OPENED: dict[str, Opened] = {CHATS.name: _chats, DIGITS.name: _digits, OWN.name:
 """Kind of dataset -> function that makes its training and held-out data."""
 
 
-def _streamed(config: Config, chats: Any, files: Source, rules: Any) -> tuple[Any, ChatDataset]:
+def _streamed(config: Config, chats: ChatFormat, files: Source, rules: Rules) -> tuple[ChatStream, ChatDataset]:
     """The training chats as a stream, and the validation chats."""
     from interlace.data.chats.dataset import whole_chats
     from interlace.data.chats.stream import ChatStream
@@ -360,27 +395,25 @@ def _streamed(config: Config, chats: Any, files: Source, rules: Any) -> tuple[An
     return ChatStream(files.train, chats, rules, cache), held_out
 
 
-def indexed(train: Any, held_out: Any) -> Any:
+def indexed(train: SampleDataset | SampleStream, held_out: SampleDataset) -> SampleDataset:
     """The dataset of `datasets` with samples by number: not a stream."""
-    return train if hasattr(train, "sample") else held_out
+    from interlace.data import SampleStream
+
+    return held_out if isinstance(train, SampleStream) else train
 
 
-def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
-    """The format that converts chats to tokens of `model` (`interlace.data.chats.encoding.tokens.ChatFormat`).
-
-    Raises ConfigError.
-    """
+def chat_format(config: Config, model: MultimodalModel, tokenizer: ModelTokenizer, source: str) -> ChatFormat:
+    """The format that converts chats to tokens of `model`. Raises ConfigError."""
     specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
-    tokens = {name: encoder.tokens for name, encoder in model.encoders.items()}
+    tokens: dict[str, Any] = {name: encoder.tokens for name, encoder in model.encoders.items()}
     try:
         return tokenizer.format(model.placeholders, tokens, specs)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{source}: [data]: {error}") from None
 
 
-def chat_sources(config: Config, model: Any, source: str) -> list[tuple[Source, Any]]:
-    """The config's sources, each with its rules for chats that are too long or broken
-    (`interlace.data.chats.files.sources.Rules`)."""
+def chat_sources(config: Config, model: MultimodalModel, source: str) -> list[tuple[Source, Rules]]:
+    """The config's sources, each with its rules for chats that are too long or broken."""
     from interlace.data.chats.files.sources import Rules
 
     data = config.data
@@ -441,7 +474,9 @@ def _write_stamps(config: Config, say: Callable[[str], None], source: str) -> No
         say(made.words)
 
 
-def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None], *, goes_on: bool = False) -> None:
+def report_left_out(
+    splits: Iterable[SampleDataset], folder: Path, say: Callable[[str], None], *, goes_on: bool = False
+) -> None:
     """Logs the data that the run does not use, including cuts, and lists it in left_out.txt of its `folder`.
 
     Splits of the same files share most of it: a split without entries of its own is not reported again. goes_on: True

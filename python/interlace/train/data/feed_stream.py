@@ -9,13 +9,20 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.comm.process.errors import CommError
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import LEFT_OUT, Batch, Feed
 from interlace.train.errors import TrainingError
+
+if TYPE_CHECKING:
+    from interlace.data import SampleDataset, StreamLoader
+    from interlace.data.chats.stream import ChatStream
+    from interlace.data.workers.produced import Producers
+    from interlace.data.workers.tasks import OfStream
+    from interlace.run.parallel_model import ParallelModel
 
 MOST_TOLD = 10_000  # maximum number of lines per rank in left_out.txt
 
@@ -29,30 +36,26 @@ class StreamFeed(Feed):
     def __init__(
         self,
         config: Config,
-        stream: Any,
-        held_out: Any,
-        parallel: Any,
-        producers: Callable[[Any], Any] | None = None,
+        stream: ChatStream,
+        held_out: SampleDataset,
+        parallel: ParallelModel,
+        producers: Callable[[OfStream], Producers] | None = None,
     ) -> None:
-        from interlace.data import StreamLoader
+        from interlace.data import ReadAhead, StreamLoader, StreamOptions
         from interlace.run.execute.exchange import MIB
 
         data, train = config.data, config.train
-        self.train, self.in_rows = stream, False
+        limit, timeout = data.exchange_mb * MIB, config.parallel.timeout
+        self.train, self.in_rows = stream, False  # type: ignore[assignment]
         try:
-            self.loader: Any = StreamLoader(
+            self.loader: StreamLoader = StreamLoader(  # type: ignore[assignment]
                 stream,
                 parallel,
                 train.batch_size,
                 seed=config.run.seed,
-                readers=data.readers,
                 buffer=data.shuffle_buffer,
-                limit=data.exchange_mb * MIB,
-                microbatches=train.microbatches,
-                chunks=config.chunks(),
-                timeout=config.parallel.timeout,
-                producers=producers,
-                held_out=held_out,
+                options=StreamOptions(data.readers, limit, timeout, train.microbatches, config.chunks()),
+                ahead=ReadAhead(producers=producers, held_out=held_out),
             )
         except ValueError as error:
             raise ConfigError(f"[data] reading = 'stream': {error}") from None

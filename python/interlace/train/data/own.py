@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.sections import Config
+from interlace.train.data.texts import ModelTokenizer
 from interlace.train.models.media_specs import media_specs
 
 if TYPE_CHECKING:
-    from interlace.data import DatasetSetup, SampleDataset
+    from interlace.data import DatasetSetup, SampleDataset, Tokenizer
+    from interlace.model import MultimodalModel
 
 
 def dataset_class(path: str, source: str = "config") -> type[SampleDataset]:
@@ -31,7 +33,7 @@ def dataset_class(path: str, source: str = "config") -> type[SampleDataset]:
 
 
 def opened(
-    config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]
+    config: Config, model: MultimodalModel, tokenizer: Tokenizer, source: str, say: Callable[[str], None]
 ) -> tuple[SampleDataset, SampleDataset]:
     """The training and the held-out data of the user's class. Raises ConfigError."""
     path, options = config.data.dataset, config.data.options
@@ -69,7 +71,7 @@ def _problem(found: SampleDataset, max_tokens: int | None) -> str:
     return ""
 
 
-def _setup(config: Config, model: Any, tokenizer: Any, source: str) -> DatasetSetup:
+def _setup(config: Config, model: MultimodalModel, tokenizer: Tokenizer, source: str) -> DatasetSetup:
     from interlace.data import DatasetSetup, cache_folder
     from interlace.train.models.build import build
 
@@ -80,7 +82,7 @@ def _setup(config: Config, model: Any, tokenizer: Any, source: str) -> DatasetSe
         placeholders=dict(model.placeholders),
         tokens={name: encoder.tokens for name, encoder in counting.encoders.items()},
         specs={} if whole else media_specs(config, model, source=source),
-        processor=tokenizer.processor if whole else None,
+        processor=tokenizer.processor if isinstance(tokenizer, ModelTokenizer) else None,
         max_tokens=data.max_tokens or model.max_length,
         seed=config.run.seed,
         held_out=data.held_out,

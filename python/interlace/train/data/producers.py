@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.data import Loader
+    from interlace.data.workers.produced import Producers
+    from interlace.data.workers.tasks import OfStream
 
 GIB = 1 << 30
 
@@ -23,7 +28,9 @@ def workers_of(config: Config, local_ranks: int) -> int:
     return 0 if count == "ray" else count
 
 
-def producers_of(config: Config, run: Path, local_ranks: int, *, source: str = "config") -> Callable[[Any], Any] | None:
+def producers_of(
+    config: Config, run: Path, local_ranks: int, *, source: str = "config"
+) -> Callable[[Any], Producers] | None:
     """Returns a factory of producers for a loader; None: the reading thread makes the samples itself.
 
     run: its folder, which all ranks share.
@@ -40,7 +47,7 @@ def producers_of(config: Config, run: Path, local_ranks: int, *, source: str = "
     if not count:
         return None
 
-    def start(loader: Any) -> Any:
+    def start(loader: Loader | OfStream) -> Producers:
         from interlace.data.workers import decode_cache as decoded
         from interlace.data.workers.pool import WorkerPool, WorkersError
 
@@ -60,14 +67,14 @@ def producers_of(config: Config, run: Path, local_ranks: int, *, source: str = "
     return start
 
 
-def _on_ray(config: Config, run: Path, limit: int, source: str) -> Callable[[Any], Any]:
+def _on_ray(config: Config, run: Path, limit: int, source: str) -> Callable[[Loader | OfStream], Producers]:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"{source}: [data] workers = 'ray', but Ray is not installed: pip install 'interlace[ray]' on every node, "
             "or give a number of worker processes"
         )
 
-    def start(loader: Any) -> Any:
+    def start(loader: Loader | OfStream) -> Producers:
         from interlace.data.workers.ray_tasks import RayError, RayTasks
 
         try:

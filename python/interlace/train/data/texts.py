@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interlace.modalities import all_modalities
 from interlace.train.config.data import NOT_WHOLE
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
+
+if TYPE_CHECKING:
+    from interlace.data import ByteTokenizer
+    from interlace.data.chats.encoding.tokens import ChatFormat, Tokens
+    from interlace.modalities.base import Spec
 
 
 def reads_bytes(config: Config) -> bool:
@@ -24,7 +29,7 @@ def _folder(config: Config) -> str | None:
     return config.data.tokenizer or config.model.path or config.model.language_model.path
 
 
-def tokenizer_of(config: Config, *, source: str = "config") -> Any:
+def tokenizer_of(config: Config, *, source: str = "config") -> ByteTokenizer | ModelTokenizer:
     """A ByteTokenizer or a ModelTokenizer. Raises ConfigError for folders and templates that do not fit."""
     if reads_bytes(config):
         from interlace.data import ByteTokenizer
@@ -56,7 +61,7 @@ class Vocabulary:
     placeholders: Mapping[str, int]
 
 
-def vocabulary_of(config: Config, *, source: str = "config") -> Any:
+def vocabulary_of(config: Config, *, source: str = "config") -> ByteTokenizer | ModelTokenizer | Vocabulary:
     """The run's tokenizer. If its folder does not exist but the config has the vocabulary size, a `Vocabulary`.
 
     That is enough for costs. Raises ConfigError.
@@ -78,6 +83,7 @@ class ModelTokenizer:
 
     def __init__(self, config: Config) -> None:
         from interlace.data.chats.encoding import load as chats_load
+        from interlace.data.chats.encoding.tokens import MediaSettings
 
         data, whole = config.data, config.model.path
         folder = _folder(config)
@@ -108,10 +114,9 @@ class ModelTokenizer:
         self.placeholders = {name: int(ids(tag)) for name, tag in self.tags.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
-        self.strict = data.on_too_large == "error"
         self.video_fps = data.video_fps
-        made = {each.name: each.settings(data) for each in all_modalities()}
-        self.settings = {name: settings for name, settings in made.items() if settings is not None}
+        made = {each.name: settings for each in all_modalities() if (settings := each.settings(data)) is not None}
+        self.media = MediaSettings(made, strict=data.on_too_large == "error")
         self.end = ""
         last = self._last_learnt()
         self.ends_answers = last in self.tokenizer.added_tokens_decoder
@@ -141,11 +146,10 @@ class ModelTokenizer:
     def format(
         self,
         placeholders: Mapping[str, int | Sequence[int]],
-        tokens: Mapping[str, Any],
-        specs: Mapping[str, Any],
-    ) -> Any:
-        """The `interlace.data.chats.encoding.tokens.ChatFormat` for encoders with these placeholders, token counts and
-        specs."""
+        tokens: Mapping[str, Tokens],
+        specs: Mapping[str, Spec],
+    ) -> ChatFormat:
+        """The format of chats for encoders with these placeholders, token counts and specs."""
         from interlace.data.chats.encoding.processor import ProcessorFormat
         from interlace.data.chats.encoding.tokens import TokenizerFormat
 
@@ -167,8 +171,7 @@ class ModelTokenizer:
             tags=tags,
             specs=specs,
             tokens=tokens,
-            settings=self.settings,
-            strict=self.strict,
+            media=self.media,
             end=self.end,
         )
 

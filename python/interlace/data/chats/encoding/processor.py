@@ -119,7 +119,7 @@ class ProcessorFormat(ChatFormat):
 
     # ------------------------------------------------------------------ calling the processor
 
-    def _messages(self, chat: Chat, media: Sequence[Any]) -> Messages:
+    def _messages(self, chat: Chat, media: Sequence[object]) -> Messages:
         """Typed content with the media, real or blank."""
         left, made = iter(media), []
         for turn in chat.turns:
@@ -132,7 +132,7 @@ class ProcessorFormat(ChatFormat):
             )
         return made
 
-    def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], sampling: Mapping[str, Any]) -> _Asked:
+    def _ask(self, processor: Any, chat: Chat, media: Sequence[object], sampling: Mapping[str, object]) -> _Asked:
         """HuggingFace's own model inputs for a chat, and the positions of its texts. Not thread-safe: parts keep their
         last result. sampling: arguments for media of frames; {}: the chat has no such media."""
         from jinja2 import TemplateError as JinjaError

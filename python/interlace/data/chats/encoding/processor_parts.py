@@ -45,7 +45,9 @@ class Part:
         self.last = self._apart(media, kwargs) if any(self.asked) else self._made(media, kwargs)
         return BatchFeature(dict(self.last))
 
-    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _made(
+        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
         part = self._part
         if settings:
             part = copy.copy(part)
@@ -98,7 +100,9 @@ class Videos(Part):
         self.metadata = list(_flat(kwargs.get("video_metadata") or ()))  # the part writes the chosen frames into these
         return super().__call__(media, **kwargs)
 
-    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _made(
+        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
         return {name: _shown(value) for name, value in super()._made(media, kwargs, settings).items()}
 
 
@@ -112,7 +116,9 @@ class Remembered(Part):
         super().__init__(part)
         self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
-    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _made(
+        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
         key = (_sizes(media), repr(sorted(kwargs.items(), key=lambda item: item[0])), repr(settings or None))
         if key not in self._kept:
             made = super()._made(media, kwargs, settings)
@@ -137,7 +143,7 @@ class RememberedApart(Remembered):
         return BatchFeature(dict(self.last))
 
 
-def _flat(media: Any) -> Iterator[Any]:
+def _flat(media: object) -> Iterator[Any]:
     """Flattens nested lists of media."""
     if isinstance(media, (list, tuple)):
         for one in media:
@@ -155,7 +161,7 @@ def _beside(values: Sequence[Any]) -> Any:
     return [one for value in values for one in value]
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """Replaces tensors on the meta device by ones: processors concatenate videos and pictures."""
     if isinstance(value, (list, tuple)):
         return [_shown(one) for one in value]
@@ -170,7 +176,7 @@ def _sizes(media: Any) -> Any:
     return media.size
 
 
-def _light(value: Any) -> Any:
+def _light(value: object) -> object:
     if isinstance(value, (list, tuple)) and value and all(isinstance(one, Tensor) for one in value):
         return [_light(one) for one in value]
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:

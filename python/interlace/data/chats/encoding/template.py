@@ -77,47 +77,41 @@ class Writing:
         return next(token for token in self.ends if text.startswith(token, place))
 
 
-def render_with(template: str, special: dict[str, Any]) -> Render:
-    """The library's own rendering of `template`. Raises BrokenSampleError for a chat that the template refuses."""
+def _rendered(template: str, special: dict[str, Any], messages: Messages, **more: bool) -> tuple[str, Spans]:
+    """The library's own rendering of `template`, and the spans that it marks. Raises BrokenSampleError for a chat that
+    the template refuses."""
     from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    try:
+        texts, spans = render_jinja_template(conversations=[messages], chat_template=template, **more, **special)
+    except (JinjaError, *REFUSALS) as error:
+        raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
+    return str(texts[0]), spans[0] if spans else []
+
+
+def render_with(template: str, special: dict[str, Any]) -> Render:
+    """Renders messages with `template`. Raises BrokenSampleError for a chat that the template refuses."""
+
     def render(messages: Messages, prompt: bool) -> str:
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[messages], chat_template=template, add_generation_prompt=prompt, **special
-            )
-        except (JinjaError, *REFUSALS) as error:
-            raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
-        return str(texts[0])
+        return _rendered(template, special, messages, add_generation_prompt=prompt)[0]
 
     return render
 
 
 def _marked(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spans:
     """Spans from the template's own marks."""
-    from jinja2 import TemplateError as JinjaError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     name = writing.name
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            chat_template=writing.template,
-            return_assistant_tokens_mask=True,
-            **writing.special,
-        )
-    except (JinjaError, *REFUSALS) as error:
-        raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
-    if texts[0] != text:
+    again, spans = _rendered(writing.template, writing.special, messages, return_assistant_tokens_mask=True)
+    if again != text:
         raise TemplateError(f"{name}: writes another text when it is asked which words are the assistant's")
     spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
-    if len(spans[0]) != len(spoken):
+    if len(spans) != len(spoken):
         raise TemplateError(
-            f"{name}: marks {len(spans[0])} answers with {{% generation %}} of a chat that has {len(spoken)}"
+            f"{name}: marks {len(spans)} answers with {{% generation %}} of a chat that has {len(spoken)}"
         )
     learnt = []
-    for place, (start, end) in zip(spoken, spans[0], strict=True):
+    for place, (start, end) in zip(spoken, spans, strict=True):
         if not chat.turns[place].learn:
             continue
         at = int(start)

@@ -253,13 +253,20 @@ class ChatFormat(ABC):
         return item
 
 
+@dataclass(frozen=True)
+class MediaSettings:
+    """Settings of media files. by_modality: modality -> its `Modality.settings`. strict: True: pictures too large for
+    their spec are broken; False: they are scaled down."""
+
+    by_modality: Mapping[str, object] = field(default_factory=dict)
+    strict: bool = False
+
+
 class TokenizerFormat(ChatFormat):
     """Format for models assembled from modules: tags, the encoders' own counts, and files read by `specs`.
 
     tags: encoder -> the text of its placeholder, one token. specs: encoder -> preprocessing of its files. An encoder
     takes the modality of its spec; encoders of pictures also take the frames of videos, one item per frame.
-    settings: modality -> its `Modality.settings`. strict: True: pictures too large for their spec are broken; False:
-    they are scaled down.
     """
 
     def __init__(
@@ -271,14 +278,12 @@ class TokenizerFormat(ChatFormat):
         tags: Mapping[str, str],
         specs: Mapping[str, Spec],
         tokens: Mapping[str, Tokens],
-        settings: Mapping[str, Any] | None = None,
-        strict: bool = False,
+        media: MediaSettings = MediaSettings(),
         end: str = "",
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
-        self.tags, self.specs, self.settings = dict(tags), dict(specs), dict(settings or {})
-        self.strict = strict
+        self.tags, self.specs, self.media = dict(tags), dict(specs), media
 
     @cached_property
     def _render(self) -> Any:
@@ -362,7 +367,7 @@ class TokenizerFormat(ChatFormat):
                 part = media[medium]
                 shape = self._shape(encoder, size, part)
                 each = self.counted(encoder, shape, {})
-                settings = self.settings.get(part.kind)
+                settings = self.media.by_modality.get(part.kind)
                 count = each * named(part.kind).count(part.path, size, part.limits, each, settings)
                 starts = range(len(ids), len(ids) + count, each)
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
@@ -372,7 +377,7 @@ class TokenizerFormat(ChatFormat):
 
     def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
         with refused_by(f"the encoder {encoder!r}"):
-            return self.specs[encoder].item_shape(part.path, size, part.limits, strict=self.strict)
+            return self.specs[encoder].item_shape(part.path, size, part.limits, strict=self.media.strict)
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = chat.media
@@ -394,8 +399,8 @@ class TokenizerFormat(ChatFormat):
         return [spec.tensor(array) for array in arrays]
 
     def signature(self) -> str:
-        settings = self.settings.values()
-        said = (self.template, self.writing.end, self.tags, self.specs, *settings, self.strict, self.placeholders)
+        settings = (*self.media.by_modality.values(), self.media.strict)
+        said = (self.template, self.writing.end, self.tags, self.specs, *settings, self.placeholders)
         return repr((tokenizer_text(self.tokenizer), *said))
 
 
@@ -419,4 +424,4 @@ def template_text(path: str | Path) -> str:
     return text
 
 
-__all__ = ["ChatFormat", "Encoded", "Item", "TokenizerFormat", "template_text"]
+__all__ = ["ChatFormat", "Encoded", "Item", "MediaSettings", "TokenizerFormat", "template_text"]

@@ -2,15 +2,13 @@
 
 The index is independent of any model: records are read, and their media inspected (headers only, or decoded, as the
 rules specify). So processes share the work, one piece of a file each (`index_worker`), and every tokenizer or model
-uses the same index. Each finished piece is a file of its own: an interrupted build resumes after it. Then all pieces
-are joined into columns. These are memory-mapped arrays, so only pages that are read occupy memory.
+uses the same index. Each finished piece is a file of its own: an interrupted build resumes after it.
 
-An index is valid for the size and time of its files. When these change, pieces with unchanged bytes (by checksum) are
-kept and only the others are read again: appending to a file costs only the new part. Columns and pieces have
-checksums, too: torn ones are made again.
+A piece is valid for the size and time of its data file. When these change, pieces with unchanged bytes (by checksum)
+are kept and only the others are read again: appending to a file costs only the new part. A piece has checksums of its
+own, too: a torn one is made again.
 
-pieces/*.npz  one per piece      COLUMN.bin  a column of all records or all media      copied.jsonl  records that cannot
-be read in place      broken.jsonl  [where, kind, reason]      index.json  the rest; written last
+pieces/*.npz  one per piece: the columns RECORDS and MEDIA, `lines` (records that cannot be read in place) and `about`
 """
 
 from __future__ import annotations
@@ -19,38 +17,38 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from interlace.data.builtin.fetch import exclusive
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Piece, Raw
-from interlace.data.chats.files.sources import Rules, Stamp
-from interlace.modalities import all_modalities, names
+from interlace.data.chats.files.sources import Rules, Stamp, prune
+from interlace.modalities import all_modalities
 
-FORMAT = 2
+FORMAT = 3
 LARGE = 8 << 20
 """Minimum size of data files, in bytes, for an index on first use."""
+WAIT = 86_400.0
+"""Seconds to wait for another builder."""
 KEPT = 16
 """Number of indexes kept in a cache, the most recently used."""
-RECORDS: dict[str, np.dtype[Any]] = {
-    "file": np.dtype("<i4"),  # index in `paths`
-    "number": np.dtype("<i8"),  # line or record number, from 1
-    "offset": np.dtype("<i8"),  # of its bytes in the file, or in copied.jsonl
-    "size": np.dtype("<i4"),  # of these bytes
-    "crc": np.dtype("<u4"),  # of these bytes
-    "text": np.dtype("<i4"),  # characters in its turns
-    "media": np.dtype("<i4"),  # number of its media; -1: it is broken
-    "first": np.dtype("<i8"),  # index of its first medium in the media columns
-    "copied": np.dtype("<u1"),  # 0: in the file, 1: in copied.jsonl, 2: unreadable; error text in copied.jsonl
+RECORDS = {
+    "number": "<i8",  # line or record number in the piece, from 1
+    "offset": "<i8",  # of its bytes in the file; in `lines` if it is not read in place
+    "size": "<i4",  # of these bytes
+    "crc": "<u4",  # of these bytes
+    "media": "<i4",  # number of its media; -1: it is broken
+    "broken": "<u1",  # 1: unreadable; these bytes are the reason
 }
 """Columns of records."""
 MEDIA: dict[str, np.dtype[Any]] = {
@@ -58,66 +56,76 @@ MEDIA: dict[str, np.dtype[Any]] = {
     "sizes": np.dtype(("<f8", (3,))),  # result of `Modality.probe`, padded with NaN; all NaN: it is broken
     "stamp": np.dtype(("<i8", (2,))),  # of the file at that time (size, time in ns); -1: it was not inspected
 }
-"""Columns of media."""
-SHIFTED = {"number": "numbers", "first": "media", "offset": "copied"}
-"""Columns that start at 0 in each piece."""
+"""Columns of media, in the order of the records."""
+Known = tuple[Stamp, tuple[float, ...]]
+"""Index entry of a medium: the stamp of its file at that time, and its size."""
 log = logging.getLogger("interlace.data")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChatIndex:
-    """An open index. paths: the files of the records; totals: overall counts, for display."""
+    """An index. pieces: with their files in the folder; about: facts about each of them (`current`)."""
 
     folder: Path
-    paths: list[str]
-    columns: dict[str, np.ndarray]
-    totals: dict[str, Any]
-    _files: dict[str, IO[bytes]] = field(default_factory=dict, repr=False)
+    pieces: list[tuple[Piece, Path]]
+    about: list[dict[str, Any]]
 
     def __len__(self) -> int:
-        return len(self.columns["size"])
+        return self.totals["records"]
 
-    def block(self, start: int, end: int) -> tuple[list[Raw], list[list[tuple[Stamp, tuple[float, ...]]]]]:
-        """The records [start, end), and for each what is known of its media. Raises ChatFileError for a record that has
-        changed since the index was made."""
-        rows = {name: self.columns[name][start:end].tolist() for name in RECORDS}
-        raws, known = [], []
-        for row in zip(*rows.values(), strict=True):
-            one = dict(zip(rows, row, strict=True))
-            raws.append(self._raw(one))
-            known.append(self._media(one["first"], max(0, one["media"])))
-        return raws, known
+    @property
+    def totals(self) -> Counter[str]:
+        """Numbers of records, broken records, characters in turns, and media of each kind."""
+        return sum((Counter(about["totals"]) for about in self.about), Counter())
 
-    def _raw(self, one: dict[str, int]) -> Raw:
-        path = Path(self.paths[one["file"]])
-        place = self.folder / "copied.jsonl" if one["copied"] else path
-        line = os.pread(self.open(str(place)).fileno(), one["size"], one["offset"])
-        if zlib.crc32(line) != one["crc"]:
+    def broken(self) -> Iterator[tuple[str, str, str]]:
+        """(where, kind, reason) of each broken record."""
+        for piece, _, about, before in self._each():
+            for number, kind, why in about["broken"]:
+                yield f"{piece.file}:{before + number}", kind, why
+
+    def _each(self) -> Iterator[tuple[Piece, Path, dict[str, Any], int]]:
+        """Each piece, and the number of lines or records of its file before it."""
+        file, before = None, 0
+        for (piece, place), about in zip(self.pieces, self.about, strict=True):
+            file, before = piece.file, before if piece.file == file else 0
+            yield piece, place, about, before
+            before += about["numbers"]
+
+    def blocks(self, size: int) -> Iterator[tuple[list[Raw], list[list[Known]]]]:
+        """The records in order, at most `size` at once, and for each what is known of its media. Raises ChatFileError
+        for a record that has changed since the index was made."""
+        for each in self._each():
+            found = _records(*each)
+            while block := list(islice(found, size)):
+                yield [raw for raw, _ in block], [known for _, known in block]
+
+
+def _records(piece: Piece, place: Path, about: dict[str, Any], before: int) -> Iterator[tuple[Raw, list[Known]]]:
+    with np.load(place, allow_pickle=False) as made:
+        rows = zip(*(made[name].tolist() for name in RECORDS), strict=True)
+        media = _media(*(made[name].tolist() for name in MEDIA))
+        data, start, in_place = bytes(made["lines"]), 0, piece.end >= 0
+    if in_place:
+        start = piece.start
+        with open(piece.file, "rb") as file:
+            file.seek(start)
+            data = file.read(about["stop"] - start)
+    for number, offset, size, crc, count, broken in rows:
+        line = data[offset - start : offset - start + size]
+        if zlib.crc32(line) != crc:
             raise ChatFileError(
-                f"{path}:{one['number']}: has changed since it was indexed; start again, it is read anew"
+                f"{piece.file}:{before + number}: has changed since it was indexed; start again, it is read anew"
             )
-        if one["copied"] == 2:
-            return Raw(path, one["number"], b"", -1, line.decode("utf-8"))
-        return Raw(path, one["number"], line, -1 if one["copied"] else one["offset"])
+        text, why = (b"", line.decode("utf-8")) if broken else (line, "")
+        raw = Raw(piece.file, before + number, text, offset if in_place else -1, why)
+        yield raw, list(islice(media, max(0, count)))
 
-    def _media(self, first: int, count: int) -> list[tuple[Stamp, tuple[float, ...]]]:
-        every = all_modalities()  # NaN fills the columns
-        kinds = self.columns["kind"][first : first + count].tolist()
-        sizes = self.columns["sizes"][first : first + count].tolist()
-        stamps = self.columns["stamp"][first : first + count].tolist()
-        return [
-            ((stamp[0], stamp[1]), every[kind].restored([number for number in numbers if number == number]))
-            for kind, numbers, stamp in zip(kinds, sizes, stamps, strict=True)
-        ]
 
-    def open(self, name: str) -> IO[bytes]:
-        """A data file, or copied.jsonl; stays open."""
-        found = self._files.get(name)
-        if found is None:
-            if len(self._files) > 64:  # there may be thousands of tars; they are read one after the other
-                self._files.popitem()[1].close()
-            found = self._files[name] = open(name, "rb", buffering=0)
-        return found
+def _media(kinds: list[int], sizes: list[list[float]], stamps: list[list[int]]) -> Iterator[Known]:
+    every = all_modalities()
+    for kind, numbers, (size, when) in zip(kinds, sizes, stamps, strict=True):
+        yield (size, when), every[kind].restored([number for number in numbers if number == number])  # without NaN
 
 
 # --- build ------------------------------------------------------------------------------------------------
@@ -140,70 +148,38 @@ def load(
     media: Path,
     *,
     processes: int | None = None,
-    say: Callable[[str], None] | None = None,
-    timeout: float = 86_400.0,
+    say: Callable[[str], None] = log.info,
 ) -> ChatIndex:
     """The index of these files; if missing or incomplete, it is made first by `processes` (default: one per core).
 
-    say: called with progress messages. timeout: seconds to wait for another builder. Raises ChatFileError.
+    say: called with progress messages. Raises ChatFileError.
     """
     key = [FORMAT, [str(path) for path in files], rules.media, rules.decode, rules.sizes, rules.prompt]
     folder = media.parent / "index" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
-    found = _open(folder, files)
-    if found is None:
+    pieces = [
+        (piece, folder / "pieces" / f"{place_of(piece)}.npz") for path in files for piece in chats_files.pieces(path)
+    ]
+    began, about = time.monotonic(), [current(*each) for each in pieces]
+    made = None in about
+    if made:
         folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), timeout):
-            found = _open(folder, files)
-            if found is None:
-                _make(folder, files, rules, media, processes, say or log.info)
-                found = _open(folder, files)
-                _prune(folder.parent)
-    if found is None:
+        with exclusive(folder.with_suffix(".lock"), WAIT):
+            _make(folder, files, pieces, rules, media, processes, say)
+            about = [current(*each) for each in pieces]
+            prune(folder.parent.glob("*/"), KEPT)
+    if None in about:
         raise ChatFileError(f"{folder}: was written and cannot be used; is the disk full, or do the data files change?")
-    return found
-
-
-def _open(folder: Path, files: Sequence[Path]) -> ChatIndex | None:
-    try:
-        record = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    try:
-        if record["format"] != FORMAT or record["files"] != [chats_files.signature(path) for path in files]:
-            return None
-        columns: dict[str, np.ndarray] = {}
-        for name, kind in {**RECORDS, **MEDIA}.items():
-            place = folder / f"{name}.bin"
-            if _checksum(place) != record["checksums"][name]:
-                raise ValueError(f"{name}.bin is damaged")
-            count = record["counts"]["media" if name in MEDIA else "records"]
-            # An empty file cannot be mapped.
-            shape = (count, *kind.shape)
-            columns[name] = np.memmap(place, kind.base, "r", shape=shape) if count else np.empty(shape, kind.base)
-        if (folder / "copied.jsonl").stat().st_size != record["counts"]["copied"]:
-            raise ValueError("copied.jsonl is cut short")
-        os.utime(folder)  # marks it as used: pruning sorts by this time
-        copied = str(folder / "copied.jsonl")
-        found = ChatIndex(folder, record["paths"], columns, record["totals"])
-        found.open(copied)
-        return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: damaged (%s); indexing again", folder, error)
-        return None
-
-
-def _checksum(path: Path) -> list[int]:
-    """[bytes, crc32] of a file, read without memory-mapping it."""
-    size = crc = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
+    os.utime(folder)  # marks it as used: pruning sorts by this time
+    index = ChatIndex(folder, pieces, [each for each in about if each is not None])
+    if made:
+        say(f"indexed {len(index):,} records of {len(files)} files in {time.monotonic() - began:.1f} s")
+    return index
 
 
 def _make(
     folder: Path,
     files: Sequence[Path],
+    pieces: Sequence[tuple[Piece, Path]],
     rules: Rules,
     media: Path,
     processes: int | None,
@@ -211,26 +187,18 @@ def _make(
 ) -> None:
     from interlace.data.chats.files.index_pool import run
 
-    began = time.monotonic()
-    (folder / "index.json").unlink(missing_ok=True)
     signatures = [chats_files.signature(path) for path in files]
-    todo = [
-        (piece, folder / "pieces" / f"{place_of(piece)}.npz") for path in files for piece in chats_files.pieces(path)
-    ]
     (folder / "pieces").mkdir(exist_ok=True)
-    wanted = {place for _, place in todo}
-    for stale in set((folder / "pieces").iterdir()) - wanted:
+    for stale in set((folder / "pieces").iterdir()) - {place for _, place in pieces}:
         stale.unlink(missing_ok=True)
-    missing = [(piece, place) for piece, place in todo if not is_current(piece, place)]
-    if len(missing) < len(todo):
-        say(f"{len(todo) - len(missing)} of {len(todo)} pieces of the index are there already")
+    missing = [each for each in pieces if current(*each) is None]
+    if len(missing) < len(pieces):
+        say(f"{len(pieces) - len(missing)} of {len(pieces)} pieces of the index are there already")
     run(missing, rules, media, processes, say)
     if signatures != [chats_files.signature(path) for path in files]:
         raise ChatFileError(
             f"{files[0]}: the data files change while they are indexed; start again when they are whole"
         )
-    totals = _join(folder, todo, signatures)
-    say(f"indexed {totals['records']:,} records of {len(files)} files in {time.monotonic() - began:.1f} s")
 
 
 def place_of(piece: Piece) -> str:
@@ -239,25 +207,24 @@ def place_of(piece: Piece) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:24]
 
 
-def is_current(piece: Piece, place: Path) -> bool:
-    """True if `place` matches the piece's current data: same size and time of its file, or, for JSON lines, the same
-    bytes."""
+def current(piece: Piece, place: Path) -> dict[str, Any] | None:
+    """Facts about a piece, if `place` matches its current data: same size and time of its file, or, for JSON lines, the
+    same bytes. None if it does not."""
     try:
         with zipfile.ZipFile(place) as whole:
             if whole.testzip() is not None:  # a zip has a checksum of each array
-                return False
+                return None
         with np.load(place, allow_pickle=False) as made:
-            about = json.loads(bytes(made["about"]))
+            about: dict[str, Any] = json.loads(bytes(made["about"]))
         stat = piece.file.stat()
-        if about["format"] != FORMAT or about["end"] != piece.end:
-            return False
-        if about["stamp"] == [stat.st_size, stat.st_mtime_ns]:
-            return True
-        if piece.end < 0 or not about["closed"]:  # not lines, or an unfinished last line that may have grown
-            return False
-        return digest_of(piece.file, piece.start, about["stop"]) == about["digest"]
+        same = about["format"] == FORMAT and about["end"] == piece.end
+        if same and about["stamp"] != [stat.st_size, stat.st_mtime_ns]:
+            # Only lines can be compared, and an unfinished last line may have grown.
+            same = piece.end >= 0 and about["closed"]
+            same = same and digest_of(piece.file, piece.start, about["stop"]) == about["digest"]
+        return about if same else None
     except Exception:  # torn in any way
-        return False
+        return None
 
 
 def digest_of(path: Path, start: int, stop: int) -> str:
@@ -270,63 +237,3 @@ def digest_of(path: Path, start: int, stop: int) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
-
-
-def _join(folder: Path, todo: Sequence[tuple[Piece, Path]], signatures: list[Any]) -> dict[str, Any]:
-    """Writes the columns of all pieces, in order, and index.json; returns the totals."""
-    paths: list[str] = []
-    before = {"numbers": 0, "media": 0, "copied": 0}
-    counts = {"records": 0, "media": 0, "copied": 0}
-    totals: dict[str, Any] = {"records": 0, "broken": 0, "text": 0, **dict.fromkeys(names(), 0)}
-    columns = {name: open(folder / f"{name}.bin", "wb") for name in (*RECORDS, *MEDIA)}
-    extra = {name: open(folder / name, "wb") for name in ("copied.jsonl", "broken.jsonl")}
-    try:
-        for _, place in todo:
-            with np.load(place, allow_pickle=False) as made:
-                about = json.loads(bytes(made["about"]))
-                if not paths or paths[-1] != about["path"]:
-                    paths.append(about["path"])
-                    before["numbers"] = 0
-                arrays = {name: made[name] for name in (*RECORDS, *MEDIA) if name != "file"}
-                arrays["file"] = np.full(len(arrays["size"]), len(paths) - 1, "<i4")
-                for name, of in SHIFTED.items():
-                    moved = arrays["copied"] > 0 if name == "offset" else slice(None)
-                    arrays[name][moved] += before[of]
-                for name, array in arrays.items():
-                    columns[name].write(array.tobytes())
-                before["copied"] += extra["copied.jsonl"].write(bytes(made["lines"]))
-                for line in bytes(made["broken"]).splitlines():
-                    number, kind, why = json.loads(line)
-                    where = f"{about['path']}:{before['numbers'] + number}"
-                    extra["broken.jsonl"].write((json.dumps([where, kind, why]) + "\n").encode())
-                before["numbers"] += about["numbers"]
-                before["media"] += len(arrays["kind"])
-                counts["records"] += len(arrays["size"])
-                totals["broken"] += int((arrays["media"] < 0).sum())
-                totals["text"] += int(arrays["text"].sum())
-                for number, kind in enumerate(names()):
-                    totals[kind] += int((arrays["kind"] == number).sum())
-    finally:
-        for file in (*columns.values(), *extra.values()):
-            file.close()
-    counts["media"], counts["copied"] = before["media"], before["copied"]
-    totals["records"] = counts["records"]
-    record = {
-        "format": FORMAT,
-        "files": signatures,
-        "paths": paths,
-        "counts": counts,
-        "totals": totals,
-        "checksums": {name: _checksum(folder / f"{name}.bin") for name in columns},
-    }
-    temporary = folder / f".index.{os.getpid()}"
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(temporary, folder / "index.json")
-    return totals
-
-
-def _prune(folder: Path) -> None:
-    """Removes the least recently used indexes. Processes that use one have its files open and keep their data."""
-    made = sorted((p for p in folder.glob("*/") if (p / "index.json").exists()), key=lambda p: p.stat().st_mtime)
-    for old in made[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)

@@ -6,8 +6,10 @@ scripts need no main guard.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import queue
 import select
 import subprocess
@@ -15,9 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from interlace.data.chats.files.records import ChatFileError, Piece
 from interlace.data.chats.files.sources import Rules
@@ -44,60 +45,48 @@ def run(
     if not pieces:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    orders: queue.SimpleQueue[tuple[Piece, Path] | None] = queue.SimpleQueue()
-    for each in pieces:
-        orders.put(each)
-    answers: queue.SimpleQueue[dict[str, int] | BaseException] = queue.SimpleQueue()
-    stopping = threading.Event()
     count = min(processes or cores, len(pieces))
-    threads = [
-        threading.Thread(target=_serve, args=(orders, answers, rules, media, stopping), name=f"interlace-index-{n}")
-        for n in range(count)
-    ]
-    for thread in threads:
-        orders.put(None)
-        thread.start()
-    done = records = broken = 0
+    idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+    for _ in range(count):
+        idle.put(None)  # started by its first piece
+    stopping = threading.Event()
+
+    def index(piece: Piece, place: Path) -> dict[str, int]:
+        worker = idle.get()
+        try:
+            for _ in range(TRIES):
+                worker = worker or _Worker()
+                try:
+                    return worker.ask(piece, place, rules, media, stopping)
+                except _DiedError as error:
+                    worker.close()
+                    worker, problem = None, error
+                    if stopping.is_set():
+                        break
+        finally:
+            idle.put(worker)
+        raise ChatFileError(
+            f"{piece.file}: the process that indexes it from byte {piece.start:,} on {problem}; what is done is kept, "
+            "start again to go on"
+        )
+
+    records = broken = 0
     said = began = time.monotonic()
+    pool = ThreadPoolExecutor(count, "interlace-index")
     try:
-        while done < len(pieces):
-            answer = answers.get()  # every server sends one answer per order, or the error that ended it
-            if isinstance(answer, BaseException):
-                raise answer
-            done, records, broken = done + 1, records + answer["records"], broken + answer["broken"]
+        answers = as_completed([pool.submit(index, *each) for each in pieces])
+        for done, answer in enumerate(answers, 1):
+            records, broken = records + answer.result()["records"], broken + answer.result()["broken"]
             if time.monotonic() - said > SAY_EVERY:
                 said = time.monotonic()
                 rate = records / max(said - began, 1e-9)
                 say(f"{done} of {len(pieces)} pieces, {records:,} records ({rate:,.0f}/s), {broken:,} of them broken")
     finally:
         stopping.set()
-        for thread in threads:
-            thread.join()
-
-
-def _serve(orders: Any, answers: Any, rules: Rules, media: Path, stopping: threading.Event) -> None:
-    """Sends orders to one process until none are left, and forwards its answers."""
-    worker: _Worker | None = None
-    try:
-        while not stopping.is_set() and (order := orders.get()) is not None:
-            for attempt in range(TRIES):
-                worker = worker or _Worker()
-                try:
-                    answers.put(worker.ask(order, rules, media, stopping))
-                    break
-                except _DiedError as error:
-                    worker.close()
-                    worker = None
-                    if attempt + 1 == TRIES:
-                        raise ChatFileError(
-                            f"{order[0].file}: the process that indexes it from byte {order[0].start:,} on {error}; "
-                            "what is done is kept, start again to go on"
-                        ) from None
-    except BaseException as error:  # forwarded, not swallowed
-        answers.put(error)
-    finally:
-        if worker is not None:
-            worker.close()
+        pool.shutdown(cancel_futures=True)
+        while not idle.empty():
+            if (worker := idle.get()) is not None:
+                worker.close()
 
 
 class _DiedError(Exception):
@@ -117,28 +106,19 @@ class _Worker:
         )
         self._read = b""
 
-    def ask(self, order: tuple[Piece, Path], rules: Rules, media: Path, stopping: threading.Event) -> dict[str, int]:
-        """The result of an order. Raises ChatFileError for a problem with the file, _DiedError."""
-        piece, place = order
-        said = asdict(piece) | {"path": str(piece.path), "file": str(piece.file), "excluded": sorted(piece.excluded)}
-        about = {"max_tokens": None, "on_too_long": "skip", "on_broken": "skip"}  # does not affect the index
-        text = {"piece": said, "place": str(place), "rules": asdict(rules) | about, "media": str(media)}
-        text["modules"] = sorted({type(each).__module__ for each in all_modalities()})  # they register on import
+    def ask(self, piece: Piece, place: Path, rules: Rules, media: Path, stopping: threading.Event) -> dict[str, int]:
+        """Indexes a piece. Raises ChatFileError for a problem with the file, _DiedError."""
+        modules = sorted({type(each).__module__ for each in all_modalities()})  # they register on import
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write((json.dumps(text) + "\n").encode())
+            self._process.stdin.write(pickle.dumps((modules, piece, place, rules, media)))
             self._process.stdin.flush()
         except OSError:
             raise _DiedError(f"ended with code {self._process.wait()}") from None
         while True:
             answer = json.loads(self._line(stopping))
             if "error" in answer:
-                error = (
-                    ImportError
-                    if answer["kind"] == "ModuleNotFoundError" or "Import" in answer["kind"]
-                    else ChatFileError
-                )
-                raise error(answer["error"])
+                raise (ImportError if answer["missing"] else ChatFileError)(answer["error"])
             if "done" in answer:
                 found: dict[str, int] = answer["done"]
                 return found
@@ -166,7 +146,5 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(OSError):
                     pipe.close()
-                except OSError:
-                    pass

@@ -1,7 +1,7 @@
-"""Worker process that indexes pieces of data files: one order per line on stdin, one answer per line on stdout.
+"""Worker process that indexes pieces of data files: pickled orders on stdin, one line of JSON per answer on stdout.
 
-It does not import torch, so it starts in a fraction of a second and takes little memory. Orders and answers are JSON. A
-piece's file is written atomically. See `index_pool`, which starts it, and `index`.
+It does not import torch, so it starts in a fraction of a second and takes little memory. A piece's file is written
+atomically. See `index_pool`, which starts it, and `index`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,8 @@ import numpy as np
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.index import FORMAT, MEDIA, RECORDS, digest_of
 from interlace.data.chats.files.records import Piece
+from interlace.data.chats.files.shapes import Part
 from interlace.data.chats.files.sources import Rules, chat_of, stamp
-from interlace.data.chats.files.tar import Fields
 from interlace.modalities import named, names
 from interlace.modalities.errors import BrokenSampleError
 
@@ -30,7 +32,7 @@ ALIVE = 2.0  # seconds between two heartbeats
 
 
 def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Callable[[], None]) -> dict[str, int]:
-    """Indexes a piece into `place`; returns the numbers of its records and of its broken records.
+    """Indexes a piece into `place`; returns its totals.
 
     Raises ChatFileError, and ImportError with the package to install.
     """
@@ -38,9 +40,9 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
     rows: list[tuple[int, ...]] = []  # columns in the order of RECORDS
     found: dict[str, list[Any]] = {name: [] for name in MEDIA}
     lines: list[bytes] = []
-    broken: list[bytes] = []
+    broken: list[tuple[int, str, str]] = []
     looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]] = {}
-    copied = numbers = 0
+    copied = numbers = characters = 0
     stop = piece.start
     closed = True
     for raw, number in chats_files.numbered(piece, media, rules.prompt):
@@ -48,53 +50,53 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
         if raw is None:
             continue
         alive()
-        line, offset = raw.line, raw.offset
-        if raw.broken:
-            line = raw.broken.encode("utf-8", "replace")
+        line, offset = raw.broken.encode("utf-8", "replace") or raw.line, raw.offset
         if offset < 0:
             lines.append(line)
             offset, copied = copied, copied + len(line)
         else:
             stop, closed = offset + len(line), line.endswith(b"\n")
-        text, count = 0, -1
-        first = len(found["kind"])
+        count = -1
         try:
             chat = chat_of(raw, rules)
             for part in chat.media:
                 _look(part, rules, looked, found)
-            text, count = sum(len(part.text) for turn in chat.turns for part in turn.parts), len(chat.media)
+            count = len(chat.media)
+            characters += sum(len(part.text) for turn in chat.turns for part in turn.parts)
         except BrokenSampleError as error:
-            broken.append(json.dumps([raw.number, error.kind, str(error)]).encode())
-        origin = 0 if raw.offset >= 0 else 2 if raw.broken else 1
-        rows.append((raw.number, offset, len(line), zlib.crc32(line), text, count, first, origin))
+            broken.append((raw.number, error.kind, str(error)))
+        rows.append((raw.number, offset, len(line), zlib.crc32(line), count, bool(raw.broken)))
+    kinds = Counter(names()[kind] for kind in found["kind"])
+    totals = {"records": len(rows), "broken": len(broken), "text": characters, **kinds}
     about = {
         "format": FORMAT,
-        "path": str(piece.file),
         "end": piece.end,
         "stamp": [stat.st_size, stat.st_mtime_ns],
         "numbers": numbers,
         "stop": stop,
         "closed": closed,
         "digest": "" if piece.end < 0 else digest_of(piece.file, piece.start, stop),
+        "broken": broken,
+        "totals": totals,
     }
-    names = [name for name in RECORDS if name != "file"]
-    table = np.array(rows, np.int64).reshape(-1, len(names))
-    arrays: dict[str, Any] = {name: table[:, column].astype(RECORDS[name]) for column, name in enumerate(names)}
+    table = np.array(rows, np.int64).reshape(-1, len(RECORDS))
+    arrays = {name: table[:, column].astype(kind) for column, (name, kind) in enumerate(RECORDS.items())}
     arrays |= {name: np.array(found[name], kind.base).reshape(-1, *kind.shape) for name, kind in MEDIA.items()}
+    arrays["lines"] = np.frombuffer(b"".join(lines), np.uint8)
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
-        np.savez(
-            file,
-            **arrays,
-            lines=np.frombuffer(b"".join(lines), np.uint8),
-            broken=np.frombuffer(b"\n".join(broken), np.uint8),
-            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-        )
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     os.replace(temporary, place)
-    return {"records": len(arrays["size"]), "broken": len(broken)}
+    return totals
 
 
-def _look(part: Any, rules: Rules, looked: dict[tuple[str, str], Any], found: dict[str, list[Any]]) -> None:
+def _look(
+    part: Part,
+    rules: Rules,
+    looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]],
+    found: dict[str, list[Any]],
+) -> None:
     """Adds the size of a medium, as stated in its record or found in its file. A broken medium adds no size; its error
     is reported when its sample is prepared."""
     size: tuple[float, ...] = ()
@@ -128,24 +130,17 @@ def main() -> int:
         if time.monotonic() - told > ALIVE:
             answer(alive=True)
 
-    for line in sys.stdin:
-        order = json.loads(line)
-        for module in order["modules"]:
-            importlib.import_module(module)
-        fields = order["piece"].pop("fields")
-        piece = Piece(
-            Path(order["piece"]["path"]),
-            Path(order["piece"]["file"]),
-            order["piece"]["start"],
-            order["piece"]["end"],
-            None if fields is None else Fields(**fields),
-            frozenset(order["piece"]["excluded"]),
-        )
+    while True:
         try:
-            answer(done=index_piece(piece, Path(order["place"]), Rules(**order["rules"]), Path(order["media"]), alive))
+            modules, piece, place, rules, media = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return 0
+        for module in modules:
+            importlib.import_module(module)
+        try:
+            answer(done=index_piece(piece, place, rules, media, alive))
         except (ValueError, ImportError, OSError) as error:
-            answer(error=str(error), kind=type(error).__name__)
-    return 0
+            answer(error=str(error), missing=isinstance(error, ImportError))
 
 
 if __name__ == "__main__":

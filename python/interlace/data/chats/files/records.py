@@ -14,21 +14,27 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from interlace.data.chats.files import tar as chats_tar
 from interlace.data.chats.files.keys import unique
-from interlace.data.chats.files.tar import Fields, TarError, braces, energon_folder
+from interlace.data.chats.files.tar import ChatFileError, Fields, braces, energon_folder
 
 PIECE = 2 << 20  # bytes of JSON lines that are read at once: some 5,000 records
 TASTE, TASTED = 4096, 256  # bytes per block and number of files read by `tastes`: three blocks of each file
 MARK = b"\xef\xbb\xbf"  # byte order mark, as written by editors on Windows
 
 
-class ChatFileError(ValueError):
-    """A data file that cannot be read at all; the message has its name and the remedy."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns the errors of reading a file into ChatFileErrors with its name."""
+    try:
+        yield
+    except OSError as error:
+        raise ChatFileError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,8 @@ def kind_of(path: Path) -> str:
     if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
         raise ChatFileError(f"{path}: a compressed tar has no places to read from: decompress it to a .tar")
     if ending in (".json", ".jsonl", ".ndjson"):
-        try:
-            with open(path, "rb") as file:
-                a_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        except OSError as error:
-            raise ChatFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+        with _reading(path), open(path, "rb") as file:
+            a_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         if a_list and ending != ".json":
             raise ChatFileError(f"{path}: is one JSON list: name it .json, or write a record on each line")
         return "list" if a_list else "lines"
@@ -132,7 +135,10 @@ def signature(path: Path) -> list[Any]:
 
 def _belonging(path: Path) -> list[Path]:
     if kind_of(path) == "energon":
-        files = [*sorted((energon_folder(path) or (path, ""))[0].glob(f"{chats_tar.META}/*.*")), *_files_of(path)]
+        files = [
+            *sorted((energon_folder(path) or (path, ""))[0].glob(f"{chats_tar.META}/*.*")),
+            *(piece.file for piece in pieces(path)),
+        ]
     else:
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in files if file.is_file()]
@@ -152,24 +158,16 @@ def tastes(paths: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _files_of(path: Path) -> list[Path]:
-    return [piece.file for piece in pieces(path)]
-
-
 def pieces(path: Path) -> list[Piece]:
     """The pieces of a data file in order. Raises ChatFileError, and ImportError with the package to install."""
     kind = kind_of(path)
-    try:
+    with _reading(path):
         if kind == "energon":
             tars, fields, excluded = chats_tar.energon(path)
             return [Piece(path, tar, fields=fields, excluded=_of_tar(excluded, tar, path)) for tar in tars]
         if kind == "lines":
             size = path.stat().st_size
             return [Piece(path, path, start, min(start + PIECE, size)) for start in range(0, max(size, 1), PIECE)]
-    except TarError as error:
-        raise ChatFileError(str(error)) from None
-    except OSError as error:
-        raise ChatFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     return [Piece(path, path)]
 
 
@@ -200,7 +198,7 @@ def numbered(piece: Piece, media: Path, prompt: str | None = None) -> Iterator[t
     """(record, count so far) for each record of the piece. Blank lines are counted, but have None as record. Numbers
     begin with 1 in each piece. Raises the same errors as `records`."""
     kind = kind_of(piece.path)
-    try:
+    with _reading(piece.file):
         if kind == "lines":
             yield from _lines(piece)
             return
@@ -213,8 +211,6 @@ def numbered(piece: Piece, media: Path, prompt: str | None = None) -> Iterator[t
                 "utf-8", "surrogatepass"
             )
             yield Raw(piece.path, number, line, -1), number
-    except OSError as error:
-        raise ChatFileError(f"{piece.file}: cannot be read: {error.strerror or error}") from None
 
 
 def _lines(piece: Piece) -> Iterator[tuple[Raw | None, int]]:

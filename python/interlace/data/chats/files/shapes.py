@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from interlace.data.chats.files.keys import (
@@ -111,7 +110,7 @@ def _tags(known: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"<({'|'.join(map(re.escape, known))})>")
 
 
-def parse(record: Any, folder: Path) -> Chat:
+def parse(record: object, folder: Path) -> Chat:
     """The chat of a record; relative paths start at `folder`. Raises BrokenSampleError."""
     if not isinstance(record, Mapping):
         raise BrokenSampleError("record", f"the record is {_kind(record)}, not an object")
@@ -139,7 +138,7 @@ def parse(record: Any, folder: Path) -> Chat:
 class _Reading:
     """Parser state for a record: its turns, its files, and the keys that are ignored."""
 
-    def __init__(self, record: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, record: Mapping[str, object], folder: Path) -> None:
         given = [key for key in TURNS if record.get(key) not in NOTHING]
         self.key = next(iter(given or [key for key in TURNS if key in record]), "")
         if not self.key:
@@ -158,7 +157,7 @@ class _Reading:
             raise BrokenSampleError("key", f"has label: {REFUSED_RECORD['chosen']}")
 
     def note(
-        self, where: str, said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str], turn: int = 0
+        self, where: str, said: Mapping[str, object], read: Collection[str], refused: Mapping[str, str], turn: int = 0
     ) -> None:
         """Records the keys of `said` that are ignored. where: their container, such as "messages[]"; turn: number of
         the turn, if any. Raises BrokenSampleError for a refused key."""
@@ -169,7 +168,7 @@ class _Reading:
             who = f"turn {turn} " if turn else where and f"{where} "
             raise BrokenSampleError("key", f"{who}{error}") from None
 
-    def file(self, kind: str, value: Any, where: str) -> Part:
+    def file(self, kind: str, value: object, where: str) -> Part:
         """The file given by a path, or by an object with one."""
         path = local_path(value, kind, self.folder)
         if not isinstance(value, Mapping):
@@ -177,11 +176,11 @@ class _Reading:
         self.note(where, value, (*FILE_KEYS, *named(kind).size_keys, *named(kind).limits), REFUSED_FILE)
         return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
 
-    def sizes(self, kind: str, said: Mapping[str, Any], where: str, *place: int) -> tuple[float, ...]:
+    def sizes(self, kind: str, said: Mapping[str, object], where: str, *place: int) -> tuple[float, ...]:
         """Same as `stated`; records keys without a usable size as ignored."""
         return stated(kind, said, *place) or self.unsized(kind, said, where)
 
-    def unsized(self, kind: str, said: Mapping[str, Any], where: str) -> tuple[()]:
+    def unsized(self, kind: str, said: Mapping[str, object], where: str) -> tuple[()]:
         """Records size keys without a usable size as ignored."""
         for key in named(kind).size_keys:
             if said.get(key) is not None:
@@ -189,14 +188,14 @@ class _Reading:
         return ()
 
 
-def _limits(said: Mapping[str, Any], kind: str, where: str) -> Limits:
+def _limits(said: Mapping[str, object], kind: str, where: str) -> Limits:
     try:
         return limits_of(said, kind, named(kind).limits)
     except ValueError as error:
         raise BrokenSampleError("key", f"{where}: {error}") from None
 
 
-def _question(kind: Any) -> str:
+def _question(kind: object) -> str:
     """The kind of question in a record, in a form usable for metric and file names; "": none."""
     if not isinstance(kind, (str, int)) or isinstance(kind, bool):
         return ""  # a user column with another meaning
@@ -207,7 +206,7 @@ def _question(kind: Any) -> str:
 class _Files:
     """The files of one kind that a record lists beside its turns, taken in order."""
 
-    def __init__(self, kind: str, record: Mapping[str, Any], reading: _Reading) -> None:
+    def __init__(self, kind: str, record: Mapping[str, object], reading: _Reading) -> None:
         self.kind, self.record, self.reading, self.tags = kind, record, reading, 0
         found = [key for key in named(kind).keys if record.get(key) is not None]
         if len(found) > 1:
@@ -239,7 +238,7 @@ class _Files:
         )
 
 
-def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float, ...]:
+def stated(kind: str, said: object, place: int = 0, count: int = 1) -> tuple[float, ...]:
     """The size that a record states for a file; () if it is not usable. `said`: the object with the file, or the
     record, whose values are numbers or, for several files, lists (entry `place` of `count`)."""
     if not isinstance(said, Mapping):
@@ -257,7 +256,7 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
     return tuple(found)
 
 
-def local_path(value: Any, kind: str, folder: Path) -> str:
+def local_path(value: object, kind: str, folder: Path) -> str:
     """The absolute path of a file reference. Raises BrokenSampleError for URLs and inline data."""
     if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
         given = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
@@ -279,7 +278,7 @@ def local_path(value: Any, kind: str, folder: Path) -> str:
     return os.path.join(folder, value)  # an absolute value replaces the folder
 
 
-def _turn(turn: Any, number: int, reading: _Reading) -> Turn:
+def _turn(turn: object, number: int, reading: _Reading) -> Turn:
     role_key, text_key = TURNS[reading.key]
     if not isinstance(turn, Mapping):
         raise BrokenSampleError("turns", f"turn {number} is {_kind(turn)}, not an object")
@@ -324,7 +323,7 @@ def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Pa
     return [*parts, Part("text", text[at:])]
 
 
-def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
+def _typed(item: object, number: int, where: str, reading: _Reading) -> Part:
     if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
         raise BrokenSampleError("content", f"turn {number} has an item without a type: {_kind(item)}")
     kind = item["type"].removesuffix("_url")  # image_url: OpenAI's name
@@ -365,7 +364,7 @@ def _merged(parts: list[Part]) -> tuple[Part, ...]:
     return tuple(merged)
 
 
-def _learns(turn: Mapping[str, Any], role: str, number: int) -> bool:
+def _learns(turn: Mapping[str, object], role: str, number: int) -> bool:
     """True if a turn has a loss: assistant turns do, unless one of WEIGHTS is 0."""
     said = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
     for key, value in said.items():
@@ -394,7 +393,7 @@ def _check_order(turns: list[Turn]) -> None:
         raise BrokenSampleError("order", "the last turn is not the assistant's: there is no answer to learn")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Type of a JSON value, for messages."""
     if value is None:
         return "missing"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,6 +49,13 @@ def stamp(path: str) -> Stamp:
     except (OSError, ValueError):
         return None
     return found.st_size, found.st_mtime_ns
+
+
+def prune(folders: Iterable[Path], kept: int) -> None:
+    """Removes all but the `kept` most recently used of these folders. Processes that have files of a folder open keep
+    their data."""
+    for old in sorted(folders, key=lambda folder: folder.stat().st_mtime)[:-kept]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def chat_of(raw: Raw, rules: Rules) -> Chat:

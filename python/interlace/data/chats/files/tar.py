@@ -31,8 +31,8 @@ WORDS = ("caption", "text", "txt")
 """Keys for the caption in an object without turns."""
 
 
-class TarError(ValueError):
-    """Unusable metadata of tars; the message has the remedy."""
+class ChatFileError(ValueError):
+    """A data file that cannot be read at all; the message has its name and the remedy."""
 
 
 class NoSampleError(ValueError):
@@ -271,29 +271,29 @@ def energon_folder(path: Path) -> tuple[Path, str] | None:
 
 def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
     """The tars of a part of an Energon dataset, its field mapping, and the excluded samples as ``TAR/KEY``.
-    Raises TarError."""
+    Raises ChatFileError."""
     found = energon_folder(path)
     assert found is not None
     folder, part = found
     if (folder / META / "dataset.yaml").exists():
         said = _yaml(folder, "dataset")
     else:
-        raise TarError(f"{folder}: has no {META}/dataset.yaml: write it with 'energon prepare {folder}'")
+        raise ChatFileError(f"{folder}: has no {META}/dataset.yaml: write it with 'energon prepare {folder}'")
     splits = _yaml(folder, "split")
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
-        raise TarError(f"{folder}/{META}/split.yaml: has no split_parts")
+        raise ChatFileError(f"{folder}/{META}/split.yaml: has no split_parts")
     if part not in parts:
         names = ", ".join(str(folder / name) for name in parts)
         what = f"has no part {part!r}" if part else "is an Energon dataset of several parts"
-        raise TarError(f"{folder}: {what}; name one of them: {names}")
+        raise ChatFileError(f"{folder}: {what}; name one of them: {names}")
     excluded = {one for name in splits.get("exclude") or () for one in braces(str(name))}
     tars = [folder / one for name in parts[part] or () for one in braces(str(name)) if one not in excluded]
     if not tars:
-        raise TarError(f"{folder}: its part {part!r} has no tar")
+        raise ChatFileError(f"{folder}: its part {part!r} has no tar")
     missing = next((tar for tar in tars if not tar.is_file()), None)
     if missing is not None:
-        raise TarError(f"{missing}: no such file; {folder}/{META}/split.yaml names it")
+        raise ChatFileError(f"{missing}: no such file; {folder}/{META}/split.yaml names it")
     return tars, _fields(folder, said), excluded
 
 
@@ -302,13 +302,13 @@ def _yaml(folder: Path, name: str) -> dict[str, Any]:
 
     path = next((p for p in (folder / META / f"{name}.yaml", folder / META / f"{name}.json") if p.is_file()), None)
     if path is None:
-        raise TarError(f"{folder}: has no {META}/{name}.yaml: write it with 'energon prepare {folder}'")
+        raise ChatFileError(f"{folder}: has no {META}/{name}.yaml: write it with 'energon prepare {folder}'")
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise TarError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ChatFileError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(said, dict):
-        raise TarError(f"{path}: is no table of keys")
+        raise ChatFileError(f"{path}: is no table of keys")
     return said
 
 
@@ -317,7 +317,7 @@ def _fields(folder: Path, said: Mapping[str, Any]) -> Fields | None:
     where = f"{folder}/{META}/dataset.yaml"
     for key in ("sample_loader", "part_filter"):
         if said.get(key):
-            raise TarError(
+            raise ChatFileError(
                 f"{where}: {key} is code, which data files cannot bring here: give field_map instead, or write the "
                 "samples with json members that have messages"
             )
@@ -327,7 +327,7 @@ def _fields(folder: Path, said: Mapping[str, Any]) -> Fields | None:
     kind = str(sample.get("__class__")) if isinstance(sample, dict) else ""
     names = said.get("field_map")
     if kind not in _KNOWN or not isinstance(names, dict):
-        raise TarError(
+        raise ChatFileError(
             f"{where}: samples of type {kind or said.get('__class__')!r} are not known; known are CrudeWebdataset and, "
             f"with a field_map, {', '.join(_KNOWN)}"
         )
