@@ -26,7 +26,7 @@ from interlace.schedule import Schedule, StageGraph, StepTable
 from interlace.simulate import Timeline
 
 if TYPE_CHECKING:
-    from interlace.model import MultimodalModel, Sample
+    from interlace.model import MultimodalModel, Sample, SampleOutline
 
 Generator = Callable[..., Schedule]
 """(graph, table, durations=...) -> Schedule, as `interlace.schedule.one_f_one_b`; `durations` is optional."""
@@ -67,7 +67,7 @@ class Predictor:
         return replace(self._traffic, weights=weights)
 
     def schedule(
-        self, graph: StageGraph, table: StepTable, samples: Sequence[Sample], generator: Generator
+        self, graph: StageGraph, table: StepTable, samples: Sequence[Sample | SampleOutline], generator: Generator
     ) -> Schedule:
         """The schedule that `generator` makes for a step over `samples`, with predicted durations if it takes them."""
         sizes = chunk_sizes(self.mllm, table, samples)
@@ -80,7 +80,7 @@ class Predictor:
     def predict(
         self,
         schedule: Schedule,
-        samples: Sequence[Sample],
+        samples: Sequence[Sample | SampleOutline],
         *,
         items: NDArray[np.float64] | None = None,
         optimizer: bool = True,
@@ -100,7 +100,7 @@ class Predictor:
     def step(
         self,
         layout: Layout,
-        samples: Sequence[Sample],
+        samples: Sequence[Sample | SampleOutline],
         generator: Generator,
         *,
         microbatches: int | None = None,

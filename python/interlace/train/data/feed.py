@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from interlace.data.chats.stream import ChatStream
     from interlace.data.workers.produced import HeldOut, Producers
     from interlace.model import MultimodalModel
+    from interlace.model.sample import SampleOutline
     from interlace.run.tables.batch import Dispatched
 
 LEFT_OUT = "left_out.txt"
@@ -53,7 +54,7 @@ LEFT_OUT = "left_out.txt"
 class Batch:
     """Samples of one step, of all replicas, and their position in the sequence."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample | SampleOutline]
     epoch: int
     position: int
     rows: list[list[Sample]] | None = None
@@ -72,7 +73,7 @@ class Batch:
         return None if self.exchange is None else int(self.exchange.moved)
 
     @property
-    def given(self) -> Dispatched | list[Sample] | list[list[Sample]]:
+    def given(self) -> Dispatched | Sequence[Sample | SampleOutline] | list[list[Sample]]:
         """Input of a step: packed rows, samples that the step assigns itself, or the distributed samples of a
         stream."""
         if self.dispatched is not None:

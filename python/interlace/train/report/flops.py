@@ -21,7 +21,7 @@ from interlace import _device
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
-    from interlace.model import Sample
+    from interlace.model import Sample, SampleOutline
     from interlace.schedule import StepTable
 
 # Dense products with fp32 sums (GeForce cards too), without sparsity, in 1e12 per second. Sources: data sheets of
@@ -88,7 +88,7 @@ class Meter:
         self._seconds, self._executed = 0.0, 0
         self._needed: Counter[str] = Counter()
 
-    def add(self, samples: Sequence[Sample], table: StepTable, seconds: float) -> None:
+    def add(self, samples: Sequence[Sample | SampleOutline], table: StepTable, seconds: float) -> None:
         """Adds a step over `samples`, divided into the chunks of `table`."""
         if self._count is None:
             return

@@ -37,7 +37,7 @@ from interlace.train.step_overhead import measure_overhead
 
 if TYPE_CHECKING:
     from interlace.data import SampleDataset
-    from interlace.model import MultimodalModel, Sample
+    from interlace.model import MultimodalModel, Sample, SampleOutline
     from interlace.run.parallel_model import ParallelModel
 
 NAME = "costs.json"
@@ -157,7 +157,11 @@ class Forecast:
         self._failed = False
 
     def add(
-        self, samples: Sequence[Sample], measured: Timeline, seconds: float, exchange: AllToAllPlan | None = None
+        self,
+        samples: Sequence[Sample | SampleOutline],
+        measured: Timeline,
+        seconds: float,
+        exchange: AllToAllPlan | None = None,
     ) -> dict[str, float]:
         """Predicts a step and returns the metrics. `measured`: timeline of its lists; `seconds`: its time without
         waiting for data.
