@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import BaseImageProcessor, PretrainedConfig, SequenceFeatureExtractor
 
-    ProcessorPart = BaseImageProcessor | SequenceFeatureExtractor
+    ProcessorPart: TypeAlias = BaseImageProcessor | SequenceFeatureExtractor
 
 Size = tuple[float, ...]
 """Numbers in the header of a file that determine its tokens, such as (width, height) in pixels; at most three."""

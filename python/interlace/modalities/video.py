@@ -137,7 +137,7 @@ def _upright(frame: VideoFrame) -> Picture:
 
 
 def _seconds(container: InputContainer, stream: VideoStream) -> float:
-    if stream.duration is not None:
+    if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
     if container.duration is not None:
         return float(container.duration) / 1e6

@@ -15,7 +15,7 @@ from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
 from interlace.model.checkpoints.module_folder import FACTS, load_projectors, read_modules, save_modules
-from interlace.model.collate import check_bidirectional, collate_language, collate_media
+from interlace.model.collate import check_bidirectional, collate_language
 from interlace.model.counting.layers import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
@@ -404,7 +404,8 @@ class MultimodalModel(nn.Module):
                 bidirectional=settings.bidirectional,
                 positions_of=settings.positions,
             )
-        return collate_media(samples, name, self.encoders[name], decode=decode)
+        items = [item for sample in samples for item in sample.media.get(name, [])]
+        return self.encoders[name].collate(items if decode else [item.without_data() for item in items])
 
     # ------------------------------------------------------------------ forward
 

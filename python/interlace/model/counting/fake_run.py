@@ -250,8 +250,9 @@ class Run:
         give_shapes(self.stage, self.mode, torch.float32)  # frozen weights may be in 16 bits
         for kind, layer in zip(self._kinds, self.stage.layers, strict=True):
             self._cut_out(layer, kind)
-        if self.stage.is_encoder and self.stage.encoders[name].projector is not None:
-            self._cut_out(self.stage.encoders[name].projector, PROJECTOR)
+        projector = self.stage.encoders[name].projector if self.stage.is_encoder else None
+        if projector is not None:
+            self._cut_out(projector, PROJECTOR)
 
     def __call__(self, inputs: dict[str, Any]) -> Found:
         self.tally = tally = _Tally()

@@ -183,7 +183,7 @@ def note_returns(layers: nn.ModuleList) -> list[int | None]:
     """List of each layer's latest return kind, as in Packing.returned."""
     returned: list[int | None] = [None] * len(layers)
 
-    def note(_: nn.Module, args: Any, output: Any, *, index: int) -> None:
+    def note(_: nn.Module, args: tuple[Any, ...], output: object, *, index: int) -> None:
         returned[index] = len(output) if isinstance(output, tuple) else None
 
     for i, layer in enumerate(layers):
