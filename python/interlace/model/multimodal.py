@@ -25,6 +25,7 @@ from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL, did_you_mean, inside, resolve
 from interlace.model.probe.encoder import encoder_cuts
 from interlace.model.probe.language import allowed_cuts, caches_right, language_packing
+from interlace.model.probe.separation import check_cuts
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, check_samples, refuse_copies
 from interlace.model.stages.attention_switch import use_bitfield_attention
@@ -487,14 +488,4 @@ class MultimodalModel(nn.Module):
                 if is_language
                 else encoder_cuts(self.encoders[name])
             )
-        allowed = self._cuts[name]
-        for cut in sorted(cuts):
-            if isinstance(refusal := allowed[cut], str):
-                raise ValueError(refusal)
-            if not allowed[cut]:
-                others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
-                raise ValueError(
-                    f"{name}: {type(module).__name__} cannot be cut before layer {cut}: later layers need more than "
-                    "the hidden state of the earlier ones. "
-                    + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
-                )
+        check_cuts(f"{name}: {type(module).__name__}", self._cuts[name], cuts)
