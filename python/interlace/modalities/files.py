@@ -141,8 +141,4 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{_missing(name)} ({error})") from error
-
-
-def _missing(name: str) -> str:
-    return f"{name} is needed to read this data: pip install 'interlace[data]'"
+        raise ImportError(f"{name} is needed to read this data: pip install 'interlace[data]' ({error})") from error

@@ -28,7 +28,7 @@ from interlace.model.sample import IGNORE, Sample, refuse_copies
 JOINED = "joined"
 
 
-def check_bidirectional(value: Any) -> bool | str:
+def check_bidirectional(value: object) -> bool | str:
     """Return `value` if it is a valid setting of `bidirectional`. Raises ValueError otherwise."""
     if type(value) is bool or (isinstance(value, str) and value == JOINED):
         return value
@@ -109,18 +109,6 @@ def collate_language(
         "mask": mask,
         "plan": AttentionPlan.build(mask),
     }
-
-
-def collate_media(
-    samples: Sequence[Sample],
-    name: str,
-    encoder: ModalityModule,
-    *,
-    decode: bool = True,
-) -> dict[str, Any]:
-    """Inputs of encoder `name` for all its items in `samples`, in order. decode=False: meta tensors of their shapes."""
-    items = [item for sample in samples for item in sample.media.get(name, [])]
-    return encoder.collate(items if decode else [item.without_data() for item in items])
 
 
 def check_sample(

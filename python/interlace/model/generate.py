@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, cache_utils
 
 from interlace.attention import AttentionPlan
@@ -29,6 +29,9 @@ from interlace.model.stages.deepstack import handing
 from interlace.model.stages.slice import takes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import CacheLayerMixin
+
     from interlace.model.multimodal import MultimodalModel
 
 
@@ -92,8 +95,8 @@ class Reading:
     all its tokens again: slow, but correct for every model.
     """
 
-    def __init__(self, module: nn.Module, settings: LanguageSettings, inputs: dict[str, Any], cached: bool):
-        self.module: Any = module
+    def __init__(self, module: PreTrainedModel, settings: LanguageSettings, inputs: dict[str, Any], cached: bool):
+        self.module = module
         self.settings = settings
         self.device = next(module.parameters()).device
         self.inputs = inputs
@@ -196,7 +199,7 @@ def _open(mllm: MultimodalModel, prompts: Sequence[Sample], room: Sequence[int])
     return Readings([reading([prompt], caches_right and fit) for prompt, fit in zip(prompts, fits)])
 
 
-def _cache(module: Any, packing: str) -> DynamicCache:
+def _cache(module: PreTrainedModel, packing: str) -> DynamicCache:
     """An empty cache that keeps all keys.
 
     The config's own kind of cache is not suitable: a sliding cache drops the oldest keys of the row, which may belong
@@ -210,7 +213,7 @@ def _cache(module: Any, packing: str) -> DynamicCache:
     return cache
 
 
-def _unlimited(layer: Any) -> Any:
+def _unlimited(layer: CacheLayerMixin) -> CacheLayerMixin:
     if not getattr(layer, "is_sliding", False):
         return layer
     return cache_utils.DynamicLayer() if type(layer) is cache_utils.DynamicSlidingWindowLayer else layer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from interlace.model.sample import Sample
 from interlace.model.stages.deepstack import Deepstack, handing, split_features
 from interlace.model.stages.shared import per_layer_inputs
 from interlace.model.stages.slice import ending_at, first_layer, run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Inputs = dict[str, Any]
 
@@ -79,7 +82,7 @@ class LanguageSettings:
 
 
 def run_language(
-    module: nn.Module,
+    module: PreTrainedModel,
     settings: LanguageSettings,
     inputs: Inputs,
     hidden: Tensor | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from interlace.model.multimodal import MultimodalModel
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.patterns import Names, base_name, is_adapter
 from interlace.model.whole.model import new_folder
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 ALL_LINEAR = "all-linear"
 MERGE = "merge instead (merge_adapters, or interlace export without --adapter)"
@@ -233,6 +236,6 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
 
 
-def reset_adapter(layer: Any) -> None:
+def reset_adapter(layer: LoraLayer) -> None:
     """Initialise an adapter by peft's rule: A at random, B zero, so that it has no effect yet."""
     layer.reset_lora_parameters(_ADAPTER, True)

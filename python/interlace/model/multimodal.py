@@ -15,7 +15,7 @@ from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
 from interlace.model.checkpoints.module_folder import FACTS, load_projectors, read_modules, save_modules
-from interlace.model.collate import check_bidirectional, collate_language, collate_media
+from interlace.model.collate import check_bidirectional, collate_language
 from interlace.model.counting.layers import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
@@ -25,6 +25,7 @@ from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL, did_you_mean, inside, resolve
 from interlace.model.probe.encoder import encoder_cuts
 from interlace.model.probe.language import allowed_cuts, caches_right, language_packing
+from interlace.model.probe.separation import check_cuts
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, check_samples, refuse_copies
 from interlace.model.stages.attention_switch import use_bitfield_attention
@@ -404,7 +405,8 @@ class MultimodalModel(nn.Module):
                 bidirectional=settings.bidirectional,
                 positions_of=settings.positions,
             )
-        return collate_media(samples, name, self.encoders[name], decode=decode)
+        items = [item for sample in samples for item in sample.media.get(name, [])]
+        return self.encoders[name].collate(items if decode else [item.without_data() for item in items])
 
     # ------------------------------------------------------------------ forward
 
@@ -486,14 +488,4 @@ class MultimodalModel(nn.Module):
                 if is_language
                 else encoder_cuts(self.encoders[name])
             )
-        allowed = self._cuts[name]
-        for cut in sorted(cuts):
-            if isinstance(refusal := allowed[cut], str):
-                raise ValueError(refusal)
-            if not allowed[cut]:
-                others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
-                raise ValueError(
-                    f"{name}: {type(module).__name__} cannot be cut before layer {cut}: later layers need more than "
-                    "the hidden state of the earlier ones. "
-                    + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
-                )
+        check_cuts(f"{name}: {type(module).__name__}", self._cuts[name], cuts)

@@ -192,10 +192,10 @@ class SampleOutline:
         raise RuntimeError(f"the labels of {self.name} are on another rank: this rank does not need them")
 
 
-def check_samples(call: str, given: Any) -> None:
+def check_samples(call: str, given: object) -> None:
     """Raise ValueError unless `given` is a list of samples. call: name of the called function, for the message."""
-    several = isinstance(given, Sequence) and not isinstance(given, str)
-    wrong = [item for item in given if not hasattr(item, "media")] if several else [given]
+    items = given if isinstance(given, Sequence) and not isinstance(given, str) else None
+    wrong = [given] if items is None else [item for item in items if not hasattr(item, "media")]
     if not wrong:
         return
     if isinstance(given, Mapping):
@@ -205,7 +205,7 @@ def check_samples(call: str, given: Any) -> None:
     else:
         hint = "make them with interlace.model.Sample(input_ids, labels, media)"
     kind = type(wrong[0]).__name__
-    raise ValueError(f"{call} takes {'samples' if several else 'a list of samples'}, not a {kind}: {hint}")
+    raise ValueError(f"{call} takes {'a list of samples' if items is None else 'samples'}, not a {kind}: {hint}")
 
 
 def shift_labels(labels: Tensor) -> Tensor:

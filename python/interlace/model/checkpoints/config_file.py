@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CONFIG = "config.json"
 ROTATION = "rope_parameters"
@@ -53,15 +56,15 @@ def for_transformers_5(folder: Path) -> list[Path]:
     return [file for file in found if _has_rotation(json.loads(file.read_text(encoding="utf-8")))]
 
 
-def _has_rotation(value: Any) -> bool:
+def _has_rotation(value: object) -> bool:
     return isinstance(value, dict) and (bool(value.get(ROTATION)) or any(map(_has_rotation, value.values())))
 
 
-def _read(folder: Path) -> Any:
+def _read(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _settings_of(config: Any) -> Table:
+def _settings_of(config: PretrainedConfig) -> Table:
     """The settings of a config that affect the computation."""
 
     def without(table: Table) -> Table:

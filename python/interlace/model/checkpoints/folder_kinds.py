@@ -57,13 +57,13 @@ def _table(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _inside(table: dict[str, Any], key: str) -> Any:
+def _inside(table: dict[str, Any], key: str) -> object:
     """The value of `key` in a table or in a nested table."""
     inner = (_inside(value, key) for value in table.values() if isinstance(value, dict))
     return table[key] if key in table else next((value for value in inner if value is not None), None)
 
 
-def _known(kind: Any) -> bool:
+def _known(kind: object) -> bool:
     from transformers import CONFIG_MAPPING
 
     return kind in CONFIG_MAPPING

@@ -12,7 +12,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from interlace.model.stages.slice import find_layers
 from interlace.model.whole.model import copy_original, read_module
 from interlace.model.whole.parts import decoder_layers
 
+T = TypeVar("T")
 FACTS, PROJECTOR = "interlace.json", "projector.safetensors"
 FORMAT = 1
 PLAIN = ("linear", "mlp")  # projectors without a config
@@ -146,14 +147,14 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
     }
 
 
-def _of(kind: type[Any], value: Any, name: str) -> Any:
+def _of(kind: type[T], value: Any, name: str) -> T:
     """Return `value` if it has exactly this type. Raises ValueError otherwise."""
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}, not a {kind.__name__}")
     return value
 
 
-def _ids(given: Any) -> Ids:
+def _ids(given: object) -> Ids:
     """Placeholders of an encoder. Raises ValueError for invalid ones."""
     each = tuple(_of(int, token, "a placeholder") for token in (given if isinstance(given, list) else [given]))
     return each if isinstance(given, list) else each[0]
@@ -191,7 +192,7 @@ def _class_of(module: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _class_named(path: str) -> type[Any]:
+def _class_named(path: str) -> type[PreTrainedModel]:
     """A model class of transformers. Names in a file never import anything else."""
     path = _of(str, path, "class")
     module, _, name = path.rpartition(".")

@@ -19,7 +19,7 @@ CALLBACKS = {
 }
 
 
-def misfit(name: str, given: Any) -> str:
+def misfit(name: str, given: object) -> str:
     """Reason why `given` cannot be the callback `name`; "" if it can."""
     arguments = CALLBACKS[name]
     if not callable(given):
@@ -49,7 +49,7 @@ def call(name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
         raise RuntimeError(text) from error
 
 
-def token_count(callback: Callable[..., Any], shape: tuple[int, ...], about: Any) -> int:
+def token_count(callback: Callable[..., Any], shape: tuple[int, ...], about: object) -> int:
     """The result of the callback "tokens". Raises ValueError if it fails, or gives no int of at least 1."""
     try:
         count = call("tokens", callback, shape, about)
@@ -67,7 +67,7 @@ def token_count(callback: Callable[..., Any], shape: tuple[int, ...], about: Any
     return operator.index(count)
 
 
-def check_features(features: Any, counts: Sequence[int]) -> None:
+def check_features(features: object, counts: Sequence[int]) -> None:
     """Raise ValueError unless the callbacks return a tensor with one feature per token of the items."""
     got = len(features) if isinstance(features, Tensor) else f"a {type(features).__name__} instead of"
     if got != sum(counts):
@@ -77,5 +77,5 @@ def check_features(features: Any, counts: Sequence[int]) -> None:
         )
 
 
-def _name(callback: Any) -> str:
+def _name(callback: object) -> str:
     return getattr(callback, "__qualname__", None) or repr(callback)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from interlace.modalities import named, names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Ids = int | tuple[int, ...]
 """Placeholder id or ids of an encoder."""
@@ -57,7 +60,7 @@ def blank_id(placeholders: Mapping[str, Ids]) -> int:
     return next(token for token in range(len(taken) + 1) if token not in taken)
 
 
-def configured(kind: str, *configs: Any) -> int | None:
+def configured(kind: str, *configs: PretrainedConfig) -> int | None:
     """The placeholder id in a language model's config for items of this kind, the name of a modality."""
     if kind not in names():
         return None

@@ -58,7 +58,7 @@ def use_cache_folder(folder: Path | None) -> None:
     _folder = folder
 
 
-def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]) -> T:
+def remembered(what: str, module: nn.Module, extra: object, answer: Callable[[], T]) -> T:
     """Return answer(), or its cached result for a module of the same structure and config.
 
     extra: further inputs of the result. Its repr must be complete.
@@ -77,7 +77,7 @@ def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]
     return found
 
 
-def _cached(file: Path, answer: Callable[[], Any]) -> Any:
+def _cached(file: Path, answer: Callable[[], T]) -> T:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: rewritten below
         made = decoded(json.loads(file.read_text(encoding="utf-8")))
         if _is_answer(made):
@@ -90,7 +90,7 @@ def _cached(file: Path, answer: Callable[[], Any]) -> Any:
     return result
 
 
-def _is_answer(found: Any) -> bool:
+def _is_answer(found: object) -> bool:
     """True if `found` is a valid result: a packing, a bool, a word, one of these per layer, or counts."""
     return isinstance(found, (Packing, bool, str, tuple)) or (
         isinstance(found, list) and bool(found) and all(isinstance(each, (bool, str)) for each in found)
@@ -173,7 +173,7 @@ def _code_content(code: CodeType) -> tuple[Any, ...]:
     return code.co_firstlineno, zlib.crc32(code.co_code), code.co_names, constants
 
 
-def _plain(constant: Any) -> str:
+def _plain(constant: object) -> str:
     """Text of a constant that is equal in every process: the order of sets varies."""
     return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
@@ -193,7 +193,7 @@ def _versions() -> tuple[Any, ...]:
     return torch.__version__, transformers.__version__, zlib.crc32(repr(own).encode())
 
 
-def spelled(value: Any) -> str:
+def spelled(value: object) -> str:
     """Text of a value that is equal in every process, unlike the repr of a set. Raises as `encoded`."""
     return json.dumps(encoded(value))
 

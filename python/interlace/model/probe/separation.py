@@ -179,11 +179,25 @@ def find_cuts(count: int, prepare: Callable[[], Callable[[Sequence[int]], Tensor
         return [cut == 0 or right(0, cut, count) for cut in range(count)]
 
 
+def check_cuts(where: str, allowed: Sequence[bool | str], cuts: Iterable[int]) -> None:
+    """Raise ValueError unless all `cuts` of the module `where` are allowed. allowed: result of `find_cuts`."""
+    for cut in sorted(cuts):
+        if isinstance(refusal := allowed[cut], str):
+            raise ValueError(refusal)
+        if not allowed[cut]:
+            others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
+            raise ValueError(
+                f"{where} cannot be cut before layer {cut}: later layers need more than the hidden state of the "
+                "earlier ones. "
+                + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
+            )
+
+
 def note_returns(layers: nn.ModuleList) -> list[int | None]:
     """List of each layer's latest return kind, as in Packing.returned."""
     returned: list[int | None] = [None] * len(layers)
 
-    def note(_: nn.Module, args: Any, output: Any, *, index: int) -> None:
+    def note(_: nn.Module, args: tuple[Any, ...], output: object, *, index: int) -> None:
         returned[index] = len(output) if isinstance(output, tuple) else None
 
     for i, layer in enumerate(layers):

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from interlace.model.stages.slice import Absent, captures
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SMALL = 1 << 18  # weights up to this number of elements are real, and products with them exact
 CHANNELS = 32  # input channels that a product with a larger weight sums over
@@ -122,7 +125,7 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def _configs(config: PretrainedConfig | None) -> Iterator[PretrainedConfig]:
     """A config and those inside it."""
     if config is None:
         return
@@ -135,7 +138,7 @@ def _configs(config: Any) -> Iterator[Any]:
 class _Again(Absent):
     """A layer identical to an earlier one: passes the hidden state on."""
 
-    def learn(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def learn(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """From now on, return the same type as the original layer: a tensor, or a tuple with it."""
         self._returned = len(output) if isinstance(output, tuple) else None
 
@@ -186,7 +189,7 @@ def _fill_buffers(module: nn.Module, made: nn.Module) -> None:
 _large: ContextVar[set[int]] = ContextVar("interlace_large")  # storage addresses of stand-ins' large weights
 
 
-def _is_large(value: Any) -> bool:
+def _is_large(value: object) -> bool:
     """True for a large weight or a part of one."""
     return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in _large.get()
 
@@ -207,7 +210,7 @@ class _Sampled(TorchFunctionMode):
             a, b = args
             few = _few(b.shape[-2])
             return func(a[..., few], b[..., few, :])
-        elif func in _CONVOLUTIONS and _groups(func, args, kwargs) == 1:
+        elif func in _CONVOLUTIONS and _groups(args, kwargs) == 1:
             x, weight, *rest = args if len(args) > 1 else (args[0], kwargs.pop("weight"))
             if _is_large(weight):
                 few = _few(weight.shape[1])
@@ -226,7 +229,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
     return [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
 
 
-def _groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(kwargs["groups"] if "groups" in kwargs else args[6] if len(args) > 6 else 1)
 
 

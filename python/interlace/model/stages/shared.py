@@ -8,10 +8,13 @@ neither can cross a cut.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def per_layer_inputs(module: nn.Module, ids: Tensor, placeholders: Collection[int]) -> Tensor | None:
@@ -23,14 +26,14 @@ def per_layer_inputs(module: nn.Module, ids: Tensor, placeholders: Collection[in
     text = _text_model(module)
     if text is None:
         return None
-    config: Any = text.config
+    config = text.config
     unknown = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
     unknown |= ids >= config.vocab_size_per_layer_input
     given: Tensor = text.get_per_layer_inputs(ids.masked_fill(unknown, config.pad_token_id or 0))
     return given
 
 
-def _text_model(module: nn.Module) -> Any:
+def _text_model(module: nn.Module) -> PreTrainedModel | None:
     """The part of `module` that looks up per-layer inputs; None if absent."""
     for part in module.modules():
         if hasattr(part, "get_per_layer_inputs") and hasattr(part, "embed_tokens_per_layer"):
@@ -49,7 +52,7 @@ def check_cut(module: nn.Module, layers: int, start: int, stop: int) -> None:
             f"{name} cannot be cut into stages: each layer takes a vector per token that is computed from the token "
             "ids before the first layer (per-layer embeddings). Keep this module on one stage"
         )
-    config: Any = getattr(module, "config", None)
+    config: PretrainedConfig = getattr(module, "config", None)
     producers = _producers(config.get_text_config()) if hasattr(config, "get_text_config") else {}
     allowed = [at for at in range(1, layers) if not any(j < at <= i for i, j in producers.items())]
     if refused := sorted(boundaries.difference(allowed)):
@@ -62,7 +65,7 @@ def check_cut(module: nn.Module, layers: int, start: int, stop: int) -> None:
         )
 
 
-def _producers(config: Any) -> dict[int, int]:
+def _producers(config: PretrainedConfig) -> dict[int, int]:
     """Layer -> the earlier layer that provides its keys and values."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     sources, kinds = getattr(config, "kv_source_layers", None), getattr(config, "layer_types", None)

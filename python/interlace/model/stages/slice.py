@@ -337,7 +337,7 @@ def ending_at(layer: nn.Module) -> RemovableHandle:
 def changing_output(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Inside, change(hidden state) replaces the hidden state that `layer` returns, alone or first in a tuple."""
 
-    def replace(_: nn.Module, _args: Any, output: Any) -> Any:
+    def replace(_: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     return layer.register_forward_hook(replace)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -32,6 +32,9 @@ from interlace.model.whole.parts import Parts
 from interlace.model.whole.positions import RopeIndex
 from interlace.model.whole.tower import WholeEncoder
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 WEIGHTS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5"),
     *(".gguf", ".onnx", ".onnx_data", ".ckpt"),
@@ -40,7 +43,7 @@ ADAPTER = ("adapter_config.json",)  # if copied, HuggingFace would look for an a
 FOLDERS = ("additional_chat_templates",)  # of a tokenizer or processor with several templates
 
 
-def whole_class(folder: Path) -> tuple[type[Any], Any]:
+def whole_class(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """HuggingFace's class of the model in `folder`, and its config.
 
     Raises ValueError for a folder without a config, and for a model that is not a vision- or audio-language model of
@@ -73,7 +76,7 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
     return model_class, config
 
 
-def _names_of(folder: Path, config: Any) -> list[str]:
+def _names_of(folder: Path, config: PretrainedConfig) -> list[str]:
     """The `architectures` of a config. Raises ValueError unless it is a list of names."""
     said = config.architectures or []
     if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
@@ -81,7 +84,7 @@ def _names_of(folder: Path, config: Any) -> list[str]:
     return said
 
 
-def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
+def read_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load HuggingFace's model with the weights of `folder`. dtype: None = that of the checkpoint.
 
     Raises ValueError as `whole_class`, and if weights are missing, unexpected or of other shapes.
@@ -89,7 +92,7 @@ def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
     return read_module(whole_class(folder)[0], folder, dtype)
 
 
-def read_module(model_class: Any, folder: Path, dtype: torch.dtype | None) -> Any:
+def read_module(model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     """Load a model of the class `model_class` with the weights of `folder`. Raises ValueError as `read_whole`."""
     try:
         module, info = model_class.from_pretrained(
@@ -116,7 +119,7 @@ def read_module(model_class: Any, folder: Path, dtype: torch.dtype | None) -> An
     return module
 
 
-def build_whole(folder: Path) -> Any:
+def build_whole(folder: Path) -> PreTrainedModel:
     """HuggingFace's model of the config in `folder`, with torch's initial weights in fp32: for the meta device."""
     model_class, config = whole_class(folder)
     try:
@@ -157,7 +160,7 @@ def modules_of(folder: Path) -> tuple[str, str]:
     return parts.encoder, getattr(getattr(whole, parts.base), parts.tower).config.model_type
 
 
-def take_apart(whole: Any) -> TakenApart:
+def take_apart(whole: PreTrainedModel) -> TakenApart:
     """Split a HuggingFace model into modules that share its weights.
 
     Raises ValueError for a model whose modules would not compute the same as HuggingFace's; see probe/whole.py.

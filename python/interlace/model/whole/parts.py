@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ class Parts:
         return named(self.modality).encoder
 
     @classmethod
-    def of(cls, whole: Any) -> Parts:
+    def of(cls, whole: PreTrainedModel) -> Parts:
         """The parts of a HuggingFace model. Raises ValueError for a model with a different structure."""
         name, kind = type(whole).__name__, whole.config.model_type
         base = whole.base_model
@@ -128,7 +128,7 @@ class Parts:
             in_turn=turns,
         )
 
-    def language_model(self, whole: Any) -> Any:
+    def language_model(self, whole: PreTrainedModel) -> PreTrainedModel:
         """The whole model without the tower and the modules after it. It shares everything else."""
         base = clone(getattr(whole, self.base))
         for key in self.beside:
@@ -146,13 +146,13 @@ class Parts:
                 vars(made.config)[key] = None
         return made
 
-    def tower_side(self, whole: Any) -> Any:
+    def tower_side(self, whole: PreTrainedModel) -> PreTrainedModel:
         """The base without the language model. It shares everything else."""
         base = clone(getattr(whole, self.base))
         del base._modules[self.decoder]
         return base
 
-    def joined(self, language_model: Any, tower_side: Any) -> Any:
+    def joined(self, language_model: PreTrainedModel, tower_side: PreTrainedModel) -> PreTrainedModel:
         """Join the results of `language_model` and `tower_side` into the whole model, in HuggingFace's order."""
         base = clone(tower_side)
         decoder = getattr(language_model, self.base)._modules[self.decoder]
@@ -161,7 +161,7 @@ class Parts:
         made.config = base.config
         return made
 
-    def _around(self, whole: Any, base: nn.Module) -> Any:
+    def _around(self, whole: PreTrainedModel, base: nn.Module) -> PreTrainedModel:
         made = clone(whole)
         made._modules[self.base] = base
         return made
@@ -193,16 +193,16 @@ def check_fed(model: nn.Module, layer_path: str, unread: Sequence[int]) -> None:
         )
 
 
-def _attribute(parent: nn.Module, child: Any) -> str | None:
+def _attribute(parent: nn.Module, child: nn.Module) -> str | None:
     """Attribute name of `child` in `parent`."""
     return next((key for key, each in parent.named_children() if each is child), None)
 
 
-def decoder_layers(model: Any) -> str | None:
+def decoder_layers(model: PreTrainedModel) -> str | None:
     """Path of the layers of the text decoder, because a model may also hold towers; None if it cannot be found."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder: PreTrainedModel | None = model.get_decoder() if hasattr(model, "get_decoder") else None
     name = next((name for name, part in model.named_modules() if part is decoder and name), None)
-    if name is None:
+    if name is None or decoder is None:
         return None
     own = [key for key, part in decoder.named_children() if isinstance(part, nn.ModuleList) and len(part)]
     try:

@@ -13,12 +13,15 @@ families' own code.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from interlace.model.sample import Media, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRID, SECONDS = "grid_thw", "second_per_grid_ts"
 VIDEO = 2  # type of video tokens in get_rope_index
@@ -31,7 +34,7 @@ class RopeIndex:
     tokens: placeholders of images and videos, in this order, if the model has them.
     """
 
-    def __init__(self, base: Any, encoder: str, tokens: tuple[int, ...]):
+    def __init__(self, base: PreTrainedModel, encoder: str, tokens: tuple[int, ...]):
         self.base, self.encoder, self.tokens = base, encoder, tokens
         self._takes_seconds = SECONDS in inspect.signature(base.get_rope_index).parameters
 

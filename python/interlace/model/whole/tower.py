@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from interlace.model.modality import ModalityModule
 from interlace.model.stages.deepstack import INDEXES
 from interlace.model.whole.parts import Parts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 COUNT = "batch_num_images"
 
 
 class Tower(nn.Module):
     """The part of HuggingFace's whole model that makes features; see the module docstring."""
 
-    def __init__(self, whole: Any, parts: Parts):
+    def __init__(self, whole: PreTrainedModel, parts: Parts):
         super().__init__()
         self.parts = parts
         self.add_module(parts.base, parts.tower_side(whole))
@@ -44,12 +47,12 @@ class Tower(nn.Module):
             output_capturing.maybe_install_capturing_hooks(self.tower)
 
     @property
-    def base(self) -> Any:
+    def base(self) -> PreTrainedModel:
         """The whole model's base, without its language model."""
         return self._modules[self.parts.base]
 
     @property
-    def tower(self) -> Any:
+    def tower(self) -> PreTrainedModel:
         """The part whose layers are cut into stages."""
         return self.base._modules[self.parts.tower]
 
@@ -57,7 +60,7 @@ class Tower(nn.Module):
         """As HuggingFace's, for the tower only: modules after it keep their own attention, if any."""
         self.tower.set_attn_implementation(name)
 
-    def features(self, given: Tensor, **about: Any) -> BaseModelOutput:
+    def features(self, given: Tensor, **about: Tensor | list[int]) -> BaseModelOutput:
         """[items, tokens, D_llm] for a batch of items, in last_hidden_state."""
         turns = self.parts.in_turn
         if turns is not None:
@@ -78,7 +81,7 @@ class Tower(nn.Module):
 class ImageTower(Tower):
     """Tower of pictures."""
 
-    def forward(self, pixel_values: Tensor, **about: Any) -> BaseModelOutput:
+    def forward(self, pixel_values: Tensor, **about: Tensor | list[int]) -> BaseModelOutput:
         """See `Tower.features`."""
         return self.features(pixel_values, **about)
 
@@ -86,7 +89,7 @@ class ImageTower(Tower):
 class AudioTower(Tower):
     """Tower of clips."""
 
-    def forward(self, input_features: Tensor, **about: Any) -> BaseModelOutput:
+    def forward(self, input_features: Tensor, **about: Tensor | list[int]) -> BaseModelOutput:
         """See `Tower.features`."""
         return self.features(input_features, **about)
 
@@ -106,7 +109,7 @@ class TileTower(Tower):
     pictures per sample. Here, a one-tile picture implies that case. A call has only one-tile pictures, or none of them.
     """
 
-    def __init__(self, whole: Any, parts: Parts):
+    def __init__(self, whole: PreTrainedModel, parts: Parts):
         super().__init__(whole, parts)
         self.counts = COUNT in inspect.signature(self.base.get_image_features).parameters
 
@@ -117,7 +120,7 @@ class TileTower(Tower):
         return self.features(pixel_values, image_sizes=image_sizes, **several)
 
 
-def tower_of(whole: Any, parts: Parts) -> Tower:
+def tower_of(whole: PreTrainedModel, parts: Parts) -> Tower:
     """The tower of a whole model, with a forward whose arguments match the kind of its items."""
     base = getattr(whole, parts.base)
     inside = getattr(base, parts.tower)
@@ -133,7 +136,7 @@ class WholeEncoder(ModalityModule):
 
     drops_prefix = False
 
-    def __init__(self, whole: Any, parts: Parts):
+    def __init__(self, whole: PreTrainedModel, parts: Parts):
         module = tower_of(whole, parts)
         super().__init__(module, projector=nn.Identity(), layers=f"{parts.base}.{parts.tower}.{parts.layers}")
         inside = f"module.{parts.base}.{parts.tower}"
