@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from interlace.model.inputs.kinds import Feed
 from interlace.model.probe.inconclusive import attempt, raise_if_no_memory, record_failure
-from interlace.model.probe.stand_in import cheaply
+from interlace.model.probe.stand_in import Unanswerable, cheaply
 from interlace.model.rows import ALONE
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def find_cuts(count: int, prepare: Callable[[], Callable[[Sequence[int]], Tensor
     """For each layer: True if a stage may start with it; otherwise False, or the reason of the refusal.
 
     Probes all cuts at once, and each cut alone if outputs differ. prepare() returns run, and run(bounds) the outputs
-    [T, D] of stages with these bounds. True if this fails: the real run then raises the error.
+    [T, D] of stages with these bounds. True if the model does not run uncut: the real run then raises the error.
     """
 
     def right(*bounds: int) -> bool | str:
@@ -170,6 +170,10 @@ def find_cuts(count: int, prepare: Callable[[], Callable[[Sequence[int]], Tensor
     with cheaply():
         try:
             run = prepare()
+        except Unanswerable as problem:
+            record_failure(problem)
+            return [True] * count
+        try:
             whole = run([0, count])
         except Exception as problem:  # as above
             record_failure(problem)

@@ -56,9 +56,9 @@ def _part_with_values(
         above = [f for f in families if prefix == f or f == "" or _inside(prefix, [f])]
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_seed_of(seed, base_name(prefix)))  # GPU generators stay unchanged
-            if module in adapted:
+            if (adapter := adapted.get(id(module))) is not None:
                 torch.default_generator.manual_seed(_seed_of(seed, f"{prefix}.lora"))
-                reset_adapter(module)
+                reset_adapter(adapter)
             elif above:
                 families[max(above, key=len)]._init_weights(module)
             elif callable(reset := getattr(module, "reset_parameters", None)):
@@ -68,7 +68,7 @@ def _part_with_values(
     real: dict[int, Tensor] = {id(p): nn.Parameter(_on_the_host(p), p.requires_grad) for p in whole.parameters()}
     real |= {id(buffer): _on_the_host(buffer) for buffer in whole.buffers()}
     part = copy.deepcopy(whole, real)  # memo: these tensors are replaced by their copies
-    adapted = [layer for _, layer in lora_layers(part)]
+    adapted = {id(layer): layer for _, layer in lora_layers(part)}
     for name, module in reversed(list(part.named_modules())):  # children first, as the library's rules expect
         inside = [f"{_join(path, name)}.{key}" for key, _ in module.named_parameters(remove_duplicate=False)]
         if not inside or any(first[key] == key for key in inside):  # a tied weight is filled under its first name
