@@ -1,9 +1,9 @@
 """Multimodal datasets and the loaders that feed them to the trainer.
 
-- `dataset`: protocol of a dataset. `kinds`: facts about kinds of datasets. `loader`: batches. `mixture`: several
-  sources. `rows`: packed batches.
+- `dataset`: protocol of a dataset. `reading`: items that cannot be read. `loader`: batches. `mixture`: several sources.
+  `rows`: packed batches.
 - `chats/`: chats in common formats. `streams/`: data that can only be read in order.
-- `workers/`: decoding and encoding ahead, in processes or on Ray. `builtin/`: digits and stamps.
+- `workers/`: decoding and encoding ahead, in processes or on Ray. `builtin/`: chats about digits and stamps.
 
 Names are imported on first use: a process that only decodes or fetches does not wait for torch and transformers.
 """
@@ -14,10 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.data.builtin.base import MediaRef, MultimodalDataset, Recipe
     from interlace.data.builtin.baseline import unigram_nats
     from interlace.data.builtin.byte_tokenizer import ByteTokenizer
-    from interlace.data.builtin.digits import DigitsDataset
     from interlace.data.builtin.fetch import cache_folder, fetch_stamps, find_stamps
     from interlace.data.chats.dataset import ChatDataset, load_chats
     from interlace.data.dataset import DatasetSetup, Question, SampleDataset, Tokenizer
@@ -32,11 +30,9 @@ if TYPE_CHECKING:
     from interlace.model.sample import IGNORE, Media, Sample
 
 _WHERE = {
-    "interlace.data.builtin.base": ("MediaRef", "MultimodalDataset", "Recipe"),
     "interlace.data.builtin.baseline": ("unigram_nats",),
     "interlace.data.chats.dataset": ("ChatDataset", "load_chats"),
     "interlace.data.dataset": ("DatasetSetup", "Question", "SampleDataset", "Tokenizer"),
-    "interlace.data.builtin.digits": ("DigitsDataset",),
     "interlace.data.builtin.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
     "interlace.data.loader": ("Loader",),
     "interlace.modalities.audio": ("AudioSpec", "load_audio"),
@@ -58,18 +54,14 @@ __all__ = [
     "ChatDataset",
     "DatasetSetup",
     "DecodeError",
-    "DigitsDataset",
     "ImageSpec",
     "ImageTooLarge",
     "IterableStream",
     "Loader",
     "Media",
-    "MediaRef",
     "MixedDataset",
-    "MultimodalDataset",
     "Part",
     "Question",
-    "Recipe",
     "RowLoader",
     "Sample",
     "SampleDataset",

@@ -174,7 +174,7 @@ def index(options: argparse.Namespace) -> int:
     groups: list[tuple[str, list[Any], Rules]] = []
     if configs:
         data = load(configs[0], options.set).data
-        if not data.kind.files:
+        if data.own:
             raise ConfigError(f"{configs[0]}: data.dataset is {data.dataset!r}; only files of chats are indexed")
         cache = data.cache
         for each in data.each_source():
@@ -278,7 +278,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     from interlace.train.models.media_specs import check_inputs
 
     config = load(path, overrides)
-    if not config.data.kind.files:
+    if config.data.own:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
     model = build(config, tokenizer, source=str(path))

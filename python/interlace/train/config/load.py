@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from interlace import _hints
 from interlace._hints import nearest
+from interlace.train.config.earlier import read_as_chats
 from interlace.train.config.local_paths import local_path
 from interlace.train.config.sections import OPEN_REPLICAS, Config
 
@@ -93,6 +94,10 @@ def from_table(
         where[keys] = f"--set {override}"
     _open_plan(table)
     _describe_models(table, where, source)
+    try:
+        read_as_chats(table)
+    except ValueError as error:
+        raise ConfigError(f"{_place(('data', 'dataset'), where, source)}: {error}") from None
     check_keys(Config, table, (), where, source)
     if auto and not _is_open(table):
         _leave_open(table)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +22,16 @@ class Load:
 
 
 def budget_loads(config: Config, model: Any) -> dict[str, Load]:
-    """Load of every module per microbatch (of the language model) of the config's mixture of samples.
+    """Load of every module per microbatch (of the language model).
 
-    All ranks must cut the model equally before they have the data. Sizes of the digits are known: all pictures have one
-    size and the captions are words. Other data fill data.max_tokens, with an item of each encoder.
+    All ranks must cut the model equally before they have the data. So samples are assumed to fill data.max_tokens, with
+    an item of each encoder.
     """
     samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
-    items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
-    for share, own in _kinds(config, model):
-        for name, lengths in own.items():
-            items[name] += [(share, length) for length in lengths]
-    loads = {}
-    for name, each in items.items():
-        tokens = sum(share * length for share, length in each)
-        pairs = sum(share * length * length for share, length in each)  # (query, key) pairs within one item
-        if name == "language_model":  # causal: a query sees the keys up to its own position
-            pairs = (pairs + tokens) / 2
-        loads[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
-    return loads
+    loads = {name: Load(samples * e.nominal_length, e.nominal_length) for name, e in model.encoders.items()}
+    row = config.data.max_tokens or model.max_length or 1024
+    # Causal: a query sees the keys up to its own position.
+    return loads | {"language_model": Load(samples * row, (row + 1) / 2)}
 
 
 def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
@@ -91,39 +82,3 @@ def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
     said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
     return said if said < len(nodes) else None
-
-
-def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:
-    """Kinds of samples: share of all samples, and the lengths of their items per module (for the language
-    model: one)."""
-    longest = config.data.kind.caption_tokens
-    if longest is None:  # nothing is read yet: assume an item each, and a full row
-        row = config.data.max_tokens or model.max_length or 1024
-        items = {name: [float(encoder.nominal_length)] for name, encoder in model.encoders.items()}
-        yield 1.0, {**items, "language_model": [float(row)]}
-        return
-    from interlace.modalities import IMAGE
-
-    items = {name: [] for name in model.encoders}
-    for name, spec in config.model.encoders().items():  # a picture for each image encoder, nothing for audio encoders
-        encoder = model.encoders[name]
-        if encoder.kind != IMAGE.name:
-            continue
-        image = config.data.image_tokens(0)
-        if encoder.images is not None:
-            side = -(-(config.data.digit_size or 8) // encoder.images.patch[0])
-            image = min(image, side * side)
-        items[name] = [float(image)]
-        longest += _projected(encoder, -(-image // spec.downsample))
-    yield 1.0, {**items, "language_model": [float(longest)]}
-
-
-def _projected(encoder: Any, features: int) -> int:
-    """Tokens of the projector for an image of `features` features, assumed to be about square."""
-    from interlace.model import ItemProjector
-
-    projector = encoder.projector
-    if not isinstance(projector, ItemProjector):
-        return features
-    side = max(1, math.isqrt(features) // projector.unit) * projector.unit
-    return projector.tokens(side * side, (side, side))
