@@ -15,6 +15,7 @@ config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num
 [data]
 dataset = "tests.digits:Digits"
 workers = 0
+max_tokens = 14
 cache = "{folder}/cache"
 [train]
 steps = 6

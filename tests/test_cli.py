@@ -130,8 +130,6 @@ def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.Captu
         (["mask", "{}", "--samples", "0"], "--samples 0: at least 1"),
         (["mask", "{}", "--out", "{}/mask.png"], "tiny.toml/mask.png: cannot write there: "),
         (["simulate", "{}", "--tflops", "1", "--out", "{}"], "tiny.toml: cannot write there: "),
-        (["train", "{}", "--set", "data.cache={}"], "tiny.toml/prepared: Not a directory; set data.cache"),
-        (["train", "{}", "--set", "data.max_image_tokens=1"], "the budget is 1; raise max_image_tokens"),
         (["train", "{}", "--set", "model.language_model.config.vocab_size=9"], "raise it to 264"),
         (["train", "{}", "--set", "train.steps=many"], "train.steps should be a valid integer"),
         (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interlace.cli import main
-from interlace.data import ByteTokenizer
+from interlace.data import IGNORE, ByteTokenizer
 from interlace.train import rank
 from interlace.train.config.load import ConfigError, dumps, loads
 from interlace.train.data import feed
@@ -26,7 +26,7 @@ SETTINGS = ["parallel.ranks=1", "log.samples=0", "log.accuracy_samples=0", "log.
 
 def earlier(folder: Path, data: str = DATA) -> str:
     """A config as earlier versions saved it."""
-    return TINY.format(folder=folder).replace('dataset = "tests.digits:Digits"\nworkers = 0\n', data)
+    return TINY.format(folder=folder).replace('dataset = "tests.digits:Digits"\nworkers = 0\nmax_tokens = 14\n', data)
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_samples_are_those_of_earlier_versions(tmp_path: Path) -> None:
     assert (len(train), len(held_out)) == (len(digits()), len(before))
     for index in range(0, len(before), 31):
         ours, theirs = held_out.sample(index, 0), before.sample(index, 0)
-        assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.input_ids[:-1], theirs.input_ids) and torch.equal(ours.labels[:-1], theirs.labels)
+        assert ours.input_ids[-1] == ByteTokenizer.EOS and ours.labels[-1] == IGNORE  # chats keep the end as input
         [picture], [wanted] = ours.media["vision"], theirs.media["vision"]
         assert torch.equal(picture.data, wanted.data) and picture.tokens == wanted.tokens  # type: ignore[arg-type]
 

@@ -224,10 +224,8 @@ class FittedCosts:
     @staticmethod
     def _times(layer_fit: LayerFit, local_size: Size, link: Link, shared: tuple[float, float]) -> tuple[float, ...]:
         forward, input_grad, weight_grad, weight_only = (getattr(layer_fit, part).seconds(local_size) for part in PARTS)
-        forward_traffic, backward_traffic = (
-            sum(terms) for terms in zip(layer_fit.traffic.seconds(local_size, link), shared, strict=True)
-        )
-        return forward + forward_traffic, input_grad + backward_traffic, weight_grad, weight_only + backward_traffic
+        there, back = map(sum, zip(layer_fit.traffic.seconds(local_size, link), shared, strict=True))
+        return forward + there, input_grad + back, weight_grad, weight_only + back
 
     def beside(self, module: str, size: Size, tp: int = 1, cp: int = 1, link: Link = NO_LINK) -> tuple[float, float]:
         """See `Costs`. Every rank of a lane collates the whole chunk."""
@@ -241,14 +239,10 @@ class FittedCosts:
         """Module -> the mean leave-one-out error of its kinds' forwards and backwards."""
         errors = {}
         for name, fits in self.modules.items():
-            kind_errors = [
-                getattr(kind, part).error
-                for kinds in fits.kinds.values()
-                for kind in kinds.values()
-                for part in PARTS[:2]
-            ]
-            kind_errors = [error for error in kind_errors if math.isfinite(error)]
-            errors[name] = float(np.mean(kind_errors)) if kind_errors else math.nan
+            kinds = [kind for by_name in fits.kinds.values() for kind in by_name.values()]
+            found = [error for kind in kinds for error in (kind.forward.error, kind.input_grad.error)]
+            finite = [error for error in found if math.isfinite(error)]
+            errors[name] = float(np.mean(finite)) if finite else math.nan
         return errors
 
 

@@ -111,8 +111,15 @@ class Alike:
                 if each.layers - {each.home}:
                     raise NotAlike(f"layers {sorted(each.layers)} keep tensors made by layer {each.home}")
                 inside.setdefault(each.home, []).append(each)
-        for one, other in self._twice:
-            self._compare(one, other, entering, inside, shared)
+
+        def kept(layer: int) -> tuple[object, ...]:
+            mine = sorted((each.bytes, each.outside, bool(each.layers)) for each in inside.get(layer, ()))
+            given = [(each.bytes, each.outside, _relative(each, layer)) for each in entering.get(layer, ())]
+            return mine, sorted(given), [layer in each.layers for each in shared]
+
+        for one, other in self._twice:  # both were run
+            if kept(one) != kept(other):
+                raise NotAlike(f"layers {one} and {other} have the same structure but keep different bytes")
         for each in shared:
             each.layers |= {f for f in self.skipped if self.like[f] in each.layers}
         for layer, like in self.like.items():
@@ -121,24 +128,6 @@ class Alike:
             if not self.skipped.isdisjoint({layer - 1, layer}):
                 _enter(entering.get(layer, []), entering.get(like, []), layer, like)
         return filled_in
-
-    def _compare(
-        self,
-        one: int,
-        other: int,
-        entering: Mapping[int, list[Storage]],
-        inside: Mapping[int, list[Storage]],
-        shared: Sequence[Storage],
-    ) -> None:
-        """Raises NotAlike if two layers of a group that were run keep different bytes."""
-
-        def kept(layer: int) -> Any:
-            mine = sorted((each.bytes, each.outside, bool(each.layers)) for each in inside.get(layer, ()))
-            given = [(each.bytes, each.outside, _relative(each, layer)) for each in entering.get(layer, ())]
-            return mine, sorted(given), [layer in each.layers for each in shared]
-
-        if kept(one) != kept(other):
-            raise NotAlike(f"layers {one} and {other} have the same structure but keep different bytes")
 
 
 def _relative(storage: Storage, layer: int) -> tuple[int, ...]:

@@ -38,11 +38,9 @@ class Setting:
     threads: int
 
     def __str__(self) -> str:
-        ranks, threads = (
-            f"{self.world} rank{'s' * (self.world > 1)}",
-            f"{self.threads} thread{'s' * (self.threads > 1)}",
-        )
-        return f"{ranks} with {threads}" + " each" * (self.world > 1)
+        several = self.world > 1
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.world} rank{'s' * several} with {threads}{' each' * several}"
 
 
 @dataclass(frozen=True)
@@ -158,16 +156,10 @@ class Company:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Company:
-        single = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        command, pipe = [sys.executable, "-c", _COMPANION], subprocess.PIPE
         for _ in range(self.processes):
-            self._started.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", _COMPANION],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env={**os.environ, **single},
-                )
-            )
+            self._started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **single}))
         for each in self._started:
             assert each.stdout is not None
             if each.stdout.read(1) != b"r":
