@@ -76,7 +76,14 @@ LAYOUTS: dict[str, list[str]] = {
     ],
     "encoders | 2 language models": ["parallel.language_model.dp=2"],
 }
-DATA = {"stamps": [], "digits": ['data={dataset="digits"}']}
+DIGITS = ROOT / "build" / "bench-digits"
+DATA = {
+    "stamps": [],
+    "digits": [
+        *('data.prepare="digits"', "data.options={records=1440}", f'data.train=["{DIGITS}/train.jsonl"]'),
+        *(f'data.validation=["{DIGITS}/validation.jsonl"]', f'data.tokenizer="{DIGITS}/tokenizer"'),
+    ],
+}
 MICROBATCHES = (1, 2, 4, 8)
 LOOPS = ("plain", "packed")
 

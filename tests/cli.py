@@ -13,7 +13,9 @@ config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num
 architecture = "LlamaForCausalLM"
 config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 1, max_position_embeddings = 64, tie_word_embeddings = true }}
 [data]
-dataset = "digits"
+dataset = "tests.digits:Digits"
+workers = 0
+max_tokens = 14
 cache = "{folder}/cache"
 [train]
 steps = 6

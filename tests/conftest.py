@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tests.sampling import sample
 from tests.trials import FOLDER, share_trials
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch or a spawned process loads its OpenMP
+# Processes that tests start import tests.digits.
+_PATHS = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 
 try:
     from hypothesis import HealthCheck, settings

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from interlace.data.builtin.base import Reading
+from interlace.data.reading import Reading
 from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Media, Sample
 

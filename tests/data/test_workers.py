@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import threading
@@ -339,27 +338,6 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path, limit):
         assert found == expected and dataset.blank_items == 0
         killer.wait()
         assert loader.producers.restarts == 20
-
-
-def test_datasets_are_sent_without_the_model(tmp_path):
-    """Token counts are methods of encoders, which have all of their weights."""
-    from interlace.data import DigitsDataset
-
-    class Encoder:
-        weights = bytes(10_000_000)
-
-        def tokens(self, shape: tuple[int, ...]) -> int:
-            return shape[1] // 2
-
-        def __reduce__(self) -> Any:
-            raise AssertionError("the encoder travels")
-
-    dataset = DigitsDataset(tokens={"vision": Encoder().tokens}, patch_size=4)
-    copy = pickle.loads(pickle.dumps(dataset))
-    ours, theirs = dataset.sample(3, 1), copy.sample(3, 1)
-    assert torch.equal(ours.input_ids, theirs.input_ids)
-    assert torch.equal(ours.media["vision"][0].data, theirs.media["vision"][0].data)
-    assert dataset.tokens["vision"]((3, 8, 8)) == 4
 
 
 def test_how_many_workers_a_rank_starts_by_itself(monkeypatch):

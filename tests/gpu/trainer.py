@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.digits import DATA
+
 STEPS = 30
 
 
@@ -25,7 +27,7 @@ TABLE: dict[str, Any] = {
             },
         },
     },
-    "data": {"dataset": "digits"},
+    "data": dict(DATA),
     "train": {"steps": STEPS, "batch_size": 8, "microbatches": 2, "lr": 5e-3, "warmup_steps": 5, "validate_every": 0},
     "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 0},

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.digits import DATA
 from tests.forkserver import context
 from tests.resilience.hosts import Hosts, enter
 
@@ -51,7 +52,7 @@ MODEL = {
 TABLE: dict[str, Any] = {
     "run": {"name": "elastic", "device": "cpu"},
     "model": MODEL,
-    "data": {"dataset": "digits", "prefetch": 1},
+    "data": {**DATA, "prefetch": 1},
     "train": {
         "steps": 12, "batch_size": 12, "microbatches": 3, "warmup_steps": 2, "lr": 3e-3, "ema": 0.9,
         "validate_every": 5, "validation_samples": 8,

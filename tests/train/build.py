@@ -8,6 +8,7 @@ from typing import Any
 from interlace.data import ByteTokenizer
 from interlace.train.config import load as configs
 from interlace.train.models.build import build
+from tests.digits import DATA
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -32,7 +33,7 @@ TABLE: dict[str, Any] = {
         "audio": {"architecture": "WhisperEncoder", "config": AUDIO, "downsample": 2},
         "language_model": {"architecture": "LlamaForCausalLM", "config": LLAMA},
     },
-    "data": {"dataset": "digits", "max_audio_seconds": 1.0},
+    "data": {**DATA, "max_audio_seconds": 1.0},
     "train": {"steps": 40, "batch_size": 8},
 }
 

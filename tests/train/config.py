@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from interlace.train.config import load as config
+from tests.digits import DATA
 
 BASE: dict[str, Any] = {
     "run": {"name": "tiny"},
@@ -13,7 +14,7 @@ BASE: dict[str, Any] = {
         "vision": {"architecture": "SiglipVisionModel", "config": {"hidden_size": 32}},
         "language_model": {"architecture": "LlamaForCausalLM", "config": {"rope_parameters": {"rope_theta": 1e4}}},
     },
-    "data": {"dataset": "digits"},
+    "data": dict(DATA),
     "train": {"steps": 100, "batch_size": 8},
 }
 

@@ -326,9 +326,12 @@ CONFIG = [
         ("data.on_too_long should be 'cut', 'skip' or 'error'",),
     ),
     Fault(
-        "keys of chats for digits", _set("data.dataset=digits"), ("train is a key of dataset 'chats', not of 'digits'",)
+        "keys of chats for another dataset",
+        _set("data.dataset='mine:Data'", "data.on_broken=error"),
+        ("on_broken is a key of dataset 'chats', not of 'mine:Data'",),
     ),
-    Fault("a key of digits for chats", _set("data.digit_size=16"), ("digit_size is a key of dataset 'digits',",)),
+    Fault("a dataset of earlier versions", _set("data.dataset=digits"), ("there is no dataset 'digits'",)),
+    Fault("a key that is gone", _set("data.digit_size=16"), ("[data] has no key 'digit_size'",)),
     Fault(
         "a placeholder that is a word",
         _set('data.placeholders={vision="a"}'),

@@ -19,6 +19,7 @@ from interlace.simulate import Timeline
 from interlace.train.config import load as configs
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import Feed
+from tests.digits import DATA
 from tests.simulate.timelines import timeline_of
 
 VOCAB = 32
@@ -26,7 +27,7 @@ VOCAB = 32
 TABLE: dict[str, Any] = {
     "run": {"name": "toy"},
     "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
-    "data": {"dataset": "digits"},
+    "data": dict(DATA),
     "train": {"steps": 12, "batch_size": 4, "microbatches": 2, "warmup_steps": 3, "lr": 1e-2, "validate_every": 5},
     "checkpoint": {"every": 4, "keep": 2},
     "log": {"every": 1, "trackers": [], "trace_step": 0},

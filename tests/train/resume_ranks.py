@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.digits import DATA
+
 TABLE = {
     "run": {"name": "dropout"},
     "model": {
@@ -29,7 +31,7 @@ TABLE = {
             },
         },
     },
-    "data": {"dataset": "digits", "digit_jitter": 1.0},
+    "data": {**DATA, "options": {"jitter": 1.0}},
     "train": {"steps": 6, "batch_size": 8, "microbatches": 2, "warmup_steps": 2, "validate_every": 3},
     "parallel": {"placement": "colocated", "timeout": 30.0},
     "checkpoint": {"every": 0},

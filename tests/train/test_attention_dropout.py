@@ -15,6 +15,7 @@ from interlace.data import ByteTokenizer
 from interlace.train.config.load import ConfigError, from_table
 from interlace.train.config.sections import Config
 from interlace.train.models.build import build
+from tests.digits import DATA
 from tests.model.wholes import llava
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 512}
@@ -26,7 +27,7 @@ def config_of(model: dict[str, Any]) -> Config:
     return from_table({
         "run": {"name": "dropping"},
         "model": model,
-        "data": {"dataset": "digits"},
+        "data": dict(DATA),
         "train": {"steps": 1, "batch_size": 2, "warmup_steps": 0},
     }, source="mine.toml")  # fmt: skip
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import DigitsDataset, ReadAhead
+from interlace.data import ReadAhead
 from interlace.data.workers.pool import WorkerPool
 from interlace.train.config.load import ConfigError
 from interlace.train.data.feed import Feed, report_left_out
 from tests import forkserver
+from tests.digits import digits
 
 
 def _feed(wanted: Callable[[list[Any]], Any] | None = None, validation_samples: int = 5, producers: Any = None) -> Feed:
-    tokens = {"vision": lambda shape: 4}
-    train, held_out = (DigitsDataset(tokens=tokens, patch_size=4, split=split) for split in ("train", "heldout"))
     ahead = ReadAhead(wanted=wanted, producers=producers)
-    return Feed(train, held_out, batch_size=6, seed=3, validation_samples=validation_samples, ahead=ahead)
+    return Feed(
+        digits("train"), digits("heldout"), batch_size=6, seed=3, validation_samples=validation_samples, ahead=ahead
+    )
 
 
 def _pictures(samples: list[Any]) -> list[Any]:
@@ -61,7 +62,7 @@ def test_workers_decode_validation_samples_bit_identically() -> None:
     for one, other in zip(feed.held_out, alone.held_out, strict=True):
         assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
     feed.ask_held_out([feed.held_out[:30], feed.held_out[30:]], lambda samples: _pictures(samples)[::2])
-    feed.held_out_data._data = None  # here nothing can be decoded
+    feed.held_out_data.picture = None  # here nothing can be decoded
     for one, other in zip(_pictures(feed.held_out), _pictures(alone.held_out), strict=True):
         assert torch.equal(one.data, other.data) and one.tokens == other.tokens
     assert feed.held_out_data.read_items == feed.decoded_items == 50

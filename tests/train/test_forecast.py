@@ -45,7 +45,8 @@ config = {{ {size}, image_size = 8, patch_size = 4 }}
 architecture = "LlamaForCausalLM"
 config = {{ {size}, max_position_embeddings = 128 }}
 [data]
-dataset = "digits"
+dataset = "tests.digits:Digits"
+workers = 0
 [train]
 steps = 3
 batch_size = 8

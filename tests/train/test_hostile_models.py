@@ -59,7 +59,7 @@ WRONG = [
     (
         "model.vision={architecture='qwen2_5_vl_vision',config={hidden_size=16,out_hidden_size=16,intermediate_size=24,"
         "depth=1,num_heads=2,patch_size=4,window_size=16}}",
-        "does not take images .* the items of the dataset 'digits': use another encoder or another data.dataset",
+        "does not take images .* the items of the dataset 'tests.digits:Digits': use another encoder or another",
     ),
     (
         "model.audio={architecture='ASTModel',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
@@ -158,10 +158,6 @@ NOT_FED = {
         "model.audio={architecture='Wav2Vec2Model',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
         "num_attention_heads=2,conv_dim=[8],conv_kernel=[10],conv_stride=[5],num_conv_pos_embeddings=4,num_conv_pos_embedding_groups=2,mask_time_prob=0.0,layerdrop=0.0,attention_dropout=0.0}}",
         "Wav2Vec2Model does not take (mel bins, frames) of 10 ms",
-    ),
-    "no pictures": (
-        "model={audio={architecture='WhisperEncoder'},language_model={architecture='LlamaForCausalLM'}}",
-        "the digits are images, but [model] has no image encoder",
     ),
 }
 COMMANDS = {

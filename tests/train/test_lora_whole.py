@@ -23,6 +23,7 @@ from interlace.train.config.load import dumps, from_table
 from interlace.train.config.sections import Config
 from interlace.train.models.build import architecture, build_layout, initialize, stored_weights
 from interlace.train.models.build import freeze as freeze_as_configured
+from tests.digits import DATA
 from tests.model.wholes import TOKEN, llava
 
 peft = pytest.importorskip("peft")
@@ -42,7 +43,7 @@ def config_of(folder: Path, **train: Any) -> Config:
     return from_table({
         "run": {"name": "whole"},
         "model": {"path": str(folder)},
-        "data": {"dataset": "digits"},
+        "data": dict(DATA),
         "train": {"steps": 1, "batch_size": 2, "warmup_steps": 0, "lora": LORA, **train},
         "parallel": {"placement": "parallel", "timeout": 60.0, "language_model": {"pp": 2}},
     })  # fmt: skip

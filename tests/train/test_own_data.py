@@ -134,10 +134,10 @@ def test_files_of_a_config_are_found_from_any_folder(own: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("key", ["on_broken='error'", "decode_first=false", "video_fps=2.0", "max_video_tokens=8"])
 def test_keys_of_chats_are_refused_for_other_data(key: str) -> None:
-    table = tomllib.loads(f"[data]\ndataset = 'digits'\n{key}")["data"]
-    with pytest.raises(ValueError, match=f"{key.partition('=')[0]} is a key of dataset 'chats', not of 'digits'"):
+    table = tomllib.loads(f"[data]\ndataset = 'mine:Data'\n{key}")["data"]
+    with pytest.raises(ValueError, match=f"{key.partition('=')[0]} is a key of dataset 'chats', not of 'mine:Data'"):
         Data.model_validate(table)
-    same = Data(dataset="digits")
+    same = Data(dataset="mine:Data")
     assert Data.model_validate(same.model_dump()) == same  # a saved config lists the defaults
 
 

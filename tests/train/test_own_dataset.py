@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from interlace.cli import main
-from interlace.data.builtin.digits import WORDS
-from interlace.data.kinds import DIGITS, OWN
 from interlace.train.config.data import Data
 from interlace.train.config.load import ConfigError, dumps, loads
 from interlace.train.data.feed import datasets
@@ -96,17 +94,19 @@ def test_the_example_on_the_page_trains(tmp_path: Path, in_process: None, monkey
 
 
 def test_names_of_datasets_are_checked() -> None:
-    for name, said in (("digit", "did you mean 'digits'"), ("chat:", "there is no dataset 'chat:'")):
+    for name, said in (("chat", "did you mean 'chats'"), ("chat:", "there is no dataset 'chat:'")):
         with pytest.raises(ValueError, match=said):
             Data.model_validate({"dataset": name})
-    assert Data(dataset="mine.data:Chats").kind is OWN
+    assert Data(dataset="mine.data:Chats").own
 
 
 def test_keys_of_one_kind_are_refused_for_another() -> None:
     for table, said in (
         ({"dataset": "mine:Chats", "limit": 3}, "limit is a key of dataset 'chats', not of 'mine:Chats'"),
-        ({"dataset": "mine:Chats", "digit_size": 8}, "digit_size is a key of dataset 'digits', not of 'mine:Chats'"),
-        ({"dataset": "digits", "options": {"a": 1}}, "options is a key of dataset 'package.module:Class', not of"),
+        (
+            {"dataset": "chats", "train": ["a.jsonl"], "options": {"a": 1}},
+            "options is a key of dataset 'package.module:Class', not of",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             Data.model_validate(table)
@@ -115,7 +115,3 @@ def test_keys_of_one_kind_are_refused_for_another() -> None:
 def test_a_saved_config_has_the_options(tmp_path: Path) -> None:
     config = loads(config_of(tmp_path, "Colours"), ["data.options.count=4", "data.options.names=['a']"])
     assert loads(dumps(config)) == config and config.data.options == {"count": 4, "names": ["a"]}
-
-
-def test_the_longest_caption_of_the_digits_is_known() -> None:
-    assert DIGITS.caption_tokens == max(map(len, WORDS))

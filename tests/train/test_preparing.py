@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from interlace.data import DigitsDataset, ReadAhead
+from interlace.data import ReadAhead
 from interlace.data.workers import pool as workers
 from interlace.train import rank
 from interlace.train.config.load import ConfigError, dumps, from_table, loads
@@ -20,6 +20,7 @@ from interlace.train.data.producers import producers_of
 from interlace.train.report.metrics import LOSS, RESTARTS, read_metrics
 from tests import forkserver
 from tests.data.pictures import Killer
+from tests.digits import digits
 from tests.train.build import TABLE
 
 
@@ -44,9 +45,10 @@ def test_a_saved_config_says_the_same() -> None:
         assert loads(dumps(asked)) == asked and asked.data.workers == given
 
 
-def test_digits_need_no_workers_and_ray_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "sensible", lambda ranks: 4)
-    assert producers_of(config(tmp_path), tmp_path, 1) is None
+def test_cores_decide_on_workers_and_ray_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (0, 4):
+        monkeypatch.setattr(workers, "sensible", lambda ranks, count=count: count)
+        assert (producers_of(config(tmp_path, "data.workers=auto"), tmp_path, 1) is None) == (count == 0)
     assert producers_of(config(tmp_path, "data.workers=0"), tmp_path, 1) is None
     assert producers_of(config(tmp_path, "data.workers=2"), tmp_path, 1) is not None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -57,8 +59,7 @@ def test_digits_need_no_workers_and_ray_has_to_be_installed(tmp_path: Path, monk
 
 
 def test_data_that_cannot_be_sent_end_with_what_to_do(tmp_path: Path) -> None:
-    tokens = {"vision": lambda shape: 4}
-    train, held_out = (DigitsDataset(tokens=tokens, patch_size=4, split=split) for split in ("train", "heldout"))
+    train, held_out = digits("train"), digits("heldout")
     train.mine = lambda: 0  # type: ignore[attr-defined]
     producers = producers_of(config(tmp_path, "data.workers=1", "data.cache_gb=0"), tmp_path, 1, source="tiny.toml")
     with pytest.raises(ConfigError, match=r"tiny.toml: \[data\] workers: .*; set data.workers = 0"):
@@ -69,7 +70,7 @@ def test_data_that_cannot_be_sent_end_with_what_to_do(tmp_path: Path) -> None:
 def test_twenty_worker_kills_leave_losses_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that decodes in its thread, one with workers, and one that resumes after half of the steps."""
     forkserver.context()
-    settings = ["train.steps=40", "data.digit_jitter=1.0"]
+    settings = ["train.steps=40", "data.options.jitter=1.0"]
     assert rank.run(config(tmp_path / "a", *settings), source="tiny.toml") == 0
     expected = [line[LOSS] for line in read_metrics(tmp_path / "a/tiny/latest")]
     draw, pools = random.Random(3), list[Any]()

@@ -6,10 +6,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from interlace.data import ByteTokenizer, DigitsDataset
+from interlace.data import ByteTokenizer
 from interlace.modalities.errors import BrokenSampleError
 from interlace.train.report import answers
 from interlace.train.report import closing as report
+from tests.digits import Digits
+from tests.digits import digits as split_of_digits
 from tests.train.one_process import toy_config
 
 
@@ -27,12 +29,12 @@ def seen(sample: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def digits() -> DigitsDataset:
-    return DigitsDataset(tokens={"vision": lambda _: 4}, split="heldout", length=60)
+def digits() -> Digits:
+    return split_of_digits("heldout", length=60)
 
 
 @pytest.fixture
-def count(digits: DigitsDataset, monkeypatch: pytest.MonkeyPatch) -> Any:
+def count(digits: Digits, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Accuracies of a model that always answers `blind`, or if that is empty, its known answer for the image."""
     tokenizer = ByteTokenizer()
 

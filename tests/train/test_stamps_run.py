@@ -16,6 +16,7 @@ from interlace.data.builtin import fetch, stamps_folder
 from interlace.data.chats import store as chats_store
 from interlace.train.config.load import Config, ConfigError, load
 from interlace.train.data import feed
+from interlace.train.data.prepared import write_chats
 from interlace.train.data.texts import tokenizer_of
 from tests.data.package import SETTINGS, cached
 
@@ -117,5 +118,5 @@ def test_stamps_replace_digits_with_settings_of_the_folder(tmp_path: Path, monke
     monkeypatch.setattr(stamps_folder, "look", lambda _: stamps_folder.Made("digits", "few", own))
     stamps = stamps_folder.Made("stamps", "many", own)
     monkeypatch.setattr(stamps_folder, "make", lambda _, wanted, **__: asked.append(wanted) or stamps)
-    feed._write_stamps(load(CONFIG, settings(tmp_path / "made", tmp_path / "cache")), asked.append, "stamps.toml")
+    write_chats(load(CONFIG, settings(tmp_path / "made", tmp_path / "cache")), asked.append)
     assert asked == [own]

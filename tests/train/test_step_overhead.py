@@ -107,7 +107,6 @@ def test_workers_leave_the_thread_little_where_they_have_cores(monkeypatch: pyte
     assert seconds(1, Data(8), ranks=16, threads=1) == (own[0] + sample[0], own[1] + sample[1])
     alone = (0.5625, 0.5)  # by the thread
     assert seconds(0, Data(8), ranks=1, threads=1) == seconds(2, NotForOthers(8), ranks=1, threads=1) == alone
-    assert seconds("auto", Data(8), ranks=1, threads=1) == alone  # of digits
 
 
 def test_measuring_decode_still_counts_lost_items() -> None:

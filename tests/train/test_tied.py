@@ -25,13 +25,14 @@ from interlace.model import Media, MultimodalModel, Sample
 from interlace.train.config import load as configs
 from interlace.train.config.load import ConfigError
 from interlace.train.models.build import build, build_layout, initialize, stored_weights
+from tests.digits import DATA, write_processor
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = {**SIZES, "num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 128}
 HEAD, EMBEDDING = "lm_head.weight", "language_model.model.embed_tokens.weight"
 TABLE: dict[str, Any] = {
     "run": {"name": "tied"},
-    "data": {"dataset": "digits"},
+    "data": dict(DATA),
     "train": {"steps": 2, "batch_size": 8, "warmup_steps": 1, "validate_every": 2, "validation_samples": 8},
     "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 1},
@@ -176,6 +177,7 @@ def test_from_pretrained_unties_and_says_so_when_it_saves(llava: Path, tmp_path:
 
 
 def test_a_run_trains_resumes_and_exports_both(llava: Path, tmp_path: Path) -> None:
+    write_processor(llava)
     table = copy.deepcopy(TABLE) | {"model": {"path": str(with_head(llava))}}
     table["run"]["folder"] = str(tmp_path / "runs")
     file = tmp_path / "config.toml"

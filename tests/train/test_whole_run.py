@@ -20,6 +20,7 @@ from interlace.model.whole.model import build_whole
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import load as configs
 from interlace.train.models.build import build, build_layout, initialize, stored_weights
+from tests.digits import DATA, write_processor
 from tests.model.older import folder_of
 from tests.train.pretrained import all_weights
 from tests.train.weights import OfOneRank
@@ -27,7 +28,7 @@ from tests.train.weights import OfOneRank
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TABLE: dict[str, Any] = {
     "run": {"name": "whole"},
-    "data": {"dataset": "digits"},
+    "data": dict(DATA),
     "train": {"steps": 2, "batch_size": 8, "warmup_steps": 1, "validate_every": 2, "validation_samples": 8},
     "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 1},
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=300, max_position_embeddings=128)
         config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=ByteTokenizer.IMAGE)
         LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="30KB")
-    (path / "tokenizer_config.json").write_text("{}")
+    write_processor(path)
     return path
 
 

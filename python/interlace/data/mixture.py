@@ -23,10 +23,10 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from interlace.data.builtin.base import Reading
 from interlace.data.chats.dataset import ChatDataset
 from interlace.data.chats.files.shapes import Chat
 from interlace.data.dataset import Question, SampleDataset
+from interlace.data.reading import Reading
 from interlace.model.sample import Sample
 
 By = Literal["samples", "tokens"]
@@ -180,11 +180,6 @@ class MixedDataset(SampleDataset):
             other, index = self._at(shown.index)
             media = other.media(index)
         return data.asked(Question(own, question.answer, question.takes), media=media)
-
-    def longest(self) -> tuple[int, int]:
-        """Tokens of the longest sample, and an upper bound for the longest prompt."""
-        sizes = [part.data.longest() for part in self.parts]
-        return max(size for size, _ in sizes), max(prompt for _, prompt in sizes)
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""

@@ -137,7 +137,7 @@ class Trainer:
         """Restores the progress of the loop. The caller fills in weights, averages and the optimizer's state."""
         self.progress = progress.going_on(self.config.train)
         self.step = progress.step
-        self.feed.load_state_dict(progress.feed)
+        self.feed.load_state_dict(progress.feed, new_order=self.config.data.of_earlier_version)
 
     def _forget_best_if_gone(self) -> None:
         """Drops the best validation if its checkpoint does not exist. Collective.

@@ -31,6 +31,7 @@ from interlace.train.auto.work import Work
 from interlace.train.config.load import from_table
 from interlace.train.config.sections import Config
 from interlace.train.models.build import build
+from tests.digits import DATA
 
 FILE = Path(__file__).with_name("oracle.json")
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -55,7 +56,7 @@ def config_of(layers: tuple[int, int], freeze: bool = False, batch: int = 8, **p
             "vision": vision | {"freeze": freeze},
             "language_model": {"architecture": "LlamaForCausalLM", "config": language},
         },
-        "data": {"dataset": "digits"},
+        "data": dict(DATA),
         "train": {"steps": 2, "batch_size": batch, "microbatches": 2, "activation_checkpointing": "none"},
         "parallel": {"layout": "auto", **parallel},
     }

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from interlace.cli import main
+from interlace.data.builtin.byte_tokenizer import write_byte_tokenizer
 from interlace.model import MultimodalModel
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
@@ -69,12 +70,12 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
 def test_export_check_of_whole_checkpoint_needs_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=Data(dataset="digits"))
+    config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=Data(dataset="tests.digits:Digits"))
     monkeypatch.setattr(export, "checkpoint_of", lambda run: (tmp_path, None))
     monkeypatch.setattr(export, "load", lambda *_, **__: config)
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--check", "3"]) == 2
     assert (
-        "--check 3 asks a whole checkpoint by its processor, which reads chats, and the data are digits"
+        "--check 3 asks a whole checkpoint by its processor, which reads chats, and the data are tests.digits:Digits"
         in capsys.readouterr().err
     )
 
@@ -96,10 +97,10 @@ def test_what_lies_beside_the_modules_of_a_run_goes_along(tmp_path: Path, mean: 
     model.language_model.save_pretrained(language_model)
     said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5], "size": 16}
     (vision / "preprocessor_config.json").write_text(json.dumps(said))
-    (language_model / "tokenizer.json").write_text("{}")
+    write_byte_tokenizer(language_model, ["vision"])
     config = loads(
         f'[model.vision]\npath = "{vision}"\n{mean}[model.language_model]\npath = "{language_model}"\n'
-        '[data]\ndataset = "digits"\n[run]\nname = "beside"\n[train]\nsteps = 20\nbatch_size = 1\n'
+        '[data]\ndataset = "tests.digits:Digits"\n[run]\nname = "beside"\n[train]\nsteps = 20\nbatch_size = 1\n'
     )
     model.save_pretrained(out)
     _companions(config, model, out, "config")

@@ -115,7 +115,7 @@ def test_activations_follow_the_rows_and_what_waits(tiny: Path, capfd: pytest.Ca
     for rank in (2, 3):
         own = [each[rank]["bytes"]["activations"] for each in (first, more, recomputed)]
         assert 1.8 * own[0] < own[1] <= 2 * own[0]
-        assert own[2] < 0.5 * own[0]
+        assert own[2] < 0.6 * own[0]
     assert first[2]["in_flight"] == 2 > first[3]["in_flight"] == 1
     assert recomputed[2]["bytes"]["workspace"] > 0 == first[2]["bytes"]["workspace"]
 

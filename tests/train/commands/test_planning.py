@@ -48,13 +48,6 @@ def test_chats_fill_their_rows_and_need_no_files_for_that() -> None:
         vocabulary_of(_config(*CHATS[:3]))  # its vocabulary size is unknown
 
 
-def test_digits_have_one_picture_and_nothing_to_hear() -> None:
-    found = budget_loads(_config("train.microbatches=2", "train.batch_size=16"), _build())
-    assert (found["vision"].tokens, found["vision"].keys) == (8 * 4, 4)
-    assert (found["audio"].tokens, found["audio"].keys) == (0, 0)
-    assert (found["language_model"].tokens, found["language_model"].keys) == (8 * 9, 5)
-
-
 def flops(costs: Any, name: str) -> float:
     return float(costs[name].times.forward.sum())
 
@@ -75,14 +68,13 @@ def test_long_samples_cost_more_attention_than_short_ones() -> None:
 def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
     """With equal layers and one token each, three ranks would take two stages each, for any data."""
     modules = [f"parallel.{name}.pp=2" for name in ("vision", "audio", "language_model")]
-    config = _config("parallel.placement=parallel", "parallel.ranks=3", *modules)  # digits: no audio
+    config = _config("parallel.placement=parallel", "parallel.ranks=3", *modules)
     model = _build()
     layout = build_layout(config, model)
     costs = flop_costs(config, model)
-    assert flops(costs, "audio") == 0
-    heaviest = {name: flops(costs, name) for name in ("vision", "language_model")}
-    ranks = {name: {r for s in layout.stages() if s.module == name for r in s.lane.ranks} for name in heaviest}
-    assert len(ranks["vision"] | ranks["language_model"]) == 3
+    lightest, *heaviest = sorted(costs, key=lambda name: flops(costs, name))
+    assert lightest == "vision" and flops(costs, "audio") > 10 * flops(costs, "vision")
+    assert len({rank for s in layout.stages() if s.module in heaviest for rank in s.lane.ranks}) == 3
 
 
 def play(*overrides: str) -> Any:
@@ -141,8 +133,9 @@ def test_every_schedule_is_played_by_its_name() -> None:
 
 
 def test_forwards_run_ahead_as_activation_memory_allows() -> None:
+    small = ("parallel.placement=parallel", "data.max_tokens=9", "model.audio.config.max_source_positions=4")
     limits = ("parallel.activation_memory=1.1e-4", "parallel.activation_memory=1", "parallel.schedule=1f1b")
-    vision = [play("parallel.placement=parallel", limit).peak_in_flight[0] for limit in limits]
+    vision = [play(*small, limit).peak_in_flight[0] for limit in limits]
     assert vision == [3, 4, 2]  # chunks of 34 KB each in 118, in a GiB, and under 1F1B
     with pytest.raises(ValueError, match="bytes of activations, over its limit of 10737"):
         play("parallel.placement=parallel", "parallel.activation_memory=1e-5")

@@ -17,6 +17,7 @@ from interlace.comm.transports.shm import start_time_of
 from interlace.train import runfolder
 from interlace.train.config.load import ConfigError, from_table
 from interlace.train.launch import launcher
+from tests.digits import DATA
 
 
 def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 60.0, **more: object) -> tuple[int, str, float]:
@@ -228,7 +229,7 @@ def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
         {
             "run": {"name": "tiny", "folder": str(tmp_path)},
             "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
-            "data": {"dataset": "digits"},
+            "data": dict(DATA),
             "train": {"steps": 20, "batch_size": 1},
         }
     )
@@ -258,7 +259,7 @@ def test_newest_run_is_the_last_started_despite_clock_changes(tmp_path: Path, mo
         {
             "run": {"name": "tiny", "folder": str(tmp_path)},
             "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
-            "data": {"dataset": "digits"},
+            "data": dict(DATA),
             "train": {"steps": 20, "batch_size": 1},
         }
     )

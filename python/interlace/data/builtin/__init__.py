@@ -1,6 +1,6 @@
-"""Built-in datasets: handwritten digits, stamps with pictures and speech, and their byte tokenizer.
+"""Built-in chats: handwritten digits, and stamps with pictures and speech. Tokens without a tokenizer: bytes.
 
-- `digits`: samples. `base`, `byte_tokenizer`: shared by the datasets. `baseline`: loss of a unigram model.
-- `fetch`: Debian's package of stamps. `stamps_index`: its contents. `stamps`, `stamps_media`: records and files.
-- `stamps_folder`: the stamps as chats. `digits_as_stamps`: an offline substitute.
+- `stamps_folder`: writes a folder of chats. `digits`, `stamps`, `stamps_media`: its records and files.
+- `fetch`: Debian's package of stamps. `stamps_index`: its contents.
+- `byte_tokenizer`: bytes as tokens. `baseline`: loss of a unigram model.
 """

@@ -8,8 +8,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "<audio>", "<sep>", "<lang>")
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] }}<eos>{% endgeneration %}
+{%- elif message['content'] is string -%}<bos>{{ message['content'] }}<lang>en<sep>
+{%- else -%}
+<bos>
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{ part['text'] }}{%- else -%}<{{ part['type'] }}>{%- endif -%}
+{%- endfor -%}
+<lang>en<sep>
+{%- endif -%}
+{%- endfor -%}
+"""
 
 
 class ByteTokenizer:
@@ -30,10 +45,13 @@ class ByteTokenizer:
 
     def __init__(self, encoders: Iterable[str] = ()) -> None:
         self.placeholders: dict[str, int] = {"vision": self.IMAGE, "audio": self.AUDIO}
-        self.further = [name for name in encoders if name not in self.placeholders]
+        further = [name for name in encoders if name not in self.placeholders]
         first = 256 + len(SPECIALS)
-        self.placeholders |= {name: first + i for i, name in enumerate(self.further)}
-        self.vocab_size = -(-(first + len(self.further)) // 8) * 8
+        self.placeholders |= {name: first + i for i, name in enumerate(further)}
+        self.vocab_size = -(-(first + len(further)) // 8) * 8
+        known = [*SPECIALS, *(f"<{name}>" for name in further)]
+        self.names = [*known, *(f"<unused{token}>" for token in range(256 + len(known), self.vocab_size))]
+        """Names of the tokens from 256 on."""
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes of ``text``. Lone surrogates (not valid in UTF-8) also survive the round trip."""
@@ -57,8 +75,7 @@ class ByteTokenizer:
             pieces.append(_utf8(run))
             run.clear()
             if not skip_special:
-                names = [*SPECIALS, *(f"<{name}>" for name in self.further)]
-                pieces.append(names[token - 256] if token - 256 < len(names) else f"<unused{token}>")
+                pieces.append(self.names[token - 256])
         pieces.append(_utf8(run))
         return "".join(pieces)
 
@@ -78,3 +95,28 @@ def _utf8(run: bytearray) -> str:
         return run.decode("utf-8", errors="surrogatepass")
     except UnicodeDecodeError:
         return run.decode("utf-8", errors="replace")
+
+
+def write_byte_tokenizer(folder: Path, encoders: Iterable[str]) -> int:
+    """Writes a HuggingFace tokenizer with the tokens of `ByteTokenizer(encoders)` and its prompt as chat template.
+
+    Returns the number of its tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    own = ByteTokenizer(encoders)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    tokens = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_special_tokens(own.names)
+    bos, eos, pad = SPECIALS[:3]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
+    )
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+    return own.vocab_size

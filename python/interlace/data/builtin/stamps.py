@@ -45,6 +45,8 @@ class Settings:
     for validation, by a hash of the stamp: no stamp and no file is in both splits, in any language or kind.
     looks: number of different distortions of a picture. side: maximum side of a picture in pixels. seconds: maximum
     length of a clip; characters: of a caption; pictures: in a record with several. vocabulary: of the tokenizer.
+    byte_encoders: for digits as earlier versions had them, with bytes as tokens: the model's encoders, which have
+    placeholders. `looks` distortions of each picture, of `side` pixels, are then all records. None: chats as above.
     """
 
     records: int = 19_200
@@ -63,6 +65,7 @@ class Settings:
     characters: int = 80
     pictures: int = 3
     vocabulary: int = 2048
+    byte_encoders: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError with the name of an invalid setting."""
@@ -81,7 +84,9 @@ class Settings:
 
     def table(self) -> dict[str, Any]:
         """The settings in JSON form, for comparison."""
-        return asdict(self) | {"languages": list(self.languages), "mixture": dict(self.mixture)}
+        table = asdict(self) | {"languages": list(self.languages), "mixture": dict(self.mixture)}
+        encoders = table.pop("byte_encoders")
+        return table if encoders is None else table | {"byte_encoders": list(encoders)}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace.data.builtin.byte_tokenizer import write_byte_tokenizer
 from interlace.data.builtin.fetch import exclusive, find_or_fetch
 from interlace.data.builtin.stamps import Drawn, Record, Settings, draw, media_of, texts_of
 from interlace.data.builtin.stamps_index import load_index
@@ -125,7 +126,7 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
         temporary.mkdir()
         log.info("writing chats about the %s into %s", source, folder)
         if index is None or root is None:
-            from interlace.data.builtin.digits_as_stamps import draw_digits
+            from interlace.data.builtin.digits import draw_digits
 
             drawn = draw_digits(settings, temporary)
         else:
@@ -175,6 +176,8 @@ def _write(folder: Path, drawn: Drawn, settings: Settings) -> int:
     for name, records in zip(SPLITS, (drawn.train, drawn.validation), strict=True):
         lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
         (folder / name).write_text(lines, encoding="utf-8")
+    if settings.byte_encoders is not None:
+        return write_byte_tokenizer(folder / TOKENIZER, settings.byte_encoders)
     texts = dict.fromkeys(text for each in drawn.train for text in texts_of(each))
     return write_tokenizer(folder / TOKENIZER, texts, settings.vocabulary)
 

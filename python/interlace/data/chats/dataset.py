@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.data.builtin.base import Reading
 from interlace.data.builtin.fetch import cache_folder
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import records as chats_files
@@ -29,6 +28,7 @@ from interlace.data.chats.files.shapes import Chat, Part
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import ChatStore, prepare
 from interlace.data.dataset import Question, SampleDataset
+from interlace.data.reading import Reading
 from interlace.modalities.errors import BrokenSampleError, DecodeError
 from interlace.model.sample import IGNORE, Media, Sample
 
@@ -168,11 +168,6 @@ class ChatDataset(SampleDataset, Reading):
         if most is not None and len(encoded.ids) > most:
             raise BrokenSampleError("too long", f"{len(encoded.ids):,} tokens with other media, at most {most:,} fit")
         return self._sample(place, encoded, lambda: chat)
-
-    def longest(self) -> tuple[int, int]:
-        """Tokens of the longest sample, and an upper bound for the longest prompt."""
-        most = int(self.token_lengths.max())
-        return most, most
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""

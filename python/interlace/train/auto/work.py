@@ -57,7 +57,7 @@ class Work:
 def has_data(config: Config) -> bool:
     """True if the files named in the config exist."""
     data = config.data
-    if not data.kind.files:
+    if data.own:
         return True
     from interlace.data.chats.files import records as chats_files
 

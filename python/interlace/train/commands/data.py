@@ -175,7 +175,7 @@ def index(options: argparse.Namespace) -> int:
     groups: list[tuple[str, list[Any], Rules]] = []
     if path is not None:
         data = load(path, options.set).data
-        if not data.kind.files:
+        if data.own:
             raise ConfigError(f"{path}: data.dataset is {data.dataset!r}; only files of chats are indexed")
         cache = data.cache
         for each in data.each_source():
@@ -273,7 +273,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
     from interlace.train.models.media_specs import check_inputs
 
     config = load(path, overrides)
-    if not config.data.kind.files:
+    if config.data.own:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
     assert isinstance(tokenizer, ModelTokenizer)  # of chats

@@ -83,7 +83,7 @@ def _check_options(options: argparse.Namespace, config: Config, run: Path, base:
         raise ConfigError(
             f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
         )
-    if options.check is not None and config.model.path is not None and not config.data.kind.files:
+    if options.check is not None and config.model.path is not None and config.data.own:
         raise ConfigError(
             f"--check {options.check} asks a whole checkpoint by its processor, which reads chats, and the data are "
             f"{config.data.dataset}: leave --check out"
@@ -120,13 +120,12 @@ def _companions(config: Config, model: MultimodalModel, folder: Path, source: st
     """Writes the companion files of a model of modules to `folder`: tokenizer, chat template and pixel scaling.
 
     Each module that was read from a folder keeps that folder's config.json. The run's own tokenizer (with the
-    placeholders) is written or, if the run reads bytes, that of the language model's folder. Each encoder gets its
-    folder's preprocessing files, with the config's mean and std if given.
+    placeholders) is written, unless it is bytes. Each encoder gets its folder's preprocessing files, with the config's
+    mean and std if given.
     """
     from interlace.model.checkpoints.config_file import copy_config
     from interlace.model.checkpoints.module_folder import FACTS
     from interlace.model.naming import LANGUAGE_MODEL
-    from interlace.model.whole.model import copy_companions
     from interlace.train.data.texts import ModelTokenizer, reads_bytes, tokenizer_of
     from interlace.train.models.media_specs import pixels
 
@@ -144,8 +143,6 @@ def _companions(config: Config, model: MultimodalModel, folder: Path, source: st
         assert isinstance(tokens, ModelTokenizer)
         tokens.tokenizer.chat_template = tokens.template
         tokens.tokenizer.save_pretrained(language_model)
-    elif config.model.language_model.path is not None:
-        copy_companions(Path(config.model.language_model.path), language_model)
     for name, spec in config.model.encoders().items():
         files = [Path(spec.path) / each for each in PROCESSORS] if spec.path is not None else []
         for own in filter(Path.is_file, files):

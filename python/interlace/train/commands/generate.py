@@ -101,8 +101,11 @@ def _of_run(folder: Path, at: Path | None, options: argparse.Namespace, turns: S
     tokenizer = tokenizer_of(config, source=source)
     model = build(config, tokenizer, source=source)
     _check_files(turns)
-    if reads_bytes(config) and len(turns) > 1:
-        raise ConfigError(f"{len(turns)} turns: a model of data.dataset = {config.data.dataset!r} answers one")
+    if reads_bytes(config):
+        raise ConfigError(
+            f"{folder}: the prompts of data.dataset = {config.data.dataset!r} are not known here: train with a "
+            "tokenizer that has a chat template (data.tokenizer), or answer with your own code"
+        )
     chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
     answering = Answering(config, model, tokenizer, folder)
     _prompt(answering, turns[:1], [])  # refuses unreadable media before minutes of reading weights
@@ -187,45 +190,9 @@ def _answer(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequ
 def _prompt(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
     """(ids int64 [n], encoder -> media) of the turns, up to where the model answers. Raises ConfigError."""
     from interlace.modalities.errors import BrokenSampleError
-    from interlace.train.data.texts import reads_bytes
 
-    read = _caption if reads_bytes(answering.config) else _chat
     with blaming("", (BrokenSampleError, ImportError)):
-        return read(answering, turns, answers)
-
-
-def _caption(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:
-    """Prompt for the digits data: media and a text. Raises BrokenSampleError, and ImportError."""
-    import torch
-
-    from interlace.data import Media
-    from interlace.data.builtin.digits import ASKED_IN
-    from interlace.modalities import named
-    from interlace.modalities.limits import NO_LIMITS
-    from interlace.train.models.media_specs import media_specs
-
-    (turn,) = turns
-    model, tokenizer = answering.model, answering.tokenizer
-    specs = media_specs(answering.config, model, source=answering.source)
-    media: dict[str, list[Any]] = {}
-    runs = []
-    for kind, path in turn:
-        if kind == TEXT:
-            continue
-        modality = named(kind)
-        encoders = [name for name, spec in specs.items() if spec.modality == modality.encoded_by]
-        if not encoders:
-            raise ConfigError(f"{path}: the model of {answering.folder} has no encoder of {kind}")
-        size = modality.probe(path, decode=False)
-        for name in encoders:
-            shape = specs[name].item_shape(path, size, NO_LIMITS, strict=False)
-            count = model.encoders[name].tokens(shape)
-            number = modality.count(path, size, NO_LIMITS, count, modality.settings(answering.config.data))
-            for array in modality.load(path, specs[name], [shape] * number, NO_LIMITS):
-                media.setdefault(name, []).append(Media(shape, count, specs[name].tensor(array)))
-                runs.append((name, count))
-    text = "".join(value for kind, value in turn if kind == TEXT)
-    return torch.tensor(tokenizer.prompt(runs, ASKED_IN, text)), media
+        return _chat(answering, turns, answers)
 
 
 def _chat(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.train.config.load import ConfigError
-from interlace.train.data.feed import data_log
+from interlace.train.data.prepared import data_log
 
 
 def stamps(options: argparse.Namespace) -> int:

@@ -9,13 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from interlace._hints import nearest
-from interlace.data.kinds import KINDS, DatasetKind, foreign_keys, kind_of, owner_of
 from interlace.train.config.base import IMPORT, MOST, WEEK, LocalPath, Positive, Section
 
 STREAM = ("readers", "shuffle_buffer", "exchange_mb")
 """Keys for streams only."""
 NOT_STREAM = ("prefetch", "cache_gb", "drop_last")
 """Keys that streams do not have."""
+CHATS, OWN = "chats", "package.module:Class"
+"""The built-in kind of dataset, and the form of names of the user's classes."""
+OF_CHATS = (
+    *("sources", "mix_by", "sizes", "prompt", "limit", "media", "on_too_long", "on_broken", "decode_first"),
+    *("video_fps", "max_video_tokens", "prepare", "reading"),
+)
+"""Keys for chats only."""
 NOT_WHOLE = ("max_image_tokens", "on_too_large", "max_video_tokens", "max_audio_seconds", "placeholders")
 """Keys of chats only for models built from modules. For a whole checkpoint its processor decides these."""
 
@@ -52,15 +58,15 @@ class Source(Section):
 
 
 class Data(Section):
-    """Training and held-out data. Most keys end with the setting that they belong to: (digits), (chats), (own):
-    ``dataset``; (random), (stream): ``reading``; (ray): ``workers``. A whole checkpoint is a model given by [model]
-    ``path``."""
+    """Training and held-out data. Most keys end with the setting that they belong to: (chats), (own): ``dataset``;
+    (random), (stream): ``reading``; (ray): ``workers``. A whole checkpoint is a model given by [model] ``path``."""
 
     dataset: Annotated[str, Field(min_length=1)]
-    """chats: your own files, given by ``train`` or ``sources``. digits: scikit-learn's handwritten digits, image ->
-    "seven". "package.module:Class": a class of your own (own), derived from interlace.data.SampleDataset."""
+    """chats: your own files, given by ``train`` or ``sources``. "package.module:Class": a class of your own (own),
+    derived from interlace.data.SampleDataset."""
     options: dict[str, Any] = {}
-    """Arguments of your class, constructed as Class(split, setup, **options) for split "train" and "heldout" (own)."""
+    """Arguments of your class, constructed as Class(split, setup, **options) for split "train" and "heldout" (own).
+    With ``prepare``: settings of the chats to write, such as ``records``, ``seed``, ``held_out`` and ``languages``."""
     train: list[LocalPath] = []
     """Files of chats to train on: JSON lines, JSON, parquet, WebDataset tars (``shard-{000..015}.tar``), or folders
     saved by HuggingFace's datasets or prepared by Energon. Required unless ``sources`` is given (chats). Any files,
@@ -83,10 +89,10 @@ class Data(Section):
     (images ``width`` and ``height``; clips ``samples`` and ``rate``; videos ``width``, ``height`` and ``seconds``).
     Media with a stated size are not opened before training reads them; a file of another size becomes a blank and is
     counted (chats)."""
-    prepare: Literal["stamps"] | None = None
-    """stamps: write missing files before the ranks start, as ``interlace data stamps`` does into the folder of
-    ``train``: Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the digits if the stamps are
-    not available (chats)."""
+    prepare: Literal["stamps", "digits"] | None = None
+    """Write missing files before the ranks start, into the folder of ``train``, as ``interlace data`` does. stamps:
+    Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the digits if the stamps are not
+    available. digits: scikit-learn's handwritten digits (chats)."""
     media: LocalPath | None = None
     """Folder to which media paths are relative. Default: the folder of the file that names them (chats)."""
     tokenizer: LocalPath | None = None
@@ -135,8 +141,8 @@ class Data(Section):
     """Folder for fetched files and decoded items. Default: ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto", "ray"] = "auto"
     """Number of decoding processes per rank. 0: a thread of the rank decodes. ray: tasks on a Ray cluster, for many
-    nodes. auto: half of a rank's cores, at most 4, and 0 with fewer than 4 cores; for digits 0. The samples
-    are bit-identical with all values."""
+    nodes. auto: half of a rank's cores, at most 4, and 0 with fewer than 4 cores. The samples are
+    bit-identical with all values."""
     drop_last: bool = False
     """Leave out the samples at the end of an epoch that do not fill a batch, different ones in each epoch. false: the
     last step of an epoch takes the rest, in fewer or smaller microbatches, so that each epoch has all samples
@@ -150,26 +156,26 @@ class Data(Section):
     ray_address: Annotated[str, Field(min_length=1)] | None = None
     """Address of the Ray cluster. Default: ``$RAY_ADDRESS``, else the cluster that runs on this node (ray)."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Fraction of the records kept for validation and never trained on: of the digits, or of chats without
-    ``validation`` files."""
+    """Fraction of the records kept for validation and never trained on, without ``validation`` files (chats); your
+    class has it as ``setup.held_out`` (own)."""
     max_image_tokens: Positive | None = None
-    """Maximum patches of one image, before the encoder's ``downsample`` divides them. Default: for digits 64, else
-    the patches of the image size that the encoder was made for (without a whole checkpoint)."""
+    """Maximum patches of one image, before the encoder's ``downsample`` divides them. Default: the patches of the
+    image size that the encoder was made for (without a whole checkpoint)."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """Handling of an image over ``max_image_tokens``. downscale: scale down and keep the aspect ratio. error: an error
     that names the image; a chat with it counts as broken (without a whole checkpoint)."""
     max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
     """Maximum length of an audio clip [seconds]. Longer clips are skipped and counted (without a whole checkpoint)."""
-    digit_size: Positive | None = None
-    """Side to which the 8 x 8 digits are enlarged [pixels]. Default: the patch size, at least 8 (digits)."""
-    digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """Strength of random distortions of the training digits, new in every epoch. 1: moves by up to half a pixel, turns
-    by up to 8 degrees and stretches by up to 10 %. 0: none (digits)."""
 
     @property
-    def kind(self) -> DatasetKind:
-        """Kind of the dataset."""
-        return kind_of(self.dataset)
+    def own(self) -> bool:
+        """True for a class of the user, False for chats."""
+        return self.dataset != CHATS
+
+    @property
+    def of_earlier_version(self) -> bool:
+        """True for chats in place of ``dataset = "digits"`` (`interlace.train.config.earlier`)."""
+        return not self.own and "byte_encoders" in self.options
 
     @property
     def row_tokens(self) -> int | None:
@@ -178,13 +184,13 @@ class Data(Section):
 
     def image_tokens(self, own: int) -> int:
         """Maximum patches of one image, for an encoder made for images of `own` patches."""
-        return self.max_image_tokens or self.kind.image_tokens or own
+        return self.max_image_tokens or own
 
     @field_validator("dataset", mode="after")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in KINDS and not re.match(IMPORT, name):
-            raise ValueError(f"there is no dataset {name!r}; {nearest(name, KINDS)} Your own is 'package.module:Class'")
+        if name != CHATS and not re.match(IMPORT, name):
+            raise ValueError(f"there is no dataset {name!r}; {nearest(name, [CHATS])} Your own is {OWN!r}")
         return name
 
     @field_validator("train", "validation", mode="after")
@@ -212,12 +218,12 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Data:
-        if said := self.set_of(foreign_keys(self.kind)):
-            owner = owner_of(said[0])
+        if said := self.set_of(OF_CHATS if self.own else () if self.prepare else ("options",)):
             raise ValueError(
-                f"{said[0]} is a key of dataset {owner!r}, not of {self.dataset!r}: remove it, or set dataset"
+                f"{said[0]} is a key of dataset {CHATS if self.own else OWN!r}, not of {self.dataset!r}: remove it, or "
+                "set dataset"
             )
-        if self.kind.files and not self.train and not self.sources:
+        if not self.own and not self.train and not self.sources:
             raise ValueError(f"dataset {self.dataset!r} needs train, a list of files, or [[data.sources]]")
         own = [key for key in ("train", "validation", "limit", "prepare") if getattr(self, key)]
         if self.sources and own:

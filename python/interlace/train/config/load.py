@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from interlace import _hints
 from interlace._hints import nearest
+from interlace.train.config.earlier import read_as_chats
 from interlace.train.config.local_paths import local_path
 from interlace.train.config.sections import OPEN_REPLICAS, Config
 
@@ -131,6 +132,8 @@ def from_table(
     if isinstance(parallel := table.get("parallel"), dict) and isinstance(parallel.get("plan"), str):
         raise ConfigError(f"{origin.of('parallel', 'plan')}: parallel.plan is now: parallel.layout")
     _describe_models(table, origin)
+    with blaming(origin.of("data", "dataset")):
+        read_as_chats(table)
     _check_keys(Config, table, (), origin)
     if auto and not _is_open(table):
         _leave_open(table)

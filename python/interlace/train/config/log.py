@@ -51,9 +51,9 @@ class Log(Section):
     max_new_tokens: Positive = 48
     """Maximum length of a generated answer in the report and in the accuracy [tokens]."""
     accuracy_samples: NotNegative = 512
-    """Maximum number of held-out questions of each kind to answer at the end, to count correct answers. Kinds: the
-    digits, and chats whose records have a ``kind``. Each question is answered with its own media and, as a control,
-    with those of another sample. 0: none."""
+    """Maximum number of held-out questions of each kind to answer at the end, to count correct answers. Kinds: those
+    that the records of chats have as ``kind``. Each question is answered with its own media and, as a control, with
+    those of another sample. 0: none."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Log:

@@ -7,21 +7,18 @@ it reads.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.data.kinds import CHATS, DIGITS, OWN
 from interlace.train.config.data import Source
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.data.own import opened
+from interlace.train.data.prepared import data_log, say_on_stderr, write_chats
 from interlace.train.data.texts import ModelTokenizer, tokenizer_of
 from interlace.train.models.media_specs import check_inputs, media_specs
 
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
     from interlace.run.tables.batch import Dispatched
 
 LEFT_OUT = "left_out.txt"
+log = logging.getLogger("interlace.data")
 
 
 @dataclass(frozen=True)
@@ -218,10 +216,14 @@ class Feed:
         """
         return self.loader.state_dict() | {"held_out": self.held_out_data.fingerprint()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of `state`. Raises ConfigError if the data or its order have changed."""
+    def load_state_dict(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
+        """Resumes at the position of `state`. new_order: samples of an earlier version of Interlace are replaced by
+        others, whose order begins anew. Raises ConfigError if the data or its order have changed otherwise."""
         place = dict(state)
         if place.pop("held_out", None) != self.held_out_data.fingerprint():
+            if new_order:
+                log.warning("data.dataset = 'digits' of the saved run is read as chats: their order begins anew")
+                return
             raise ConfigError(
                 "--resume: the validation samples are not those of the saved run, so losses could not be compared; "
                 "bring its data back, or start anew"
@@ -312,32 +314,10 @@ def datasets(
     with the key, for settings that the data, the encoders or the language model's context do not support.
     """
     check_inputs(config, model, source=source)
-    return OPENED[config.data.kind.name](config, model, tokenizer, source, say or _say_on_stderr)
-
-
-def _digits(config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """The digits (`DigitsDataset`). Raises ConfigError."""
-    from interlace.data import DigitsDataset
-
-    tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
-    try:
-        train, held_out = (
-            DigitsDataset(
-                split=split,
-                tokens=tokens,
-                seed=config.run.seed,
-                tokenizer=tokenizer,
-                held_out=config.data.held_out,
-                specs=media_specs(config, model, source=source),
-                image_size=config.data.digit_size,
-                jitter=config.data.digit_jitter,
-            )
-            for split in ("train", "heldout")
-        )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{source}: [data]: {error}") from None
-    _check_context(config, model, [train, held_out], source)
-    return train, held_out
+    if config.data.own:
+        return opened(config, model, tokenizer, source, say or say_on_stderr)
+    assert isinstance(tokenizer, ModelTokenizer)  # of chats
+    return _chats(config, model, tokenizer, source, say or say_on_stderr)
 
 
 def _chats(
@@ -381,11 +361,6 @@ def _chats(
         ) from None
 
 
-Opened = Callable[[Config, Any, Any, str, Callable[[str], None]], tuple[Any, Any]]
-OPENED: dict[str, Opened] = {CHATS.name: _chats, DIGITS.name: _digits, OWN.name: opened}
-"""Kind of dataset -> function that makes its training and held-out data."""
-
-
 def _streamed(config: Config, chats: ChatFormat, files: Source, rules: Rules) -> tuple[ChatStream, ChatDataset]:
     """The training chats as a stream, and the validation chats."""
     from interlace.data.chats.dataset import whole_chats
@@ -423,56 +398,18 @@ def chat_sources(config: Config, model: MultimodalModel, source: str) -> list[tu
 
 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> None:
-    """Writes, verifies and decodes the data before any rank starts, so that ranks find all of it. Raises ConfigError.
-
-    If the config alone determines the data, a marker in the cache skips this, and the imports it needs, from the second
-    time on.
-    """
-    from interlace import __version__
-    from interlace.data import cache_folder
-
-    key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
-    prepared = cache_folder(config.data.cache) / "prepared"
-    marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    fixed = config.data.kind.fixed
-    if fixed and marker.exists():
-        return
+    """Writes, verifies and decodes the data before any rank starts, so that ranks find it. Raises ConfigError."""
     from interlace.data.chats.encoding.tokens import NO_END
     from interlace.train.models.build import build
 
+    if config.data.of_earlier_version:
+        say(f"data.dataset = 'digits' of earlier versions is read as the chats of {Path(config.data.train[0]).parent}")
     if config.data.prepare is not None:
-        _write_stamps(config, say, source)
+        write_chats(config, say, source=source)
     tokenizer = tokenizer_of(config, source=source)
     if isinstance(tokenizer, ModelTokenizer) and not tokenizer.ends_answers:
         say(NO_END.format(tokenizer.tokenizer.eos_token))
     datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
-    if not fixed:
-        return
-    try:
-        prepared.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
-
-
-def _write_stamps(config: Config, say: Callable[[str], None], source: str) -> None:
-    """``data.prepare``: makes the folder of the stamps' chats, unless it exists.
-
-    A folder of digits is replaced by stamps, with the same settings, once stamps are available.
-    """
-    from interlace.data.builtin import stamps_folder
-
-    folder = Path(config.data.train[0]).parent
-    try:
-        made = stamps_folder.look(folder)
-        if made is None or made.source != stamps_folder.STAMPS:  # stamps may be available by now
-            with data_log(say):
-                settings = None if made is None else made.settings
-                made = stamps_folder.make(folder, settings, cache=config.data.cache)
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"{source}: [data] prepare: {error}") from None
-    if made.source != stamps_folder.STAMPS:
-        say(made.words)
 
 
 def report_left_out(
@@ -497,46 +434,3 @@ def report_left_out(
     place.write_text("".join(lines), encoding="utf-8")
     for report in reports:
         say(f"{report}; list in {place}")
-
-
-def _say_on_stderr(line: str) -> None:
-    print(f"interlace: {line}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def data_log(say: Callable[[str], None]) -> Iterator[None]:
-    """Passes log messages of the data package, including warnings, to `say` inside the context."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            say(record.getMessage())
-
-    log, handler = logging.getLogger("interlace.data"), Handler(logging.INFO)
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-
-def _check_context(config: Config, model: Any, splits: list[Any], source: str) -> None:
-    """Raises ConfigError if the language model has too few positions for a sample that an epoch may draw."""
-    most = model.max_length
-    if most is None:
-        return
-    sample, prompt = (max(sizes) for sizes in zip(*(split.longest() for split in splits), strict=True))
-    answered = config.log.samples or (config.log.accuracy_samples and splits[0].questions())
-    written = prompt + config.log.max_new_tokens - 1 if answered else 0  # the last token is not read again
-    if max(sample, written) <= most:
-        return
-    what, keys = f"the longest sample has {sample:,} tokens", "data.digit_size"
-    if sample <= most:
-        what = f"the longest prompt and log.max_new_tokens = {config.log.max_new_tokens} make {written:,} tokens"
-        keys += " or log.max_new_tokens"
-    raise ConfigError(
-        f"{source}: {what}, but model.language_model.config.max_position_embeddings = {most:,}; raise it to "
-        f"{max(sample, written)}, or lower {keys}"
-    )

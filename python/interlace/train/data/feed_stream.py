@@ -81,10 +81,10 @@ class StreamFeed(Feed):
         everyone = [mine()] if gather is None else gather("gathering where the readers are", mine)
         return self.loader.state_dict(everyone) | {"held_out": self.held_out_data.fingerprint()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
         if "places" not in state:
             raise ConfigError("--resume: the saved run read at random; set data.reading = 'random', or start anew")
-        super().load_state_dict(state)
+        super().load_state_dict(state, new_order=new_order)
 
     @property
     def blank_items(self) -> int:

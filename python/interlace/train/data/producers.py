@@ -24,7 +24,7 @@ def workers_of(config: Config, local_ranks: int) -> int:
 
     count = config.data.workers
     if count == "auto":
-        return sensible(local_ranks) if config.data.kind.workers else 0
+        return sensible(local_ranks)
     return 0 if count == "ray" else count
 
 

@@ -11,6 +11,7 @@ from interlace.modalities import all_modalities
 from interlace.train.config.data import NOT_WHOLE
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
+from interlace.train.data.prepared import say_on_stderr, write_chats
 
 if TYPE_CHECKING:
     from interlace.data import ByteTokenizer
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 def reads_bytes(config: Config) -> bool:
     """True if the run's texts are bytes, False if they are tokens of a HuggingFace folder."""
-    kind = config.data.kind.tokenizer
-    return kind == "bytes" or (kind == "any" and _folder(config) is None)
+    return config.data.own and _folder(config) is None
 
 
 def _folder(config: Config) -> str | None:
@@ -35,7 +35,9 @@ def tokenizer_of(config: Config, *, source: str = "config") -> ByteTokenizer | M
         from interlace.data import ByteTokenizer
 
         return ByteTokenizer(config.model.encoders())
-    if config.data.prepare is not None and not Path(config.data.train[0]).exists():
+    if config.data.prepare == "digits":  # takes seconds, without network
+        write_chats(config, say_on_stderr, source=source)
+    elif config.data.prepare is not None and not Path(config.data.train[0]).exists():
         folder = Path(config.data.train[0]).parent
         cache = "" if config.data.cache is None else f" --cache {config.data.cache}"
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from interlace.train.config.sections import Config
 if TYPE_CHECKING:
     from interlace.costs.links import Links
     from interlace.costs.modules import ModuleCosts
-    from interlace.model import ModalityModule, MultimodalModel
+    from interlace.model import MultimodalModel
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,17 @@ class Load:
 
 
 def budget_loads(config: Config, model: MultimodalModel) -> dict[str, Load]:
-    """Load of every module per microbatch (of the language model) of the config's mixture of samples.
+    """Load of every module per microbatch (of the language model).
 
-    All ranks must cut the model equally before they have the data. Sizes of the digits are known: all pictures have one
-    size and the captions are words. Other data fill data.max_tokens, with an item of each encoder.
+    All ranks must cut the model equally before they have the data. So samples are assumed to fill data.max_tokens, with
+    an item of each encoder.
     """
     samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
-    loads = {}
-    for name, lengths in _lengths(config, model).items():
-        tokens = sum(lengths)
-        pairs = sum(length * length for length in lengths)  # (query, key) pairs within one item
-        if name == "language_model":  # causal: a query sees the keys up to its own position
-            pairs = (pairs + tokens) / 2
-        loads[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
-    return loads
+    lengths = {name: model.encoders[name].nominal_length for name in model.encoders}
+    loads = {name: Load(samples * length, length) for name, length in lengths.items()}
+    row = config.data.max_tokens or model.max_length or 1024
+    # Causal: a query sees the keys up to its own position.
+    return loads | {"language_model": Load(samples * row, (row + 1) / 2)}
 
 
 def flop_costs(config: Config, model: MultimodalModel) -> Mapping[str, ModuleCosts]:
@@ -89,37 +85,3 @@ def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
     said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
     return said if said < len(nodes) else None
-
-
-def _lengths(config: Config, model: MultimodalModel) -> dict[str, list[float]]:
-    """Lengths of the items of a sample, per module (for the language model: one)."""
-    longest = config.data.kind.caption_tokens
-    if longest is None:  # nothing is read yet: assume an item each, and a full row
-        row = config.data.max_tokens or model.max_length or 1024
-        items = {name: [float(model.encoders[name].nominal_length)] for name in model.encoders}
-        return items | {"language_model": [float(row)]}
-    from interlace.modalities import IMAGE
-
-    items = {name: [] for name in model.encoders}
-    for name, spec in config.model.encoders().items():  # a picture for each image encoder, nothing for audio encoders
-        encoder = model.encoders[name]
-        if encoder.kind != IMAGE.name:
-            continue
-        image = config.data.image_tokens(0)
-        if encoder.images is not None:
-            side = -(-(config.data.digit_size or 8) // encoder.images.patch[0])
-            image = min(image, side * side)
-        items[name] = [float(image)]
-        longest += _projected(encoder, -(-image // spec.downsample))
-    return items | {"language_model": [float(longest)]}
-
-
-def _projected(encoder: ModalityModule, features: int) -> int:
-    """Tokens of the projector for an image of `features` features, assumed to be about square."""
-    from interlace.model import ItemProjector
-
-    projector = encoder.projector
-    if not isinstance(projector, ItemProjector):
-        return features
-    side = max(1, math.isqrt(features) // projector.unit) * projector.unit
-    return projector.tokens(side * side, (side, side))

@@ -26,11 +26,7 @@ def check_inputs(config: Config, model: MultimodalModel, *, source: str = "confi
     Training, planning and data checks all use this function.
     """
     data, most = config.data, model.max_length
-    if missing := [kind for kind in data.kind.media if kind not in kinds(model).values()]:
-        raise ConfigError(
-            f"{source}: the {data.dataset} are {missing[0]}s, but [model] has no {missing[0]} encoder: add one"
-        )
-    if data.kind.tokenizer == "bytes" or config.model.path is None:  # a whole model has its own processor
+    if config.model.path is None:  # a whole model has its own processor
         media_specs(config, model, source=source)
     if data.max_tokens is not None and most is not None and data.max_tokens > most:
         raise ConfigError(
