@@ -16,23 +16,23 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 def close(name: str, valid: Iterable[str]) -> str:
     """``did you mean 'steps'?``, or "" if no name is close."""
-    found = difflib.get_close_matches(name, list(valid), n=1)
-    return f"did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(valid), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else ""
 
 
 def imported(path: str, where: str) -> Any:
     """The object at "package.module:name". Raises ValueError, which begins with `where`, if it does not exist."""
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except Exception as error:  # user code may raise anything
         text = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
         ) from None
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = [each for each in dir(found) if not each.startswith("_")] or ["nothing"]
+        if not hasattr(target, part):
+            public = [each for each in dir(target) if not each.startswith("_")] or ["nothing"]
             raise ValueError(f"{where} = {path!r}: {module} has no {name!r}; {nearest(part, public)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target

@@ -222,7 +222,7 @@ def test_every_kind_of_file_keeps_the_keys(kind: str, tmp_path: Path) -> None:
     samples = [sample for shard in range(stream.shards) for sample in stream.read(shard, 0)]
     assert len(samples) == 20 and samples[0].media["vision"][0].data.shape == (3, 8, 16)
     index = chats_index.load(chats_files.find([path]), Rules(), tmp_path / "media", processes=1)
-    raws, known = index.block(0, 20)
+    raws, known = next(index.blocks(20))
     assert len(raws) == 20 and index.totals["broken"] == 0 and known[0][0][1] == (40, 24)
 
 

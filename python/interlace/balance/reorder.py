@@ -122,7 +122,7 @@ def reorder_microbatches(
     costs = np.asarray(forward)
     if ranks is None:
         ranks = costs.shape[-1] if costs.ndim else 1
-    found = _core.reorder_microbatches(
+    order = _core.reorder_microbatches(
         costs, np.asarray(backward), operator.index(ranks), float(transfer), operator.index(evaluations)
     )
-    return MicrobatchOrder(**found)
+    return MicrobatchOrder(**order)

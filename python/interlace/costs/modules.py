@@ -49,9 +49,9 @@ class ModuleCosts:
         """Sums of the parts' values by layer: [parts] -> [layers], or [parts, c] -> [layers, c]."""
         if parts.ndim == 1:
             return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
-        found = np.zeros((self.num_layers, parts.shape[1]))
-        np.add.at(found, self.layer, parts)
-        return found
+        totals = np.zeros((self.num_layers, parts.shape[1]))
+        np.add.at(totals, self.layer, parts)
+        return totals
 
 
 def analytic_costs(

@@ -240,8 +240,8 @@ class FittedCosts:
         errors = {}
         for name, fits in self.modules.items():
             kinds = [kind for by_name in fits.kinds.values() for kind in by_name.values()]
-            found = [error for kind in kinds for error in (kind.forward.error, kind.input_grad.error)]
-            finite = [error for error in found if math.isfinite(error)]
+            every = [error for kind in kinds for error in (kind.forward.error, kind.input_grad.error)]
+            finite = [error for error in every if math.isfinite(error)]
             errors[name] = float(np.mean(finite)) if finite else math.nan
         return errors
 

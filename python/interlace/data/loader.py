@@ -112,8 +112,8 @@ class Loader:
     def sample(self, index: int, epoch: int) -> Sample:
         """Sample `index` of the dataset, as it is in `epoch`."""
         sample = getattr(self.dataset, "sample", None)
-        found: Sample = self.dataset[index] if sample is None else sample(index, epoch)
-        return found
+        loaded: Sample = self.dataset[index] if sample is None else sample(index, epoch)
+        return loaded
 
     def _make(self, epoch: int, position: int) -> list[Sample]:
         return [self.sample(index, epoch) for index in self.indices(epoch, position)]

@@ -45,11 +45,11 @@ class Part:
 def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) -> list[Fraction]:
     """The exact share of each source in the samples drawn; shares add up to 1. means: mean tokens per sample of each
     source, if weights are shares of tokens. A source with longer samples is then drawn less often."""
-    found = [Fraction(str(weight)) for weight in weights]
+    fractions = [Fraction(str(weight)) for weight in weights]
     if means is not None:
-        found = [weight / mean for weight, mean in zip(found, means, strict=True)]
-    total = sum(found)
-    return [weight / total for weight in found]
+        fractions = [weight / mean for weight, mean in zip(fractions, means, strict=True)]
+    total = sum(fractions)
+    return [weight / total for weight in fractions]
 
 
 class MixedDataset(SampleDataset):
@@ -107,15 +107,15 @@ class MixedDataset(SampleDataset):
     def _through(self, seed: int, place: int, first: int, last: int) -> np.ndarray:
         """The draws [first, last) of a source, with a new permutation of its samples in each pass."""
         size = len(self.parts[place].data)
-        found = np.empty(last - first, np.int64)
+        counts = np.empty(last - first, np.int64)
         at = first
         while at < last:
             times, inside = divmod(at, size)
             count = min(size - inside, last - at)
             whole = np.random.default_rng([seed, 4, times, place]).permutation(size)
-            found[at - first : at - first + count] = whole[inside : inside + count]
+            counts[at - first : at - first + count] = whole[inside : inside + count]
             at += count
-        return found
+        return counts
 
     def source_of(self, indices: ArrayLike) -> np.ndarray:
         """int64: the source of each sample."""
@@ -164,13 +164,13 @@ class MixedDataset(SampleDataset):
 
     def questions(self) -> dict[str, list[Question]]:
         """Kind -> the samples whose records name it, over all sources."""
-        found: dict[str, list[Question]] = {}
+        by_kind: dict[str, list[Question]] = {}
         for start, part in zip(self.starts.tolist(), self.parts, strict=False):
             for kind, questions in part.data.questions().items():
-                found.setdefault(kind, []).extend(
+                by_kind.setdefault(kind, []).extend(
                     Question(start + each.index, each.answer, each.takes) for each in questions
                 )
-        return found
+        return by_kind
 
     def asked(self, question: Question, shown: Question | None = None) -> Sample:
         """The sample of a question. `shown`, of any source, replaces its media by its own."""
@@ -185,15 +185,15 @@ class MixedDataset(SampleDataset):
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""
         if len(self.parts) == 1:
             return self.parts[0].data.fingerprint()
-        said = (self.by, [(part.name, str(part.weight), part.data.fingerprint()) for part in self.parts])
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        identity = (self.by, [(part.name, str(part.weight), part.data.fingerprint()) for part in self.parts])
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     def report(self) -> str:
         """One line per source about samples left out or cut."""
         if len(self.parts) == 1:
             return self.parts[0].data.report()
-        said = [f"{part.name}: {part.data.report()}" for part in self.parts]
-        return "; ".join(said + [f"{path}: {why}" for path, why in self._produced.failures.items()][:1])
+        lines = [f"{part.name}: {part.data.report()}" for part in self.parts]
+        return "; ".join(lines + [f"{path}: {why}" for path, why in self._produced.failures.items()][:1])
 
     def listing(self) -> str:
         """Every sample that was left out or cut, one per line with file, line and reason."""
@@ -202,8 +202,8 @@ class MixedDataset(SampleDataset):
     @property
     def failures(self) -> dict[str, str]:
         """File -> error for each unreadable file, over all sources."""
-        found = {where: why for part in self.parts for where, why in part.data.failures.items()}
-        return found | self._produced.failures
+        failures = {where: why for part in self.parts for where, why in part.data.failures.items()}
+        return failures | self._produced.failures
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -226,9 +226,9 @@ class MixedDataset(SampleDataset):
         return self.parts[0].data.noted
 
     @noted.setter
-    def noted(self, found: list[tuple[str, str]] | None) -> None:
+    def noted(self, items: list[tuple[str, str]] | None) -> None:
         for part in self.parts:
-            part.data.noted = found
+            part.data.noted = items
 
     def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
         """Adds the reads and losses of a producer; see `Reading.took`."""
@@ -239,16 +239,18 @@ class MixedDataset(SampleDataset):
         self._produced.lost(source, why)
 
 
-def by_source(data: SampleDataset, indices: Sequence[int], found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
+def by_source(
+    data: SampleDataset, indices: Sequence[int], samples: Sequence[Found]
+) -> Iterator[tuple[str, list[Found]]]:
     """(source, its entries of `found`) for each source among the samples `indices` of a dataset. A dataset that is not
     a mixture yields everything under ""."""
     if not isinstance(data, MixedDataset) or len(data.parts) < 2:
-        yield "", list(found)
+        yield "", list(samples)
         return
     of = data.source_of(indices)
     for place, name in enumerate(data.names):
         if (of == place).any():
-            yield name, [one for one, source in zip(found, of.tolist(), strict=True) if source == place]
+            yield name, [one for one, source in zip(samples, of.tolist(), strict=True) if source == place]
 
 
 __all__ = ["By", "MixedDataset", "Part", "by_source", "share_of"]

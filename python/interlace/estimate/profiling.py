@@ -323,8 +323,8 @@ class _Module:
         """Encoder -> rows of its features that a chunk of the language model reads."""
         if self.name != LANGUAGE_MODEL:
             return {}
-        found = {n: sum(i.tokens for sample in batch for i in sample.media.get(n, ())) for n in self.mllm.encoders}
-        return {name: count for name, count in found.items() if count}
+        counts = {n: sum(i.tokens for sample in batch for i in sample.media.get(n, ())) for n in self.mllm.encoders}
+        return {name: count for name, count in counts.items() if count}
 
     def _features(self, batch: Sequence[Sample]) -> Tensor:
         """Placeholder input of the first slice: features, or integers, which have no gradient."""
@@ -386,10 +386,10 @@ class _Module:
         timed = {
             tp: slices for tp, slices in self.slices.items() if all(setting in each.times for each in slices.values())
         }
-        found = {tp: self._fits(slices, setting, of_rounds) for tp, slices in timed.items()}
+        fits = {tp: self._fits(slices, setting, of_rounds) for tp, slices in timed.items()}
         collate = fit(self.sizes, [float(of_rounds(seconds)) for seconds in self.collating[setting]])
-        kinds, traffic = {tp: each[0] for tp, each in found.items()}, {tp: each[2] for tp, each in found.items()}
-        return ModuleFits(self.kinds, self.trainable, kinds, collate, *found[1][1], traffic)
+        kinds, traffic = {tp: each[0] for tp, each in fits.items()}, {tp: each[2] for tp, each in fits.items()}
+        return ModuleFits(self.kinds, self.trainable, kinds, collate, *fits[1][1], traffic)
 
     def _fits(
         self, slices: Mapping[tuple[int, int], _Slice], setting: Hashable, of_rounds: Average

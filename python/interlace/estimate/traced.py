@@ -164,8 +164,8 @@ def _language(
     settings, shaped = mllm.language_settings, _shaped(mllm, name, alike)
 
     def run(each: tuple[int, int], options: _Options, halves: bool) -> _Run:
-        found = shaped(options, halves).run(partial(blank_inputs, mllm, features, *each))
-        return found._replace(targets=each[0] * each[1])
+        measured = shaped(options, halves).run(partial(blank_inputs, mllm, features, *each))
+        return measured._replace(targets=each[0] * each[1])
 
     activations, output = _kept(run, _SAMPLES, options, recomputed=True)
     whole = shaped(options, False).module
@@ -216,8 +216,8 @@ def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
 def _recomputed(kept: Sequence[Kept], whole: Sequence[Kept], edges: Sequence[float]) -> tuple[float, ...]:
     """Bytes per row that each layer keeps only without checkpointing. whole: storages without checkpointing."""
 
-    def per_row(found: Sequence[Kept], layer: int) -> float:
-        return sum(each.per_row for each in found if layer in each.layers)
+    def per_row(kept: Sequence[Kept], layer: int) -> float:
+        return sum(each.per_row for each in kept if layer in each.layers)
 
     return tuple(max(per_row(whole, i) - per_row(kept, i), 0.0) for i in range(len(edges) - 1))
 

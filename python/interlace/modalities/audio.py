@@ -127,8 +127,8 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
     if rate == SAMPLE_RATE:
         return samples
     up, down = SAMPLE_RATE // math.gcd(SAMPLE_RATE, rate), rate // math.gcd(SAMPLE_RATE, rate)
-    found: np.ndarray = library("scipy.signal").resample_poly(samples, up, down, window=_low_pass(up, down))
-    return found
+    output: np.ndarray = library("scipy.signal").resample_poly(samples, up, down, window=_low_pass(up, down))
+    return output
 
 
 def log_mel(samples: np.ndarray, rate: int, spec: AudioSpec, name: str = "clip") -> np.ndarray:
@@ -191,11 +191,11 @@ def clip_length(path: str, samples: int, rate: int, wanted: int) -> int:
 def read_clip(path: str, rate: int) -> np.ndarray:
     """float32 [samples], mixed to mono, at `rate` Hz, by the same steps as HuggingFace's load_audio with
     soundfile (which needs soxr even without resampling). Raises DecodeError, and ImportError."""
-    samples, found = _samples(path)
+    samples, sample_rate = _samples(path)
     mono = samples.T.mean(axis=0) if samples.shape[1] > 1 else samples[:, 0]
-    length = clip_length(path, len(mono), found, rate)
-    if found != rate:
-        mono = importlib.import_module("soxr").resample(mono, found, rate, quality="soxr_hq")
+    length = clip_length(path, len(mono), sample_rate, rate)
+    if sample_rate != rate:
+        mono = importlib.import_module("soxr").resample(mono, sample_rate, rate, quality="soxr_hq")
         mono = np.pad(mono, (0, max(0, length - len(mono))))[:length]
     return np.ascontiguousarray(mono, dtype=np.float32)
 

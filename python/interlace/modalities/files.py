@@ -38,8 +38,8 @@ class Member(NamedTuple):
 def member_of(path: str | Path) -> Member | None:
     """The tar member that `path` names, or None for a plain file."""
     text = str(path)
-    found = _MEMBER.fullmatch(text) if ".tar!" in text.lower() else None
-    return None if found is None else Member(found["tar"], int(found["offset"]), int(found["size"]), found["name"])
+    match = _MEMBER.fullmatch(text) if ".tar!" in text.lower() else None
+    return None if match is None else Member(match["tar"], int(match["offset"]), int(match["size"]), match["name"])
 
 
 def container_of(path: str) -> str:
@@ -101,11 +101,11 @@ def opened(path: str | Path) -> Iterator[Any]:
 
 def read_head(path: str | Path, size: int) -> bytes:
     """The first `size` bytes at most; -1: all. Raises OSError."""
-    with opened(path) as found:
-        if not isinstance(found, str):
-            data: bytes = found.read(size)
+    with opened(path) as stream:
+        if not isinstance(stream, str):
+            data: bytes = stream.read(size)
             return data
-        with open(found, "rb") as file:
+        with open(stream, "rb") as file:
             return file.read(size)
 
 
@@ -114,10 +114,10 @@ def size_of(path: str | Path) -> os.stat_result:
     member = member_of(path)
     if member is None:
         return os.stat(path)
-    found = os.stat(member.tar)
-    if found.st_size < member.offset + member.size:
+    status = os.stat(member.tar)
+    if status.st_size < member.offset + member.size:
         raise OSError(0, f"{member.tar} ends within it")
-    return found
+    return status
 
 
 def check_file(path: str) -> None:

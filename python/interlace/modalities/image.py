@@ -105,10 +105,10 @@ class ImageSpec:
             except ValueError:
                 raise BrokenSampleError(
                     "key",
-                    f"{path}: {limits.said()}: too few for {width:g}x{height:g} in patches of {self.patch_size}",
+                    f"{path}: {limits.text()}: too few for {width:g}x{height:g} in patches of {self.patch_size}",
                 ) from None
         if shape[1] * shape[2] < (limits.min_pixels or 0):
-            raise BrokenSampleError("key", f"{path}: {limits.said()}: pictures are never made larger here")
+            raise BrokenSampleError("key", f"{path}: {limits.text()}: pictures are never made larger here")
         return shape
 
     def tensor(self, array: np.ndarray) -> Tensor:
@@ -175,8 +175,8 @@ def picture_size(path: str, *, decode: bool) -> tuple[int, int]:
         with opened(path) as source, image_module.open(source) as image:
             check_depth(image)
             # For PNG, Pillow also looks for EXIF data after the pixels, and decodes them on the way.
-            told = decode or image.format != "PNG" or "exif" in image.info
-            width, height = upright_size(image) if told else image.size
+            must_decode = decode or image.format != "PNG" or "exif" in image.info
+            width, height = upright_size(image) if must_decode else image.size
             if decode:
                 image.load()
     except Exception as error:  # pillow raises many types on broken files

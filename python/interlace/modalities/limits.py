@@ -30,7 +30,7 @@ class Limits:
         """(width, height) before the processor; (0, 0): unchanged from the file."""
         return self.resized_width or 0, self.resized_height or 0
 
-    def said(self) -> str:
+    def text(self) -> str:
         """The limits as text, in the record's notation."""
         return ", ".join(f"{key} = {value:g}" for key, value in vars(self).items() if value is not None)
 
@@ -41,10 +41,10 @@ _SECONDS = ("video_start", "video_end", "fps")
 FRAMES = (*_SECONDS, "nframes")
 
 
-def limits_of(said: Mapping[str, Any], kind: str, names: Collection[str]) -> Limits:
+def limits_of(settings: Mapping[str, Any], kind: str, names: Collection[str]) -> Limits:
     """The limits among the keys of a file of this kind, which may have those of `names`. Raises ValueError for invalid
     values."""
-    given = {key: said[key] for key in names if said.get(key) is not None}
+    given = {key: settings[key] for key in names if settings.get(key) is not None}
     if not given:
         return NO_LIMITS
     for key, value in given.items():
@@ -57,11 +57,11 @@ def limits_of(said: Mapping[str, Any], kind: str, names: Collection[str]) -> Lim
     if (made.resized_height is None) != (made.resized_width is None):
         raise ValueError(f"{kind} has only one of resized_height and resized_width: give both")
     if made.resized_height is not None and (made.max_pixels or made.min_pixels):
-        raise ValueError(f"{kind} has a size and limits on its pixels ({made.said()}): give one of the two")
+        raise ValueError(f"{kind} has a size and limits on its pixels ({made.text()}): give one of the two")
     if made.fps is not None and made.nframes is not None:
         raise ValueError(f"{kind} has both fps and nframes: give one of the two")
     if made.min_pixels and made.max_pixels and made.min_pixels > made.max_pixels:
-        raise ValueError(f"{kind} has {made.said()}: the least is more than the most")
+        raise ValueError(f"{kind} has {made.text()}: the least is more than the most")
     if made.video_end is not None and made.video_end <= (made.video_start or 0.0):
-        raise ValueError(f"{kind} has {made.said()}: the end does not come after the start")
+        raise ValueError(f"{kind} has {made.text()}: the end does not come after the start")
     return made

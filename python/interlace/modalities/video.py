@@ -57,7 +57,7 @@ def shown(path: str, seconds: float, limits: Limits) -> tuple[float, float]:
     start = limits.video_start or 0.0
     end = seconds if limits.video_end is None else min(limits.video_end, seconds)
     if start >= end:
-        raise BrokenSampleError("key", f"{path}: {limits.said()}, and it lasts {seconds:g} s")
+        raise BrokenSampleError("key", f"{path}: {limits.text()}, and it lasts {seconds:g} s")
     return start, end - start
 
 
@@ -93,7 +93,7 @@ def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
     start, length = shown(path, header.frames / header.fps, limits)
     first, end = (math.ceil(round(seconds * header.fps, 6)) for seconds in (start, start + length))
     if first >= min(end, header.frames):
-        raise BrokenSampleError("key", f"{path}: {limits.said()}: no frame begins in there")
+        raise BrokenSampleError("key", f"{path}: {limits.text()}: no frame begins in there")
     return first, header._replace(frames=min(end, header.frames) - first)
 
 
@@ -234,9 +234,9 @@ class Video(Sampled):
             frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
         if decode:
             with _video(path) as container:
-                found = sum(1 for _ in container.decode(container.streams.video[0]))
-                if found != frames:
-                    raise ValueError(f"{found} of its {frames} frames can be decoded")
+                decoded = sum(1 for _ in container.decode(container.streams.video[0]))
+                if decoded != frames:
+                    raise ValueError(f"{decoded} of its {frames} frames can be decoded")
         if not fps or not frames:
             raise BrokenSampleError("broken file", f"{path}: says it has {frames} frames, {fps:g} a second")
         return Header(int(width), int(height), frames, fps)
@@ -263,8 +263,8 @@ class Video(Sampled):
 
     def chosen(self, headers: Sequence[Header], frames: Sequence[Sequence[int]]) -> dict[str, Any]:
         """See Sampled."""
-        told = [_told(header, numbers) for header, numbers in zip(headers, frames, strict=True)]
-        return {"do_sample_frames": False, "videos_kwargs": {"return_tensors": "pt", "video_metadata": told}}
+        metadata = [_told(header, numbers) for header, numbers in zip(headers, frames, strict=True)]
+        return {"do_sample_frames": False, "videos_kwargs": {"return_tensors": "pt", "video_metadata": metadata}}
 
     def blank(self, path: str, size: Size, limits: Limits, part: ProcessorPart, who: str) -> Tensor:
         """uint8 [frames, 3, H, W] on the meta device. size: a Header."""
@@ -278,13 +278,13 @@ class Video(Sampled):
         """uint8 [n, 3, H, W], upright. The first frame of a file has number 0."""
         import torch
 
-        wanted, found = set(numbers), dict[int, np.ndarray]()
+        wanted, images = set(numbers), dict[int, np.ndarray]()
         with _video(path, decoding=True) as container:
             for number, frame in enumerate(container.decode(container.streams.video[0])):
                 if number in wanted:
-                    found[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
-                if len(found) == len(wanted):
+                    images[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
+                if len(images) == len(wanted):
                     break
-            if len(found) < len(wanted):
-                raise ValueError(f"has no frame {min(wanted - found.keys())}")
-        return torch.from_numpy(np.stack([found[number] for number in numbers]))
+            if len(images) < len(wanted):
+                raise ValueError(f"has no frame {min(wanted - images.keys())}")
+        return torch.from_numpy(np.stack([images[number] for number in numbers]))

@@ -333,8 +333,8 @@ class MultimodalModel(nn.Module):
                 if inside(key, name) and not (trained and key in self._constant):
                     parameter.requires_grad_(trained)
             # In place, because stages share the dictionary.
-            for said in [said for said in self._frozen if inside(said, name)]:
-                del self._frozen[said]
+            for pattern in [pattern for pattern in self._frozen if inside(pattern, name)]:
+                del self._frozen[pattern]
             self._frozen[name] = not trained
 
     def train_only(self, names: Collection[str]) -> None:

@@ -40,14 +40,14 @@ class Names:
         """First names of the parameters that `pattern` matches. Raises ValueError with the nearest name if none
         match.
         """
-        found = {first for name, first in self.first.items() if self.names(pattern, name)}
-        if not found:
+        matches = {first for name, first in self.first.items() if self.names(pattern, name)}
+        if not matches:
             raise ValueError(f"{pattern!r} matches nothing in the model{self._nearest(pattern)}")
-        return found
+        return matches
 
     def projectors(self) -> set[str]:
         """First names of the parameters of all projectors."""
-        places = [place for name, found in self.short.items() if name.endswith(".projector") for place in found]
+        places = [place for name, indices in self.short.items() if name.endswith(".projector") for place in indices]
         return {first for name, first in self.first.items() if any(inside(name, place) for place in places)}
 
     def names(self, pattern: str, name: str) -> bool:

@@ -88,8 +88,8 @@ def check_rows(plan: AttentionPlan) -> None:
 def longest(plan: AttentionPlan) -> int:
     """Tokens of the longest document, derived from the positions; computed once per plan."""
     if "_longest" not in plan.__dict__:
-        found = 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
-        plan.__dict__["_longest"] = found
+        positions = 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
+        plan.__dict__["_longest"] = positions
     return int(plan.__dict__["_longest"])
 
 

@@ -141,8 +141,8 @@ class Member:
 
         def work(store: dist.Store) -> dist.Store:
             store.check([NEWEST])  # fails at once if the coordinator is gone; `clone` does not
-            found: dist.Store = self.store(generation).clone()  # type: ignore[attr-defined]
-            return found
+            own_store: dist.Store = self.store(generation).clone()  # type: ignore[attr-defined]
+            return own_store
 
         return self._ask("connecting to the store of a generation", work)
 

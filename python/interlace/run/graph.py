@@ -75,10 +75,10 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
 
 def groups(graph: StageGraph) -> list[tuple[int, ...]]:
     """The ranks of all sums and gathers that a step may make."""
-    found = [reduction.ranks for reduction in graph.reductions]
+    rank_groups = [reduction.ranks for reduction in graph.reductions]
     for shard in graph.shards:
-        found += [shard.ranks, *(tuple(sorted(same)) for same in zip(*shard.sets, strict=True))]
-    return found
+        rank_groups += [shard.ranks, *(tuple(sorted(same)) for same in zip(*shard.sets, strict=True))]
+    return rank_groups
 
 
 def _tied(mllm: MultimodalModel, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:

@@ -106,18 +106,18 @@ class Job:
 
         Returns the checkpoint that `resume` names, if it names one.
         """
-        found: list[str] = []
+        names: list[str] = []
         held = None
         if ranks.rank == 0:
             try:
                 config = self.config
                 places = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
-                found = [str(place.absolute()) for place in places if place is not None]
+                names = [str(place.absolute()) for place in places if place is not None]
                 held = lock.take(places[0], take_over=take_over, say=launcher.note)
             except ConfigError as error:
-                found = ["", str(error)]
+                names = ["", str(error)]
         try:
-            folder, *at = ranks.gather("finding the run folder", found)[0]
+            folder, *at = ranks.gather("finding the run folder", names)[0]
         except BaseException:
             if held is not None:
                 held.release()

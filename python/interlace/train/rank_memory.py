@@ -84,7 +84,7 @@ def held_by_ranks(
         weights,
         activations,
         loads,
-        [(found.in_flight, found.bytes) for found in peaks],
+        [(peak.in_flight, peak.bytes) for peak in peaks],
         bucket_bytes=BUCKET_BYTES,
         offload_optimizer=config.train.offload_optimizer,
         state=state_sizes(config, model, rates(config, model)) if state is None else state,
@@ -101,16 +101,16 @@ def loads_of(table: StepTable, sizes: Sequence[Size]) -> dict[Any, Load]:
     for edge in table.edges:
         for _, _, reader, _, count in edge.pieces.tolist():
             features[reader] += count
-    found: dict[Any, Load] = {}
+    loads: dict[Any, Load] = {}
     for place, (chunk, size) in enumerate(zip(table.chunks, sizes, strict=True)):
         reads = features[place] if chunk.module == LANGUAGE_MODEL else 0.0
         own = Load(size.rows, size.targets, reads)
-        largest = found.get(chunk.module, Load(0))
-        found[place] = own
-        found[chunk.module] = Load(
+        largest = loads.get(chunk.module, Load(0))
+        loads[place] = own
+        loads[chunk.module] = Load(
             max(own.rows, largest.rows), max(own.targets, largest.targets), max(own.features, largest.features)
         )
-    return found
+    return loads
 
 
 def _peaks(schedule: Schedule, sizes: ActivationBytes, later: ActivationBytes) -> list[Peak]:
@@ -122,14 +122,14 @@ def _peaks(schedule: Schedule, sizes: ActivationBytes, later: ActivationBytes) -
     modules = schedule.graph.modules
     known: dict[bytes, Peak] = {}
     computes = np.isin(schedule.rows[:, OP], [CODES[op] for op in COMPUTE])
-    found = []
+    peaks = []
     for first, stop in pairwise(schedule.first.tolist()):
         rows = schedule.rows[first:stop][computes[first:stop]]
         key = rows.tobytes()
         if key not in known:
             known[key] = peak([action_of(row, modules) for row in rows.tolist()], sizes, later)
-        found.append(known[key])
-    return found
+        peaks.append(known[key])
+    return peaks
 
 
 def _by_layer(schedule: Schedule) -> frozenset[tuple[int, str]]:

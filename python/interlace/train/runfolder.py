@@ -135,11 +135,11 @@ def write_whole(path: Path, text: str) -> None:
 
 def json_lines(path: Path) -> list[Any]:
     """Lines of a JSONL file, if it exists. A half-written line of a killed process is skipped."""
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -201,11 +201,11 @@ def check_shared(folder: Path, startup: Gathering) -> None:
     finally:
         if rank == 0:
             shutil.rmtree(probe, ignore_errors=True)
-    found = [f"rank {rank} {trouble}" for rank, trouble in enumerate(troubles) if trouble]
-    if found:
+    failures = [f"rank {rank} {trouble}" for rank, trouble in enumerate(troubles) if trouble]
+    if failures:
         raise ConfigError(
-            f"the ranks do not share the run folder {folder}: {'; '.join(found[:4])}. Put run.folder on a file system "
-            "that all nodes see under the same path"
+            f"the ranks do not share the run folder {folder}: {'; '.join(failures[:4])}. Put run.folder on a file "
+            "system that all nodes see under the same path"
         )
 
 

@@ -176,7 +176,7 @@ def chunk_loads(
     features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != "language_model")
     features = features / language.feature if language.feature else 0.0
     rows = tokens["language_model"]
-    found = {name: Load(tokens[name] * sizes[name]) for name in tokens}
+    loads = {name: Load(tokens[name] * sizes[name]) for name in tokens}
     size = sizes["language_model"]
-    found["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
-    return found
+    loads["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
+    return loads

@@ -131,10 +131,10 @@ def _names(wanted: str) -> list[str]:
 
 def _class_of(name: str) -> Any:
     """The class of a transport. Raises ValueError for a user's class that is none."""
-    found = imported(PREFERENCE.get(name, name), "transport")
-    if not (isinstance(found, type) and issubclass(found, Transport)):
+    transport_class = imported(PREFERENCE.get(name, name), "transport")
+    if not (isinstance(transport_class, type) and issubclass(transport_class, Transport)):
         raise ValueError(f"transport = {name!r} is not a subclass of interlace.comm.transports.Transport")
-    return found
+    return transport_class
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:

@@ -46,15 +46,15 @@ class SymmMemTransport(CudaIpcTransport):
 
     @classmethod
     def capabilities(cls) -> Capabilities:
-        found = super().capabilities()
-        if not found.missing:
+        inherited = super().capabilities()
+        if not inherited.missing:
             try:
                 _symmetric_memory()
             except (ImportError, AttributeError) as error:
                 return Capabilities(
                     cls.name, "cuda", one_host=True, missing=f"this torch has no symmetric memory ({error})"
                 )
-        return found
+        return inherited
 
     @classmethod
     def _open_window(cls, rendezvous: Rendezvous, slot_bytes: int) -> Window:

@@ -55,9 +55,9 @@ def fetch_stamps(cache: str | Path | None = None, *, timeout: float = 300.0) -> 
 
 def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
     """``fetch_stamps`` for callers that report errors themselves: (folder or None, the error in one line or "")."""
-    found = find_stamps(cache)
-    if found is not None:
-        return found, ""
+    existing = find_stamps(cache)
+    if existing is not None:
+        return existing, ""
     folder = cache_folder(cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)

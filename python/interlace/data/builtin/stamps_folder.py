@@ -55,11 +55,11 @@ class Made:
 
 def look(folder: Path) -> Made | None:
     """Contents of the folder; None if it was not made here, or is incomplete."""
-    told = _told(folder)
-    if told is None:
+    record = _told(folder)
+    if record is None:
         return None
-    table = told["key"]["settings"]
-    return Made(told["source"], told["words"], Settings(**table | {"languages": tuple(table["languages"])}))
+    table = record["key"]["settings"]
+    return Made(record["source"], record["words"], Settings(**table | {"languages": tuple(table["languages"])}))
 
 
 def make(
@@ -100,21 +100,21 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
     source = DIGITS if root is None else STAMPS
     index = None if root is None else load_index(root)
     key = {"format": FORMAT, "settings": settings.table(), "signature": "" if index is None else index.signature}
-    told = _told(folder)
+    record = _told(folder)
     key = json.loads(json.dumps(key))
-    if told is not None and told["source"] == source and told["key"] == key:
-        return Made(source, told["words"], settings)
-    if told is not None and told["source"] == STAMPS and wanted == DIGITS:
+    if record is not None and record["source"] == source and record["key"] == key:
+        return Made(source, record["words"], settings)
+    if record is not None and record["source"] == STAMPS and wanted == DIGITS:
         raise FileExistsError(f"{folder} holds stamps: remove it, or name another folder")
-    if told is not None and told["source"] == STAMPS and root is None:  # do not replace stamps by digits
-        if told["key"]["settings"] != key["settings"]:
+    if record is not None and record["source"] == STAMPS and root is None:  # do not replace stamps by digits
+        if record["key"]["settings"] != key["settings"]:
             raise FileExistsError(
                 f"{folder} holds stamps made with other settings, and none can be had now ({trouble}): ask for the "
                 "same settings, or name a new folder"
             )
         log.info("kept as it is, as stamps cannot be had now: %s", trouble)
-        return Made(STAMPS, told["words"], settings)
-    if told is not None and told["contents"] != _contents(folder):
+        return Made(STAMPS, record["words"], settings)
+    if record is not None and record["contents"] != _contents(folder):
         raise FileExistsError(CHANGED.format(folder))
     began = time.monotonic()
     mine = re.compile(rf"\.{re.escape(folder.name)}\.tmp-\d+")
@@ -163,10 +163,10 @@ def _contents(folder: Path) -> str:
 def _told(folder: Path) -> Any:
     """made.json of a complete folder, else None."""
     try:
-        told = json.loads((folder / MADE).read_text(encoding="utf-8"))
-        whole = all((folder / name).stat().st_size == told["sizes"][name] for name in SPLITS)
-        whole &= (folder / TOKENIZER / "tokenizer.json").is_file() and told["key"]["format"] == FORMAT
-        return {name: told[name] for name in ("source", "words", "key", "contents")} if whole else None
+        record = json.loads((folder / MADE).read_text(encoding="utf-8"))
+        whole = all((folder / name).stat().st_size == record["sizes"][name] for name in SPLITS)
+        whole &= (folder / TOKENIZER / "tokenizer.json").is_file() and record["key"]["format"] == FORMAT
+        return {name: record[name] for name in ("source", "words", "key", "contents")} if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -192,8 +192,8 @@ def _words(drawn: Drawn, pieces: int, source: str, trouble: str) -> str:
 
 
 def _counts(records: Sequence[Record]) -> str:
-    found = Counter(each.get("kind") or "+".join(_kinds(each)) or "text" for each in records)
-    return ", ".join(f"{count:,} {kind}" for kind, count in found.most_common())
+    counts = Counter(each.get("kind") or "+".join(_kinds(each)) or "text" for each in records)
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
 
 
 def _kinds(each: Record) -> list[str]:

@@ -73,11 +73,11 @@ class ChatDataset(SampleDataset, Reading):
         """Tokens of sample `index` per modality without decoding, e.g. {"text": [17], "vision": [30, 30]}: one entry
         per item of an encoder, in order, and one for all text. Raises IndexError."""
         place = int(self.picks[index])
-        found: dict[str, list[int]] = {"text": [int(self.store.rows["tokens"][place])]}
+        lengths: dict[str, list[int]] = {"text": [int(self.store.rows["tokens"][place])]}
         for item in self.store.line(place)["items"]:
-            found.setdefault(item["encoder"], []).append(int(item["tokens"]))
-            found["text"][0] -= int(item["tokens"])
-        return found
+            lengths.setdefault(item["encoder"], []).append(int(item["tokens"]))
+            lengths["text"][0] -= int(item["tokens"])
+        return lengths
 
     def media(self, index: int) -> list[Part]:
         """The media of a sample in the order of its text."""
@@ -129,13 +129,13 @@ class ChatDataset(SampleDataset, Reading):
 
     def questions(self) -> dict[str, list[Question]]:
         """Kind -> the samples whose records name that kind: those with one right answer."""
-        found: dict[str, list[Question]] = {}
+        questions: dict[str, list[Question]] = {}
         for index, place in enumerate(self.picks.tolist()):
             kind = self.store.line(place)["kind"]
             if kind:
                 takes = tuple(part.kind for part in self.store.chat(place).media)
-                found.setdefault(kind, []).append(Question(index, self._first_answer(place), takes))
-        return found
+                questions.setdefault(kind, []).append(Question(index, self._first_answer(place), takes))
+        return questions
 
     def _first_answer(self, place: int) -> str:
         encoded = self.store.encoded(place)
@@ -236,8 +236,8 @@ def whole_chats(
     files: Sequence[str | Path], chats: ChatFormat, rules: Rules, *, cache: str | Path | None = None
 ) -> ChatDataset:
     """All chats of these files, for measurements; errors as in `load_chats`."""
-    found = prepare(chats_files.find(files), chats, rules, cache_folder(cache))
-    return ChatDataset(found, chats, np.arange(len(found)), "heldout")
+    store = prepare(chats_files.find(files), chats, rules, cache_folder(cache))
+    return ChatDataset(store, chats, np.arange(len(store)), "heldout")
 
 
 def load_chats(
@@ -260,25 +260,25 @@ def load_chats(
     folder = cache_folder(cache)
     if not train:
         raise chats_files.ChatFileError("data.train names no file; give the files to train on")
-    found = prepare(chats_files.find(train), chats, rules, folder)
+    store = prepare(chats_files.find(train), chats, rules, folder)
     if validation:
         other = prepare(chats_files.find(validation), chats, rules, folder)
         picks = np.arange(len(other))
-        twice = int(np.isin(other.hashes, found.hashes).sum())
+        twice = int(np.isin(other.hashes, store.hashes).sum())
         if 100 * twice > len(other):  # a few are chance: a hash has 32 bits
             log.warning("%s", SEEN.format(twice, len(other)))
         return (
-            ChatDataset(found, chats, train_picks(found.hashes, 0.0, limit), "train"),
+            ChatDataset(store, chats, train_picks(store.hashes, 0.0, limit), "train"),
             ChatDataset(other, chats, picks, "heldout"),
         )
-    kept = found.hashes < held_out * 2**32
+    kept = store.hashes < held_out * 2**32
     if kept.all() or not kept.any():
         raise chats_files.ChatFileError(
-            f"of {len(found)} samples data.held_out = {held_out:g} keeps {int(kept.sum())} for validation, which "
+            f"of {len(store)} samples data.held_out = {held_out:g} keeps {int(kept.sum())} for validation, which "
             "leaves none on one side: give data.validation, more samples or another share"
         )
-    picks = train_picks(found.hashes, held_out, limit)
-    return ChatDataset(found, chats, picks, "train"), ChatDataset(found, chats, np.flatnonzero(kept), "heldout")
+    picks = train_picks(store.hashes, held_out, limit)
+    return ChatDataset(store, chats, picks, "train"), ChatDataset(store, chats, np.flatnonzero(kept), "heldout")
 
 
 def train_picks(hashes: np.ndarray, held_out: float, limit: int | None) -> np.ndarray:

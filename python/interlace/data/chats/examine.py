@@ -64,10 +64,10 @@ def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media
             yield from _examine_block(raws, chats, rules, pool, known)
 
 
-def examine_records(found: Iterator[Raw], chats: ChatFormat | None, rules: Rules) -> Iterator[Examined]:
+def examine_records(records: Iterator[Raw], chats: ChatFormat | None, rules: Rules) -> Iterator[Examined]:
     """Like `examine`, for records."""
     with _lookers() as pool:
-        while block := list(islice(found, BLOCK)):
+        while block := list(islice(records, BLOCK)):
             yield from _examine_block(block, chats, rules, pool, None)
 
 
@@ -108,8 +108,10 @@ def _examine_block(
     files: dict[tuple[str, str], Known | None] = {}
     for place, chat in enumerate(read):
         media = chat.media if isinstance(chat, Chat) else []
-        told: Sequence[Known | None] = known[place] if known is not None else []
-        for part, before in zip(media, told if len(told) == len(media) else [None] * len(media), strict=True):
+        known_media: Sequence[Known | None] = known[place] if known is not None else []
+        for part, before in zip(
+            media, known_media if len(known_media) == len(media) else [None] * len(media), strict=True
+        ):
             if not trusted(part):
                 files.setdefault((part.kind, part.path), before)
 

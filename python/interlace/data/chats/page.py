@@ -168,8 +168,8 @@ def _pieces(encoded: Encoded, chats: ChatFormat) -> Iterable[str]:
         item = starts.get(place)
         if item is not None:
             shape = " x ".join(map(str, item.shape))
-            told = "".join(f", {key} {values}" for key, values in item.about.items())
-            yield f'<span class=item title="{html.escape(shape + told)}">{item.encoder} x {item.tokens}</span>'
+            details = "".join(f", {key} {values}" for key, values in item.about.items())
+            yield f'<span class=item title="{html.escape(shape + details)}">{item.encoder} x {item.tokens}</span>'
             place += item.tokens
             continue
         end = place + 1

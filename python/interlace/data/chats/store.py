@@ -125,8 +125,8 @@ class ChatStore:
     def line(self, index: int) -> dict[str, Any]:
         """Metadata of a sample: file, number, offset, size, items, kind."""
         row = self.rows[index]
-        found: dict[str, Any] = json.loads(self._read("items.jsonl", int(row["line"]), int(row["size"])))
-        return found
+        line: dict[str, Any] = json.loads(self._read("items.jsonl", int(row["line"]), int(row["size"])))
+        return line
 
     def chat(self, index: int) -> Chat:
         """The chat of a sample, read again from its file. Raises BrokenSampleError, OSError when the file has
@@ -163,8 +163,8 @@ def prepare(files: Sequence[Path], chats: ChatFormat, rules: Rules, cache: Path)
     Raises ChatFileError for files that cannot be read or have no sample, ValueError for a processor or template that
     does not fit. Raises ChatFileError with the reason of a BrokenSampleError if the rules say "error".
     """
-    said = [FORMAT, [chats_files.signature(path) for path in files], chats.signature(), repr(rules)]
-    folder = cache / "chats" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:20]
+    identity = [FORMAT, [chats_files.signature(path) for path in files], chats.signature(), repr(rules)]
+    folder = cache / "chats" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
     store = _load(folder, rules, chats)
     if store is None:
         (cache / "chats").mkdir(parents=True, exist_ok=True)
@@ -240,8 +240,8 @@ def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(folder: Path, found: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:
-    began = said = time.monotonic()
+def _write(folder: Path, examined: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:
+    began = logged = time.monotonic()
     left_out: list[tuple[str, str, str]] = []
     digest = hashlib.sha256()
     count = cut = checksum = 0
@@ -249,16 +249,16 @@ def _write(folder: Path, found: Iterator[Examined], rules: Rules, chats: ChatFor
         names = (*READ, "samples.bin", "media.jsonl")
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
         ids, targets, items, records = (files[name] for name in READ)
-        told: dict[str, Stamp] = {}  # media written last; neighbouring records often share them
-        for one in found:
-            if len(told) > RECENT:
-                told.clear()
+        written: dict[str, Stamp] = {}  # media written last; neighbouring records often share them
+        for one in examined:
+            if len(written) > RECENT:
+                written.clear()
             for path, was in one.media.items():
-                if path not in told or told[path] != was:
-                    told[path] = was
+                if path not in written or written[path] != was:
+                    written[path] = was
                     files["media.jsonl"].write((json.dumps((path, was)) + "\n").encode())
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
+            if time.monotonic() - logged > SAY_EVERY:
+                logged = time.monotonic()
                 log.info("prepared %d samples, left out %d", count, len(left_out))
             if one.broken is not None or one.encoded is None:
                 assert one.broken is not None

@@ -67,19 +67,19 @@ class ChatStream(SampleStream):
     def fingerprint(self) -> str:
         if not self._fingerprint:  # cached: the state of the data at the start of the run
             files = [chats_files.signature(path) for path in self.files]
-            said = [files, chats_files.tastes(self.files), self.format.signature(), repr(self.rules)]
-            self._fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+            identity = [files, chats_files.tastes(self.files), self.format.signature(), repr(self.rules)]
+            self._fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         return self._fingerprint
 
     def read(self, shard: int, epoch: int) -> Iterator[Sample]:
-        for found in examine_records(self._records(shard), self.format, self.rules):
-            if found.broken is not None:
-                refuse(found, self.rules)
-                self._lose(found.raw.where, f"{found.broken.kind}: {found.broken}")
+        for record in examine_records(self._records(shard), self.format, self.rules):
+            if record.broken is not None:
+                refuse(record, self.rules)
+                self._lose(record.raw.where, f"{record.broken.kind}: {record.broken}")
                 continue
-            assert found.encoded is not None and found.chat is not None
+            assert record.encoded is not None and record.chat is not None
             yield chat_sample(
-                found.encoded, partial(self._load, found.raw.where, found.chat, found.encoded), found.raw.where
+                record.encoded, partial(self._load, record.raw.where, record.chat, record.encoded), record.raw.where
             )
 
     def _records(self, shard: int) -> Iterator[Raw]:

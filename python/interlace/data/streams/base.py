@@ -121,18 +121,18 @@ class Reader:
 
     def next(self) -> Sample | None:
         """The next sample of this epoch; None at its end."""
-        found = self._coming.popleft() if self._coming else self._draw()
-        return None if found is None else found[3]
+        item = self._coming.popleft() if self._coming else self._draw()
+        return None if item is None else item[3]
 
     def coming(self, count: int) -> list[Sample]:
         """The next `count` samples of `next`, without taking them; fewer at the end of this epoch."""
-        while len(self._coming) < count and (found := self._draw()) is not None:
-            self._coming.append(found)
+        while len(self._coming) < count and (item := self._draw()) is not None:
+            self._coming.append(item)
         return [entry[3] for entry in islice(self._coming, count)]
 
     def _draw(self) -> _Entry | None:
-        while len(self._buffer) <= self.size and (found := self._following()) is not None:
-            self._buffer.append(found)
+        while len(self._buffer) <= self.size and (item := self._following()) is not None:
+            self._buffer.append(item)
         if not self._buffer:
             return None
         at = 0
@@ -156,9 +156,9 @@ class Reader:
             epoch, shard, start, kept = self._todo[0]
             if self._open is None:
                 self._open = _numbered(self.stream.read(shard, epoch), start, set(kept))
-            found = next(self._open, None)
-            if found is not None:
-                number, sample = found
+            item = next(self._open, None)
+            if item is not None:
+                number, sample = item
                 if number >= start >= 0:
                     self._todo[0] = [epoch, shard, number + 1, []]
                 else:
@@ -187,18 +187,18 @@ class Reader:
         wanted: dict[tuple[int, int], set[int]] = {}
         for epoch, shard, number in entries:
             wanted.setdefault((epoch, shard), set()).add(number)
-        found = {
+        samples = {
             (epoch, shard, number): sample
             for (epoch, shard), numbers in wanted.items()
             for number, sample in _numbered(self.stream.read(shard, epoch), END, numbers)
         }
-        if lost := [entry for entry in entries if entry not in found]:
+        if lost := [entry for entry in entries if entry not in samples]:
             _, shard, number = lost[0]
             raise ValueError(
                 f"shard {shard} of {self.stream.name} no longer has its sample {number}, which the saved run had read: "
                 "the data have changed; bring them back, or start anew"
             )
-        read = [(*entry, found[entry]) for entry in entries]
+        read = [(*entry, samples[entry]) for entry in entries]
         count = len(state["buffer"])
         self._buffer, self._coming = read[:count], deque(read[count:])
 

@@ -140,11 +140,11 @@ class StreamLoader:
             self._ahead = {rank: _Ahead(self, rank, transport) for rank, transport in self._transports.items()}
         for ahead in self._ahead.values():
             ahead.due()
-        found = {rank: ahead.get() for rank, ahead in self._ahead.items()}
-        first = next(iter(found.values()))
+        batches = {rank: ahead.get() for rank, ahead in self._ahead.items()}
+        first = next(iter(batches.values()))
         self.epoch, self.position, self._ended = first.epoch, first.position, list(first.ended)
-        self._places = {each.reader: each.place for each in found.values() if each.place is not None}
-        given = Dispatched({rank: each.moved.samples for rank, each in found.items()}, self._start)
+        self._places = {each.reader: each.place for each in batches.values() if each.place is not None}
+        given = Dispatched({rank: each.moved.samples for rank, each in batches.items()}, self._start)
         return StreamBatch(given, *first.began, first.moved.transfers)
 
     def _start(self, rank: int) -> Callable[[], float | None]:
@@ -290,16 +290,16 @@ class _Ahead:
     def get(self) -> _Ready:
         """The requested batch."""
         try:
-            found = self._ready.get(timeout=self._loader.timeout + 15.0)  # longer than the transport's own timeout
+            ready = self._ready.get(timeout=self._loader.timeout + 15.0)  # longer than the transport's own timeout
         except queue.Empty:
             raise StreamError(
                 f"rank {self._rank}: no batch for {self._loader.timeout:g} s, while {self._doing}: is the storage "
                 "slow? Raise parallel.timeout, or make it faster"
             ) from None
-        if isinstance(found, BaseException):
-            self._ready.put(found)  # raised again by the next call
-            raise found
-        return found
+        if isinstance(ready, BaseException):
+            self._ready.put(ready)  # raised again by the next call
+            raise ready
+        return ready
 
     def stop(self) -> None:
         self._stopping = True
@@ -359,31 +359,31 @@ class _Ahead:
     def _take(self, reader: DecodedReader | None) -> tuple[list[Offer], dict[int, Sample]]:
         """The next batch: the offers of all readers, and this rank's samples by their index in the batch."""
         size, offers, own = self._loader.batch_size, list[Offer](), dict[int, Sample]()
-        found = -1  # samples since the start of the epoch, if it started in this batch
+        epoch_start = -1  # samples since the start of the epoch, if it started in this batch
         while len(offers) < size:
             asked = self._shares(size - len(offers))
             if not asked:
-                if found == 0:
+                if epoch_start == 0:
                     raise StreamError(f"{self._loader.stream.name}: the stream has no sample that can be read")
-                self._epoch, self._position, found = self._epoch + 1, 0, 0
+                self._epoch, self._position, epoch_start = self._epoch + 1, 0, 0
                 self._ended = [False] * self._loader.readers
                 continue
             mine, message = self._read(reader, asked.get(self._number, 0))
             self._doing = "gathering the " + LENGTHS
-            said = self._exchange.gather(message, LENGTHS)
+            messages = self._exchange.gather(message, LENGTHS)
             for number, rank in enumerate(self._loader.ranks_that_read):
-                if not isinstance(said[rank], dict) or not isinstance(said[rank].get("samples"), list):
+                if not isinstance(messages[rank], dict) or not isinstance(messages[rank].get("samples"), list):
                     raise CommError(f"rank {rank} says something else of its samples: do the ranks run one version?")
-                if said[rank].get("error"):
-                    raise StreamError(f"reader {number}, on rank {rank}: {said[rank]['error']}")
+                if messages[rank].get("error"):
+                    raise StreamError(f"reader {number}, on rank {rank}: {messages[rank]['error']}")
             for number, count in asked.items():
                 rank = self._loader.ranks_that_read[number]
-                told = said[rank]["samples"]
-                self._ended[number] = len(told) < count
+                rank_offers = messages[rank]["samples"]
+                self._ended[number] = len(rank_offers) < count
                 if number == self._number:
                     own |= {len(offers) + i: sample for i, sample in enumerate(mine)}
-                offers += [offer_of(rank, each, self._encoders) for each in told]
-                found += len(told) if found >= 0 else 0
+                offers += [offer_of(rank, each, self._encoders) for each in rank_offers]
+                epoch_start += len(rank_offers) if epoch_start >= 0 else 0
         self._position += 1
         return offers, own
 
@@ -400,7 +400,7 @@ class _Ahead:
     def _read(self, reader: DecodedReader | None, count: int) -> tuple[list[Sample], dict[str, Any]]:
         """At most `count` decoded samples of this rank's reader, fewer at the end of its share; and the message."""
         samples: list[Sample] = []
-        said: list[Any] = []
+        offers: list[Any] = []
         try:
             while reader is not None and len(samples) < count:
                 self._doing = f"reading {self._loader.stream.name}"
@@ -410,20 +410,20 @@ class _Ahead:
                         break
                     reader.reader.advance()
                     continue
-                told = offered(sample, self._loader.parallel.mllm.placeholders)
-                size = offer_of(self._rank, told, self._encoders).bytes
+                offer = offered(sample, self._loader.parallel.mllm.placeholders)
+                size = offer_of(self._rank, offer, self._encoders).bytes
                 if size > self._loader.limit:
                     raise ValueError(
                         f"{sample.name} has {size / MIB:,.1f} MiB, and {self._loader.limit / MIB:,.1f} may travel in a "
                         "step: raise data.exchange_mb, or make its media smaller"
                     )
                 samples.append(sample)
-                said.append(told)
+                offers.append(offer)
         except Stopped:
             raise
         except Exception as error:  # sent to all ranks, so that they do not wait for this one
             return [], {"samples": [], "error": f"{type(error).__name__}: {error}"}
-        return samples, {"samples": said, "error": ""}
+        return samples, {"samples": offers, "error": ""}
 
 
 __all__ = ["StreamBatch", "StreamError", "StreamLoader", "StreamOptions"]

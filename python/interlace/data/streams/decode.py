@@ -90,12 +90,12 @@ class DecodedReader:
         assert self.producers is not None
         return self.producers.ask(Task("decode", loads=sent, name=sample.name))
 
-    def _take(self, sample: Sample, found: Loaded) -> None:
+    def _take(self, sample: Sample, loaded: Loaded) -> None:
         """Stores a worker's items in the sample. Raises DecodeError for a sample that has killed too many workers."""
-        if found.broken:
-            raise DecodeError(f"{sample.name}: {found.broken}")
+        if loaded.broken:
+            raise DecodeError(f"{sample.name}: {loaded.broken}")
         self.stream.took()
-        arrived = iter(found.items)
+        arrived = iter(loaded.items)
         for items in sample.media.values():
             for number, item in enumerate(items):
                 if item.load is not None:

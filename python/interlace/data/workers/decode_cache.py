@@ -133,7 +133,7 @@ class Decoded:
 
     def _remove_oldest(self, most: float) -> int:
         """Evicts items until at most `most` bytes are left; returns the bytes left."""
-        found, long_ago = [], time.time() - LEFT_BEHIND
+        files, long_ago = [], time.time() - LEFT_BEHIND
         for entry in os.scandir(self.folder):
             unfinished = entry.name.startswith(".")
             if not unfinished and len(entry.name) != 32:
@@ -141,9 +141,9 @@ class Decoded:
             with contextlib.suppress(FileNotFoundError):
                 about = entry.stat()
                 if not unfinished or about.st_mtime < long_ago:  # a recent one is still being written
-                    found.append((about.st_mtime, about.st_size, entry.path))
-        used = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                    files.append((about.st_mtime, about.st_size, entry.path))
+        used = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
             if used <= most:
                 break
             with contextlib.suppress(FileNotFoundError):

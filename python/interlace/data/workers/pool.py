@@ -205,18 +205,18 @@ class WorkerPool:
             self._hand_out(worker)
         pipes = {worker.pipe: worker for worker in self._workers}
         ends = {worker.process.sentinel: worker for worker in self._workers}
-        for found in wait([self._woken, *pipes, *ends], timeout=PAUSE if self._later else 0.5):
-            if found is self._woken:
+        for ready in wait([self._woken, *pipes, *ends], timeout=PAUSE if self._later else 0.5):
+            if ready is self._woken:
                 with self._lock:
                     self._woken.recv_bytes()
                     self._signalled = False
-            elif isinstance(found, Connection) and pipes[found] in self._workers:
-                self._take(pipes[found])
-            elif isinstance(found, int) and ends[found] in self._workers:
-                while ends[found] in self._workers and ends[found].pipe.poll():  # answers sent before it died
-                    self._take(ends[found])
-                if ends[found] in self._workers:
-                    self._lost(ends[found])
+            elif isinstance(ready, Connection) and pipes[ready] in self._workers:
+                self._take(pipes[ready])
+            elif isinstance(ready, int) and ends[ready] in self._workers:
+                while ends[ready] in self._workers and ends[ready].pipe.poll():  # answers sent before it died
+                    self._take(ends[ready])
+                if ends[ready] in self._workers:
+                    self._lost(ends[ready])
         for worker in list(self._workers):
             if worker.jobs and time.monotonic() - worker.began > self.patience:
                 self._lost(worker, f"took longer than {self.patience:g} s and was ended")
@@ -240,17 +240,17 @@ class WorkerPool:
 
     def _take(self, worker: _Worker) -> None:
         try:
-            said = worker.pipe.recv()
+            message = worker.pipe.recv()
         except (EOFError, OSError):
             self._lost(worker)
             return
         except Exception as broken:  # truncated answer
             self._lost(worker, f"said what cannot be read ({broken})")
             return
-        if said == READY:
+        if message == READY:
             worker.ready, self._failed_starts = True, 0
             return
-        number, answer, failed = said
+        number, answer, failed = message
         job = next(job for job in worker.jobs if job.number == number)
         worker.jobs.remove(job)
         worker.began = time.monotonic()

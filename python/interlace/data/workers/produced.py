@@ -134,7 +134,7 @@ def answered(
 ) -> Any:
     """Waits for an answer and logs what it waits for. Raises TimeoutError after `longest` seconds, the error of the
     answer, and Stopped."""
-    began, said = time.monotonic(), SAY_EVERY
+    began, next_log = time.monotonic(), SAY_EVERY
     while not stopping():
         try:
             return future.result(timeout=0.5)
@@ -144,9 +144,9 @@ def answered(
         waited = time.monotonic() - began
         if waited > longest:
             raise TimeoutError(f"waited {waited:.0f} s for {what}: {producers.waiting_for()}")
-        if waited > said:
+        if waited > next_log:
             log.warning("waiting for %s for %.0f s: %s", what, waited, producers.waiting_for())
-            said *= 2
+            next_log *= 2
     raise Stopped
 
 
@@ -235,15 +235,15 @@ class _Batch:
 
     def _take(self, at: int, bare: Bare, task: Task, answer: Future[Any]) -> None:
         """Stores the items of an answer for `load`."""
-        found = self._found(bare, task, answer)
-        items = self._items(task, found)
+        loaded = self._found(bare, task, answer)
+        items = self._items(task, loaded)
         if any(item is None for item in items):
             # Evicted before it was read. It would be evicted again while memory is short, so it is sent directly.
             task = replace(task, sent=True)
-            found = self._found(bare, task, self.ahead.producers.ask(task))
-            items = self._items(task, found)
-        if found.broken:
-            self._broken(at, bare, task, found.broken)
+            loaded = self._found(bare, task, self.ahead.producers.ask(task))
+            items = self._items(task, loaded)
+        if loaded.broken:
+            self._broken(at, bare, task, loaded.broken)
         for place, item in zip(task.items, items):  # a broken sample has none
             assert item is not None  # they were sent
             self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
@@ -251,15 +251,15 @@ class _Batch:
             del self._answers[at]  # frees the items: held-out samples persist, and their items would be in memory twice
 
     def _found(self, bare: Bare, task: Task, answer: Future[Any]) -> Loaded:
-        found: Loaded = self.ahead._wait(answer, f"{task} ({bare.name})")
+        loaded: Loaded = self.ahead._wait(answer, f"{task} ({bare.name})")
         if hasattr(self.ahead.dataset, "took"):
-            self.ahead.dataset.took(found.read, found.lost)
-        return found
+            self.ahead.dataset.took(loaded.read, loaded.lost)
+        return loaded
 
-    def _items(self, task: Task, found: Loaded) -> list[Tensor | None]:
+    def _items(self, task: Task, loaded: Loaded) -> list[Tensor | None]:
         return [
             self.ahead.producers.kept(task, place) if raw is None else raw.tensor()
-            for place, raw in zip(task.items, found.items)  # a broken sample has none
+            for place, raw in zip(task.items, loaded.items)  # a broken sample has none
         ]
 
     def _broken(self, at: int, bare: Bare, task: Task, why: str) -> None:

@@ -130,19 +130,19 @@ class Keeper:
             return Given([answer.remote(self.run, [self.loader], task, self.patience)], self._number(), True)
         of_epoch = task.epoch if self.varies or task.kind != "load" else -1
         kind = (task.kind, task.at, of_epoch, task.items, task.held_out)
-        found = self.kept.get(kind)
-        if found is not None and found.number == lost:
+        kept = self.kept.get(kind)
+        if kept is not None and kept.number == lost:
             self._forget(kind)
-            found = None
-        first = found is None
-        if found is None:
+            kept = None
+        first = kept is None
+        if kept is None:
             reference = answer.remote(self.run, [self.loader], task, self.patience)
-            found = _Kept(reference, self._number())
+            kept = _Kept(reference, self._number())
         if self.limit:
-            self.kept[kind] = found
+            self.kept[kind] = kept
             self.kept.move_to_end(kind)
             self._make_room()
-        return Given([found.reference], found.number, first)
+        return Given([kept.reference], kept.number, first)
 
     def _number(self) -> str:
         return f"{self.life}-{next(self.numbers)}"
@@ -291,12 +291,12 @@ class RayTasks:
                 try:
                     given = self._give(task, lost)
                     lost = given.number
-                    found = Answer(*self._get(given.answer[0]))
-                    if found.error is not None:
-                        raise found.error
-                    if isinstance(found.made, Loaded) and not given.first:
-                        found.made.read = 0  # reads are counted once, by the first requester
-                    return found.made
+                    answer = Answer(*self._get(given.answer[0]))
+                    if answer.error is not None:
+                        raise answer.error
+                    if isinstance(answer.made, Loaded) and not given.first:
+                        answer.made.read = 0  # reads are counted once, by the first requester
+                    return answer.made
                 except exceptions.RayError as error:
                     cause = getattr(error, "cause", None) or error  # the cause of an error inside the task
                     why = _in_short(error)

@@ -141,8 +141,8 @@ def unpacked(stream: SampleStream, data: bytes) -> list[Callable[[], Tensor]]:
         def persistent_load(self, pid: str) -> SampleStream:
             return stream
 
-    found: list[Callable[[], Tensor]] = Unpickler(io.BytesIO(data)).load()
-    return found
+    loaders: list[Callable[[], Tensor]] = Unpickler(io.BytesIO(data)).load()
+    return loaders
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class Producing:
         assert self.decoded is not None
         if not task.sent:
             return Loaded([None] * len(keys)) if all(map(self.decoded.has, keys)) else None
-        found = [item for key in keys if (item := self.decoded.get(key)) is not None]
-        return Loaded([Raw.of(item) for item in found]) if len(found) == len(keys) else None
+        items = [item for key in keys if (item := self.decoded.get(key)) is not None]
+        return Loaded([Raw.of(item) for item in items]) if len(items) == len(keys) else None
 
     def _decode(self, task: Task, key: tuple[object, ...]) -> Loaded:
         dataset: Any = self.held_out if task.held_out else self.dataset

@@ -52,8 +52,8 @@ def copy_config(folder: Path, source: Path) -> bool:
 
 def for_transformers_5(folder: Path) -> list[Path]:
     """The config.json files in `folder` and its direct subfolders that only transformers 5 reads correctly."""
-    found = [*folder.glob(CONFIG), *sorted(folder.glob(f"*/{CONFIG}"))]
-    return [file for file in found if _has_rotation(json.loads(file.read_text(encoding="utf-8")))]
+    files = [*folder.glob(CONFIG), *sorted(folder.glob(f"*/{CONFIG}"))]
+    return [file for file in files if _has_rotation(json.loads(file.read_text(encoding="utf-8")))]
 
 
 def _has_rotation(value: object) -> bool:

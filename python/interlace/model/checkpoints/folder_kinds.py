@@ -37,9 +37,9 @@ def refuse_other_kinds(folder: Path) -> None:
             )
     table = _table(folder / CONFIG)
     for key in QUANTIZED:
-        if isinstance(said := _inside(table, key), dict):
+        if isinstance(inner := _inside(table, key), dict):
             raise ValueError(
-                f"{folder} has quantized weights ({said.get('quant_method', key)}), which cannot be trained: give the "
+                f"{folder} has quantized weights ({inner.get('quant_method', key)}), which cannot be trained: give the "
                 "unquantized model"
             )
     if "auto_map" in table and not _known(table.get("model_type")):
@@ -51,10 +51,10 @@ def refuse_other_kinds(folder: Path) -> None:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _inside(table: dict[str, Any], key: str) -> object:

@@ -105,10 +105,10 @@ def _check_settings(language_model: nn.Module, settings: LanguageSettings) -> No
 def _check_layers(name: str, module: nn.Module, path: str, reported: str | None) -> None:
     """Raise ValueError if a reader would not find the layers at `path`. reported: path from HuggingFace's model."""
     try:
-        found: str | None = find_layers(module, reported)
+        layers: str | None = find_layers(module, reported)
     except ValueError:
-        found = None
-    if found != path:
+        layers = None
+    if layers != path:
         raise ValueError(f"{name} has layers={path!r}, which cannot be stored: save its modules yourself")
 
 
@@ -138,7 +138,7 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
     for name in made:
         if Path(name).name != name or not (folder / name).is_dir():
             raise ValueError(f"{folder / FACTS} names {name!r}, but its folder is missing")
-    read = {name: read_module(found, folder / name, dtype) for name, (found, _) in made.items()}
+    read = {name: read_module(module, folder / name, dtype) for name, (module, _) in made.items()}
     return {
         "encoders": {name: ModalityModule(read[name], **arguments) for name, arguments in given.items()},
         "language_model": read[LANGUAGE_MODEL],
@@ -160,13 +160,13 @@ def _ids(given: object) -> Ids:
     return each if isinstance(given, list) else each[0]
 
 
-def _projector(said: Mapping[str, Any]) -> dict[str, Any]:
+def _projector(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Projector arguments of a ModalityModule. Raises KeyError and ValueError for invalid ones."""
-    kind = said["projector"]
+    kind = facts["projector"]
     return {
         "projector": None if kind is None else _of(str, kind, "projector"),
-        "projector_config": _of(dict, said["projector_config"], "projector_config"),
-        "downsample": _of(int, said["downsample"], "downsample"),
+        "projector_config": _of(dict, facts["projector_config"], "projector_config"),
+        "downsample": _of(int, facts["downsample"], "downsample"),
     }
 
 
@@ -196,7 +196,7 @@ def _class_named(path: str) -> type[PreTrainedModel]:
     """A model class of transformers. Names in a file never import anything else."""
     path = _of(str, path, "class")
     module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name) if module.partition(".")[0] == "transformers" else None
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    class_ = getattr(importlib.import_module(module), name) if module.partition(".")[0] == "transformers" else None
+    if not (isinstance(class_, type) and issubclass(class_, PreTrainedModel)):
         raise ValueError(f"{path} is not a model class of transformers")
-    return found
+    return class_

@@ -309,13 +309,13 @@ class Run:
         }
         times, alike, count = Counter(segment.key for segment in self._segments), Counter(self._kinds), len(self._kinds)
 
-        def of_layers(found: Mapping[Any, float]) -> tuple[float, ...]:
+        def of_layers(totals: Mapping[Any, float]) -> tuple[float, ...]:
             """Values per layer. Counts outside all layers and parts are divided among all layers."""
             of_kind: dict[Any, float] = dict.fromkeys(self._kinds, 0.0)
             for key, number in times.items():
                 if key != PROJECTOR:
-                    of_kind[key[0]] += number * found.get(key, 0.0)
-            return tuple(of_kind[kind] / alike[kind] + found.get(None, 0.0) / count for kind in self._kinds)
+                    of_kind[key[0]] += number * totals.get(key, 0.0)
+            return tuple(of_kind[kind] / alike[kind] + totals.get(None, 0.0) / count for kind in self._kinds)
 
         return Forward(of_layers(sums), of_layers(pairs), {name: sums.get(name, 0.0) for name in (*parts, PROJECTOR)})
 

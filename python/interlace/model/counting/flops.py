@@ -138,8 +138,8 @@ class Encoder:
     def _count(self, item: Item) -> tuple[Found, list[tuple[int, ...]]]:
         media = Media(item.shape, self.encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
         inputs = self.encoder.collate([media])
-        found = self._run(inputs)
-        return found, [_documents(plan) for _, plan in found.attention]
+        products = self._run(inputs)
+        return products, [_documents(plan) for _, plan in products.attention]
 
     def _learn(
         self, probes: Sequence[Item], counts: Sequence[tuple[Found, list[tuple[int, ...]]]]
@@ -162,17 +162,17 @@ class Encoder:
 
         return rule
 
-    def _line(self, probes: Sequence[Item], found: Sequence[Products]) -> Callable[[Item], Products] | None:
+    def _line(self, probes: Sequence[Item], measured: Sequence[Products]) -> Callable[[Item], Products] | None:
         """Linear rule for products: a constant plus a multiple of an item's tokens, inside the layers or after them."""
         for count in (self.encoder.encoder_length, self.encoder.tokens):
             numbers = [count(*item) for item in probes]
-            lines = [line for values in zip(*found, strict=True) if (line := _through(numbers, values)) is not None]
+            lines = [line for values in zip(*measured, strict=True) if (line := _through(numbers, values)) is not None]
             if len(lines) == len(Products._fields):
                 return partial(_on_lines, count, lines)
         return None
 
     def _cut(
-        self, probes: Sequence[Item], found: Sequence[tuple[int, ...]]
+        self, probes: Sequence[Item], measured: Sequence[tuple[int, ...]]
     ) -> Callable[[Item], tuple[int, ...]] | None:
         """Rule that gives the documents of an item: the whole item, or its frames or tiles."""
         length = self.encoder.encoder_length
@@ -186,7 +186,7 @@ class Encoder:
 
         rules = [whole, pieces] if isinstance(self.encoder.feed, (PatchInputs, TileInputs)) else [whole]
         for rule in rules:
-            if all(rule(item) == documents for item, documents in zip(probes, found, strict=True)):
+            if all(rule(item) == documents for item, documents in zip(probes, measured, strict=True)):
                 return rule
         return None
 

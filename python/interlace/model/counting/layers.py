@@ -151,8 +151,8 @@ def counted(mllm: MultimodalModel, name: str) -> Counted:
     kept = mllm._counted.get(name)
     if kept is None or kept[0] != structure:
         kept = mllm._counted[name] = structure, _remembered(mllm, name)
-    found: Counted = kept[1]
-    return found
+    counts: Counted = kept[1]
+    return counts
 
 
 def _remembered(mllm: MultimodalModel, name: str) -> Counted:
@@ -211,9 +211,9 @@ def _encoder(mllm: MultimodalModel, name: str) -> Counted:
     return _per_token(run.forward(encoder.collate([media]), *around), encoder.nominal_length)
 
 
-def _per_token(found: Forward, tokens: int) -> Counted:
-    around = {name: flops / tokens for name, flops in found.around.items()}
-    return Counted(tuple(flops / tokens for flops in found.layers), found.pairs, around, tokens)
+def _per_token(forward: Forward, tokens: int) -> Counted:
+    around = {name: flops / tokens for name, flops in forward.around.items()}
+    return Counted(tuple(flops / tokens for flops in forward.layers), forward.pairs, around, tokens)
 
 
 def _estimated(mllm: MultimodalModel, name: str, why: str) -> Counted:

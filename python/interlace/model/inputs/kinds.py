@@ -76,13 +76,13 @@ def feeds_of(module: nn.Module, config: PretrainedConfig, layer_path: str) -> Se
 
 def _tower_takes(module: nn.Module, layer_path: str, argument: str) -> bool:
     """True if the innermost module around the layers that takes images has an argument of this name."""
-    found = False
+    accepted = False
     for name in ["", *layer_path.split(".")]:
         module = getattr(module, name) if name else module
         parameters = inspect.signature(module.forward).parameters
         if "pixel_values" in parameters:
-            found = argument in parameters
-    return found
+            accepted = argument in parameters
+    return accepted
 
 
 def features_of(output: object) -> Tensor:

@@ -30,10 +30,10 @@ def every_id(placeholders: Mapping[str, Ids]) -> set[int]:
 def is_placeholder(ids: Tensor, given: Ids) -> Tensor:
     """Mask of placeholders: bool in the shape of `ids`, True for the encoder whose placeholders are `given`."""
     first, *others = token_ids(given)
-    found = ids == first
+    matches = ids == first
     for token in others:
-        found = found | (ids == token)
-    return found
+        matches = matches | (ids == token)
+    return matches
 
 
 def item_starts(ids: Tensor, given: Ids, tokens: Sequence[int]) -> list[int]:

@@ -73,8 +73,8 @@ def remembered(what: str, module: nn.Module, extra: object, answer: Callable[[],
     if key not in _answers:
         file = None if _folder is None else _file(_folder, (what, config_text, repr(extra)), module)
         _answers[key] = answer() if file is None else _cached(file, answer)
-    found: T = _answers[key]
-    return found
+    cached: T = _answers[key]
+    return cached
 
 
 def _cached(file: Path, answer: Callable[[], T]) -> T:
@@ -90,10 +90,10 @@ def _cached(file: Path, answer: Callable[[], T]) -> T:
     return result
 
 
-def _is_answer(found: object) -> bool:
+def _is_answer(value: object) -> bool:
     """True if `found` is a valid result: a packing, a bool, a word, one of these per layer, or counts."""
-    return isinstance(found, (Packing, bool, str, tuple)) or (
-        isinstance(found, list) and bool(found) and all(isinstance(each, (bool, str)) for each in found)
+    return isinstance(value, (Packing, bool, str, tuple)) or (
+        isinstance(value, list) and bool(value) and all(isinstance(each, (bool, str)) for each in value)
     )
 
 
@@ -163,8 +163,8 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
     path = Path(file).resolve()
     if not any(path.is_relative_to(root) for root in ROOTS) or not path.is_file():
         return None
-    found = path.stat()
-    return str(path), found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return str(path), status.st_size, status.st_mtime_ns
 
 
 def _code_content(code: CodeType) -> tuple[Any, ...]:

@@ -294,7 +294,7 @@ def _collated(encoder: ModalityModule, packing: str, keep: int = KEPT) -> tuple[
 
 def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
     """For each layer: True if a stage may start with it; as allowed_cuts of probe/language.py."""
-    said = (*known(encoder), encoder.packing, tuple(encoder.returned))
+    key = (*known(encoder), encoder.packing, tuple(encoder.returned))
 
     def prepare() -> Callable[[Sequence[int]], Tensor]:
         whole, inputs = _collated(encoder, encoder.packing, keep=encoder.num_layers)
@@ -308,4 +308,4 @@ def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
 
         return run
 
-    return remembered("cuts", encoder.module, said, lambda: find_cuts(encoder.num_layers, prepare))
+    return remembered("cuts", encoder.module, key, lambda: find_cuts(encoder.num_layers, prepare))

@@ -46,9 +46,9 @@ def attempt(run: Callable[[], T], otherwise: T) -> T:
 def record_failure(problem: Exception) -> None:
     """Record that the coming result is caused by an error. If memory is short, raises `problem` itself."""
     raise_if_no_memory(problem)
-    found = _failures.get()
-    if found is not None:
-        found.append(f"{type(problem).__name__}: {problem}")
+    failures = _failures.get()
+    if failures is not None:
+        failures.append(f"{type(problem).__name__}: {problem}")
 
 
 def raise_if_no_memory(problem: Exception) -> None:

@@ -53,13 +53,13 @@ class Packing:
     implementation: str = ""
 
 
-def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def far(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest error of a token's output [T, D] in any sample, relative to the differences between tokens.
 
     inf if shapes differ or outputs are not finite.
     """
     worst = 0.0
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(outputs, expected, strict=True):
         if got.shape != want.shape or not (bool(got.isfinite().all()) and bool(want.isfinite().all())):
             return float("inf")
         error, size = (got - want).flatten(1).norm(dim=1).max(), want.flatten(1).norm(dim=1).mean()

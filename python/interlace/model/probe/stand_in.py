@@ -54,7 +54,7 @@ def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
         assert isinstance(layers, nn.ModuleList)
         repeated[path] = _repeated(module, layers) if len(layers) > keep else {}
         memo |= {id(layers[i]): _Again(layers[i]) for i in repeated[path]}
-    repeats = tuple(f"{path}.{i}." for path, found in repeated.items() for i in found)
+    repeats = tuple(f"{path}.{i}." for path, indices in repeated.items() for i in indices)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             raise Unanswerable(f"{name} is {parameter.dtype}")
@@ -73,10 +73,10 @@ def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
         size: Any = vars(part).get("chunk_size")
         if isinstance(size, int) and size > CHUNK:
             vars(part)["chunk_size"] = CHUNK
-    for path, found in repeated.items():
+    for path, indices in repeated.items():
         kept = copied.get_submodule(path)
         assert isinstance(kept, nn.ModuleList)
-        for i, like in found.items():
+        for i, like in indices.items():
             follower = kept[i]
             assert isinstance(follower, _Again)
             kept[like].register_forward_hook(follower.learn)
@@ -91,8 +91,8 @@ def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
 def _repeated(module: nn.Module, layers: nn.ModuleList) -> dict[int, int]:
     """Index of each layer that is identical to an earlier one -> index of the first of its kind."""
     first: dict[Any, int] = {}
-    found = {i: first.setdefault(kind_of(module, layer, i, len(layers)), i) for i, layer in enumerate(layers)}
-    return {i: like for i, like in found.items() if i != like}
+    representatives = {i: first.setdefault(kind_of(module, layer, i, len(layers)), i) for i, layer in enumerate(layers)}
+    return {i: like for i, like in representatives.items() if i != like}
 
 
 def kind_of(model: nn.Module, layer: nn.Module, index: int, count: int) -> tuple[Any, ...]:

@@ -78,10 +78,10 @@ def whole_class(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
 
 def _names_of(folder: Path, config: PretrainedConfig) -> list[str]:
     """The `architectures` of a config. Raises ValueError unless it is a list of names."""
-    said = config.architectures or []
-    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
-        raise ValueError(f"{folder / CONFIG}: architectures is {said!r}, not a list of names of classes")
-    return said
+    architectures = config.architectures or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{folder / CONFIG}: architectures is {architectures!r}, not a list of names of classes")
+    return architectures
 
 
 def read_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -104,8 +104,8 @@ def read_module(model_class: type[PreTrainedModel], folder: Path, dtype: torch.d
             output_loading_info=True,
         )
     except Exception as error:  # the library may raise anything for broken files and configs
-        said = " ".join(str(error).split())[:300]
-        what = said if isinstance(error, (OSError, RuntimeError, ValueError)) else f"{type(error).__name__}: {said}"
+        reason = " ".join(str(error).split())[:300]
+        what = reason if isinstance(error, (OSError, RuntimeError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ValueError(f"{folder} cannot be read: {what}") from None
     for what, keys in (
         ("has no weight", info["missing_keys"]),

@@ -98,16 +98,16 @@ class Parts:
             raise ValueError(
                 f"{name} has no language model of its own inside {at!r}: it cannot be cut into its modules"
             )
-        found = {}
+        parts = {}
         for modality in (each.name for each in all_modalities() if each.has_tower):
             turns = IN_TURN.get((kind, modality))
             tower = turns.tower if turns else _attribute(base, base.get_encoder(modality=modality))
             if tower is not None and tower != decoder and (turns or hasattr(base, f"get_{modality}_features")):
-                found[modality] = tower, turns
-        if len(found) != 1:
-            what = f"towers for {' and '.join(found)}" if found else "no tower whose features HuggingFace tells"
+                parts[modality] = tower, turns
+        if len(parts) != 1:
+            what = f"towers for {' and '.join(parts)}" if parts else "no tower whose features HuggingFace tells"
             raise ValueError(f"{name} has {what} beside its language model; whole models of one tower can be cut")
-        [(modality, (tower, turns))] = found.items()
+        [(modality, (tower, turns))] = parts.items()
         own = [key for key, child in base.named_children() if any(True for _ in child.parameters())]
         children = getattr(base, tower)._modules
         own += [key for key, parameter in base._parameters.items() if parameter is not None]

@@ -199,7 +199,7 @@ class Roster:
         """Pipelines without the failed nodes and with waiting ones; None if too few nodes are left."""
         templates = self._templates()
         staying = [node for node in self.ready if node not in self.leaving]
-        found = plan.regroup(
+        grouping = plan.regroup(
             pipelines,
             failed,
             staying,
@@ -207,7 +207,7 @@ class Roster:
             faults=self.settings.faults,
             max_pipelines=templates.microbatches,
         )
-        return None if found is None else tuple(found)
+        return None if grouping is None else tuple(grouping)
 
     def _make(
         self, kind: Kind, pipelines: Pipelines, cause: tuple[Event, ...], leaving: Sequence[str]

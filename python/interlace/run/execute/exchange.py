@@ -1,7 +1,7 @@
 """Exchange of streams: offers of readers go to all ranks, items to the ranks that compute with them.
 
     exchange = Exchange(transport, limit=1 << 30)
-    said = exchange.gather(mine, "...")              one small all-gather: every rank's message by rank
+    messages = exchange.gather(mine, "...")              one small all-gather: every rank's message by rank
     held = exchange.move(offers, samples, needs)     one all-to-all: this rank's part of the batch
 
 The offer of a sample holds its lengths, shapes, the positions of its items, and a digest. All ranks make the same
@@ -170,14 +170,14 @@ class Exchange:
             if longest <= self._room - _HEAD:
                 break
             self._room = 1 << (longest + _HEAD - 1).bit_length()  # the same on every rank
-        said = []
+        texts = []
         for rank, row in enumerate(messages):
             size = int(row[:_HEAD].view(torch.int64)[0])
             try:
-                said.append(json.loads(row[_HEAD : _HEAD + size].numpy().tobytes()))
+                texts.append(json.loads(row[_HEAD : _HEAD + size].numpy().tobytes()))
             except ValueError as error:
                 raise CommError(f"rank {self.rank}, {what}: unreadable message from rank {rank} ({error})") from None
-        return said
+        return texts
 
     def _gather(self, raw: bytes, size: int, what: str) -> list[Tensor]:
         mine = torch.zeros(self._room, dtype=torch.uint8)

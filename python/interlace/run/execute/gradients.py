@@ -64,8 +64,8 @@ def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def present(flags: Sequence[Tensor]) -> list[bool]:
     """Whether each flag is set, in one read: a single synchronization with the GPU."""
-    found: list[bool] = torch.cat([each != 0 for each in flags]).tolist() if flags else []
-    return found
+    nonzero: list[bool] = torch.cat([each != 0 for each in flags]).tolist() if flags else []
+    return nonzero
 
 
 class GradientNorm:

@@ -290,9 +290,9 @@ class LayerByLayer:
         for total in self.totals():
             if total.sum is None or counts.keys().isdisjoint(total.weights):  # None: no backward has reached it
                 continue
-            for weight, found in parts(total.weights, self._sharded.place, total.sum):
+            for weight, part in parts(total.weights, self._sharded.place, total.sum):
                 if weight in rows:
-                    rows[weight].copy_(found)
+                    rows[weight].copy_(part)
             for weight, count in zip(total.weights, total.sum[-len(total.weights) :], strict=True):
                 if weight in counts:
                     counts[weight].copy_(count)

@@ -19,8 +19,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device | st
     bare: allocate a single element, see `without_memory`. Returns whether any were replaced.
     """
     make = without_memory if bare else without_values
-    found, every = set(names), model.named_parameters(remove_duplicate=False)
-    wanted = {id(parameter) for name, parameter in every if parameter.is_meta and name in found}
+    unallocated, every = set(names), model.named_parameters(remove_duplicate=False)
+    wanted = {id(parameter) for name, parameter in every if parameter.is_meta and name in unallocated}
     if not wanted:
         return False
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id -> on meta (kept so that its id is not reused), new

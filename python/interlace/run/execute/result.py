@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from interlace.comm.channels.base import Channel
@@ -50,9 +51,10 @@ Spans = Sequence[tuple[float, float]]
 def gathered(channel: Channel, schedule: Schedule, times: Spans, planning: Spans) -> tuple[list[Spans], list[Spans]]:
     """Times of the actions of each rank, and of its planning for later steps. Collective. times, planning: of here."""
     everyone, planned = list[Spans](), list[Spans]()
-    for rank, said in enumerate(channel.exchange([times, planning], "timeline")):
+    mine = json.dumps([times, planning])  # text, because `exchange` wants values of one form and ranks differ in length
+    for rank, text in enumerate(channel.exchange(mine, "timeline")):
         try:
-            theirs, ahead = ([(float(start), float(finish)) for start, finish in spans] for spans in said)
+            theirs, ahead = ([(float(start), float(finish)) for start, finish in spans] for spans in json.loads(text))
             if len(theirs) != (count := len(schedule.of_rank(rank))):
                 raise ValueError(f"{len(theirs)} actions, expected {count}")
             if any(not start <= finish for start, finish in theirs + ahead):

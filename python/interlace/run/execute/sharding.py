@@ -164,8 +164,8 @@ class Sharded:
     def in_buckets(self, weights: Sequence[Weight]) -> list[Bucket]:
         """The weights in buckets."""
         by_whole = {id(weight.whole): weight for weight in weights}
-        found = [[by_whole[id(p)] for p in bucket] for bucket in buckets([weight.whole for weight in weights])]
-        return [(bucket, max(sum(weight.numel(i) for weight in bucket) for i in self.places)) for bucket in found]
+        bucketed = [[by_whole[id(p)] for p in bucket] for bucket in buckets([weight.whole for weight in weights])]
+        return [(bucket, max(sum(weight.numel(i) for weight in bucket) for i in self.places)) for bucket in bucketed]
 
     def keep_parts(self, pieces: Pieces | None) -> None:
         """Switch to parts. pieces: if one process runs all ranks, registers the parts to follow the model's own."""

@@ -79,11 +79,11 @@ class Pieces:
 
         Lanes that hold the same pieces have equal sums by now, so those of the first lane are used.
         """
-        found: dict[int, dict[tuple[int, ...], Held]] = {}  # id of the model's parameter -> place -> first piece there
+        pieces: dict[int, dict[tuple[int, ...], Held]] = {}  # id of the model's parameter -> place -> first piece there
         for held in self._held:
             if held.place is not None:
-                found.setdefault(id(held.own), {}).setdefault(held.place, held)
-        for places in found.values():
+                pieces.setdefault(id(held.own), {}).setdefault(held.place, held)
+        for places in pieces.values():
             first = next(iter(places.values()))
             if first.parameter.grad is None:
                 continue

@@ -90,8 +90,10 @@ class Assigner:
                 own = {name: each[mine] for name, each in work.items()}
                 slots[:, mine] = self._entrain(lengths.take(mine), own, encoder[mine], llm[mine], most)
             else:
-                found = balance.assign_microbatches(encoder[mine], llm[mine], most, shrink=printed, as_printed=printed)
-                slots[:, mine] = found.encoder_of, found.llm_of if printed else found.encoder_of
+                assigned = balance.assign_microbatches(
+                    encoder[mine], llm[mine], most, shrink=printed, as_printed=printed
+                )
+                slots[:, mine] = assigned.encoder_of, assigned.llm_of if printed else assigned.encoder_of
         return Assignment(replica, slots[0], slots[1], work)
 
     def _entrain(self, lengths: Lengths, work: Mapping[str, Ints], encoder: Ints, llm: Ints, count: int) -> Slots:

@@ -53,9 +53,9 @@ class Phase:
 
     def how(self, items: Ints) -> dict[str, Any]:
         """Further arguments of `post_balance` and `batch_costs` for samples with these numbers of items."""
-        found = {"batching": self.batching, "quadratic": self.quadratic}
+        facts = {"batching": self.batching, "quadratic": self.quadratic}
         several = self.in_items and self.batching == "packed" and bool((items > 1).any())
-        return found | ({"items": np.maximum(items, 1)} if several else {})
+        return facts | ({"items": np.maximum(items, 1)} if several else {})
 
 
 def phases_of(mllm: MultimodalModel, work: Work) -> dict[str, Phase]:

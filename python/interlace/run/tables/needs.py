@@ -43,10 +43,10 @@ class Needs:
 
     def of_rank(self, rank: int) -> dict[int, set[str]]:
         """Sample -> the parts of it that a rank needs."""
-        found: dict[int, set[str]] = {}
+        needs: dict[int, set[str]] = {}
         for sample, part, _ in self.rows[self.rows[:, 2] == rank].tolist():
-            found.setdefault(sample, set()).add(self.parts[part])
-        return found
+            needs.setdefault(sample, set()).add(self.parts[part])
+        return needs
 
 
 def needs_of(layout: Layout, table: StepTable, samples: Samples) -> Needs:

@@ -252,8 +252,8 @@ def _add_chunks(all_chunks: list[Chunk], module: str, samples: Ints, sizes: Ints
     filled = np.flatnonzero(sizes)
     replica = filled // per_replica
     index = np.arange(len(filled)) - np.searchsorted(replica, replica)
-    found, ends = samples.astype(np.int32), np.cumsum(sizes[filled]).tolist()
-    each_one = (found[begin:end] for begin, end in zip([0, *ends], ends))
+    chunk_samples, ends = samples.astype(np.int32), np.cumsum(sizes[filled]).tolist()
+    each_one = (chunk_samples[begin:end] for begin, end in zip([0, *ends], ends))
     all_chunks.extend(map(Chunk, repeat(module), replica.tolist(), index.tolist(), each_one))
     return sizes[filled]
 

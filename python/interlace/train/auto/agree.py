@@ -39,13 +39,13 @@ def agree(
     text, where, wrong = startup.gather(_WHAT, answers)[0]
     if wrong:
         raise ConfigError(wrong)
-    settled = layout_file.with_layout(config, text, where)
-    if settled.world_size() != startup.world:
+    resolved = layout_file.with_layout(config, text, where)
+    if resolved.world_size() != startup.world:
         raise ConfigError(
-            f"{where} is a layout for {settled.world_size()} ranks, but {startup.world} were started: start that many, "
-            "or remove the file (or omit --layout) to choose again"
+            f"{where} is a layout for {resolved.world_size()} ranks, but {startup.world} were started: start that "
+            "many, or remove the file (or omit --layout) to choose again"
         )
-    return settled, text
+    return resolved, text
 
 
 def _layout(config: Config, world: int, source: str, given: Path | None, resume: str | None) -> tuple[str, str]:

@@ -89,11 +89,11 @@ def counted(config: Config, model: MultimodalModel, *, tflops: float, memory: fl
         return counted_costs(model, tflops * 1e12, tp=tp, row_bytes=rows, key_bytes=keys, optimizer=update)
 
     links = stated_links(config)
-    said = STATED
+    source = STATED
     if links is None:
         links = ASSUMED
-        said = f"assumed: hosts of {_GPUS_PER_HOST} GPUs, 200 GB/s between these and 40 GB/s per GPU between hosts"
-    origin = f"counted FLOPs at {tflops:.3g} TFLOP/s per rank ({how}){estimated(model)}; {said}"
+        source = f"assumed: hosts of {_GPUS_PER_HOST} GPUs, 200 GB/s between these and 40 GB/s per GPU between hosts"
+    origin = f"counted FLOPs at {tflops:.3g} TFLOP/s per rank ({how}){estimated(model)}; {source}"
     return Machine(costs, lambda world: links, lambda world: memory, origin, "cuda")
 
 

@@ -41,10 +41,10 @@ def resolve_config(
     given, own = given or layout_file.of_run(folder), folder / layout_file.NAME
     if given is not None:
         text = read_text(given, "layout")
-        settled = layout_file.with_layout(config, text, str(given))
+        resolved = layout_file.with_layout(config, text, str(given))
         write_whole(own, text)
-        say(f"layout of {given}: {_summary(settled)}")
-        return settled
+        say(f"layout of {given}: {_summary(resolved)}")
+        return resolved
     text, decision = choose(config, source=source, say=say)
     write_whole(own, text)
     report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.layout = 'auto'")

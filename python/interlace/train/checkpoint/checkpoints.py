@@ -298,8 +298,8 @@ class Checkpoints:
         def choose() -> str | None:
             self.check()
             if at is None:
-                found = newest(self.folder, repair=True)
-                return None if found is None else str(found)
+                checkpoint = newest(self.folder, repair=True)
+                return None if checkpoint is None else str(checkpoint)
             if not at.is_dir():
                 raise CheckpointError(f"there is no checkpoint at {at}; found: {listing(at.parent)}")
             verify(at)

@@ -105,8 +105,8 @@ class _Split:
 
     @property
     def name(self) -> str:
-        said = " ".join(word for word in (self.source, self.kind) if word)
-        return f"{said}: " if said else ""
+        words = " ".join(word for word in (self.source, self.kind) if word)
+        return f"{words}: " if words else ""
 
 
 def _mixture(data: Data, tokens: Mapping[str, np.ndarray]) -> list[str]:
@@ -219,27 +219,27 @@ def folder(options: argparse.Namespace) -> int:
         if not out.parent.is_dir():  # checked before every picture is read
             raise ConfigError(f"--out {out}: cannot write there: no folder {out.parent}")
     with blaming("", UNREADABLE):
-        found = chats_folder.look_through(options.folder)
-    for path, why in found.left_out[:MOST_NAMED]:
+        result = chats_folder.look_through(options.folder)
+    for path, why in result.left_out[:MOST_NAMED]:
         print(f"{path}: {why}")
-    if len(found.left_out) > MOST_NAMED:
-        print(f"and {len(found.left_out) - MOST_NAMED:,} more")
-    if not found.pictures:
-        raise ConfigError(f"{options.folder}: none of its {len(found.left_out):,} pictures can be used")
-    kept = chats_folder.held_out(found.pictures, share, by_answer=not found.captions)
+    if len(result.left_out) > MOST_NAMED:
+        print(f"and {len(result.left_out) - MOST_NAMED:,} more")
+    if not result.pictures:
+        raise ConfigError(f"{options.folder}: none of its {len(result.left_out):,} pictures can be used")
+    kept = chats_folder.held_out(result.pictures, share, by_answer=not result.captions)
     if share > 0 and (all(kept) or not any(kept)):
         raise ConfigError(f"--held-out {share:g}: of {len(kept)} pictures that leaves none on one side")
-    asked = question or ("Describe the picture." if found.captions else "What is it?")
-    sides = [[one for one, held in zip(found.pictures, kept) if held is side] for side in (False, True)]
+    asked = question or ("Describe the picture." if result.captions else "What is it?")
+    sides = [[one for one, held in zip(result.pictures, kept) if held is side] for side in (False, True)]
     _write({out: chats_folder.lines(mine, asked, out.parent.absolute()) for out, mine in zip(outs, sides)})
     for out, mine in zip(outs, sides):
         print(f"{out}: {len(mine):,} pictures")
-    answers = len({one.answer for one in found.pictures})
-    what = "texts beside them are" if found.captions else "names of their sub-folders are"
-    print(f"the {what} the answers, {answers:,} different ones; {len(found.left_out):,} pictures left out")
-    if found.others:
-        print(f"{found.others:,} other files are no pictures and were passed over")
-    return BROKEN if found.left_out else CLEAN
+    answers = len({one.answer for one in result.pictures})
+    what = "texts beside them are" if result.captions else "names of their sub-folders are"
+    print(f"the {what} the answers, {answers:,} different ones; {len(result.left_out):,} pictures left out")
+    if result.others:
+        print(f"{result.others:,} other files are no pictures and were passed over")
+    return BROKEN if result.left_out else CLEAN
 
 
 def _write(texts: Mapping[Path, str]) -> None:

@@ -162,16 +162,16 @@ def _self_checks() -> Check:
         return None, "off: INTERLACE_SELF_CHECK=0"
     if not torch.cuda.is_available():
         return None, "kernels are compared with the reference when a GPU first uses them; no GPU here"
-    found = verdicts(torch.device("cuda", torch.cuda.current_device()))
-    if not found:
+    checks = verdicts(torch.device("cuda", torch.cuda.current_device()))
+    if not checks:
         return None, "no kernel was used yet with this card, driver and version"
     wrong = [
         f"{each.kernel} ({each.shape}) DIFFERS from the reference: {each.result} by {each.error:.1e}, allowed "
         f"{each.allowed:.1e}"
-        for each in found
+        for each in checks
         if not each.passed
     ]
-    right = [f"{each.kernel} ({each.shape})" for each in found if each.passed]
+    right = [f"{each.kernel} ({each.shape})" for each in checks if each.passed]
     parts = [*wrong, *([f"equal to the reference: {', '.join(right)}"] if right else [])]
     return not wrong, "; ".join(parts)
 
@@ -181,15 +181,15 @@ def _transports() -> dict[str, Callable[[], Check]]:
         from interlace.comm.transports import capabilities
 
         every = capabilities()
-        found = every[name]
-        if found.missing:
-            return False, found.missing
+        transport = every[name]
+        if transport.missing:
+            return False, transport.missing
         if name == "local":
             return True, "one process plays every rank"
-        first = next(other for other, each in every.items() if each.device == found.device and not each.missing)
-        text = "GPU processes" if found.device == "cuda" else "CPU processes"
-        text += " of one host" if found.one_host else ""
-        text += ", copy engines" if found.copy_engine else ""
+        first = next(other for other, each in every.items() if each.device == transport.device and not each.missing)
+        text = "GPU processes" if transport.device == "cuda" else "CPU processes"
+        text += " of one host" if transport.one_host else ""
+        text += ", copy engines" if transport.copy_engine else ""
         return True, text + (" (first choice here)" if name == first else "")
 
     # Best first, for each kind of device: interlace.comm.transports.choose.
@@ -224,8 +224,8 @@ def _data() -> dict[str, Callable[[], Check]]:
     def stamps() -> Check:
         from interlace.data import cache_folder, find_stamps
 
-        found = find_stamps()
-        return (True, str(found)) if found else (None, f"not fetched yet; they will go to {cache_folder()}")
+        folder = find_stamps()
+        return (True, str(folder)) if folder else (None, f"not fetched yet; they will go to {cache_folder()}")
 
     def apt() -> Check:
         tools = [tool for tool in ("apt-get", "dpkg", "dpkg-deb") if shutil.which(tool) is None]

@@ -149,10 +149,10 @@ def _companions(config: Config, model: MultimodalModel, folder: Path, source: st
             shutil.copyfile(own, folder / name / own.name)
         if spec.mean or spec.std:
             file = folder / name / PROCESSORS[0]
-            said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-            said |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-            said["image_mean"], said["image_std"] = map(list, pixels(config, model, name, source))
-            file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            settings |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+            settings["image_mean"], settings["image_std"] = map(list, pixels(config, model, name, source))
+            file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _model(config: Config, source: str) -> MultimodalModel:

@@ -204,13 +204,13 @@ def _chat(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequen
     from interlace.data.chats.files.shapes import Part as ChatPart
     from interlace.train.data.feed import chat_format
 
-    said = []
+    messages = []
     for number, turn in enumerate(turns):
         parts = [ChatPart(kind, value) if kind == TEXT else ChatPart(kind, path=value) for kind, value in turn]
-        said.append(Turn("user", tuple(parts), False))
-        said += [Turn("assistant", (ChatPart(TEXT, text),), False) for text in answers[number : number + 1]]
+        messages.append(Turn("user", tuple(parts), False))
+        messages += [Turn("assistant", (ChatPart(TEXT, text),), False) for text in answers[number : number + 1]]
     chats = chat_format(answering.config, answering.model, answering.tokenizer, answering.source)
-    chat = Chat(tuple(said))
+    chat = Chat(tuple(messages))
     sizes = [chats.look(part.kind, part.path, decode=False) for part in chat.media]
     chat, encoded = chats.encode_prompt(chat, sizes)
     media: dict[str, list[Any]] = {}

@@ -108,7 +108,7 @@ def ask(model: MultimodalModel, config: Config, count: int, source: str) -> Aske
 
 
 def _is_plain(part: Part) -> bool:
-    return not isinstance(named(part.kind), Sampled) and not part.limits.said()
+    return not isinstance(named(part.kind), Sampled) and not part.limits.text()
 
 
 def check(asked: Asked, folder: Path) -> Checked:
@@ -140,8 +140,8 @@ class Outside(ABC):
         """Tokens that ``generate`` writes after the prompt, without `end`."""
 
     @abstractmethod
-    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
-        """Logits [V] of the token after the prompt and the tokens `said`."""
+    def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
+        """Logits [V] of the token after the prompt and the tokens `after` it."""
 
     @torch.no_grad()
     def tied(self, prompt: Prompt, first: list[int], second: list[int], end: int) -> bool:
@@ -193,14 +193,14 @@ class ReloadedWhole(Outside):
         )[0, given["input_ids"].shape[1] :].tolist()
         return made[:-1] if made and made[-1] == end else made
 
-    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
+    def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
         given = self._inputs(prompt)
-        more = torch.tensor([list(said)], dtype=torch.int64)
+        more = torch.tensor([list(after)], dtype=torch.int64)
         for key, value in (("input_ids", more), ("attention_mask", torch.ones_like(more)), (KINDS, more * 0)):
             if key in given:
                 given[key] = torch.cat([given[key], value.to(given[key].dtype)], dim=1)
-        found: Tensor = self.model(**given).logits[0, -1]
-        return found
+        logits: Tensor = self.model(**given).logits[0, -1]
+        return logits
 
 
 class Reloaded(Outside):
@@ -214,9 +214,9 @@ class Reloaded(Outside):
 
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         self.bidirectional = check_bidirectional(facts["bidirectional"])
-        self.modules = {name: _load(folder / name, said["class"]) for name, said in facts["modules"].items()}
+        self.modules = {name: _load(folder / name, facts_of["class"]) for name, facts_of in facts["modules"].items()}
         self.language_model = self.modules.pop("language_model")
-        self.said = facts["modules"]
+        self.facts = facts["modules"]
         self.placeholders = {n: [i] if isinstance(i, int) else list(i) for n, i in facts["placeholders"].items()}
         self.weights = load_file(folder / "projector.safetensors")
         if self.bidirectional and getattr(self.language_model.config, "sliding_window", None):
@@ -248,11 +248,11 @@ class Reloaded(Outside):
             hook.remove()
         return made[:-1] if made and made[-1] == end else made
 
-    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
+    def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
         ids = prompt.sample.input_ids
-        embeds, mask = self._inputs(torch.cat([ids, torch.tensor(said, dtype=ids.dtype)]), _data(prompt.sample))
-        found: Tensor = self.language_model(inputs_embeds=embeds, attention_mask=mask).logits[0, -1]
-        return found
+        embeds, mask = self._inputs(torch.cat([ids, torch.tensor(after, dtype=ids.dtype)]), _data(prompt.sample))
+        logits: Tensor = self.language_model(inputs_embeds=embeds, attention_mask=mask).logits[0, -1]
+        return logits
 
     def _inputs(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
         """Embeddings [1, n, D] with the media in their places, and the additive attention mask [1, 1, n, n]."""
@@ -273,16 +273,16 @@ class Reloaded(Outside):
 
     def features(self, name: str, item: Tensor) -> Tensor:
         """Input of the language model for an item: [tokens, D]."""
-        encoder, said = self.modules[name], self.said[name]
+        encoder, facts = self.modules[name], self.facts[name]
         made, grid = _clip(encoder, item) if item.dim() == 2 else _picture(encoder, item)
-        joined = said["downsample"]
+        joined = facts["downsample"]
         if short := -len(made) % joined:
             made = torch.cat([made, made.new_zeros(short, made.shape[1])])
         made = made.reshape(len(made) // joined, -1)
-        if said["projector"] is None:
+        if facts["projector"] is None:
             return made
         width = self.language_model.get_input_embeddings().weight.shape[1]
-        projector = PROJECTORS[said["projector"]](made.shape[1], width, **said["projector_config"])
+        projector = PROJECTORS[facts["projector"]](made.shape[1], width, **facts["projector_config"])
         start = f"{name}."
         projector.load_state_dict({k.removeprefix(start): v for k, v in self.weights.items() if k.startswith(start)})
         more = ([len(made)], [grid]) if isinstance(projector, ItemProjector) else ()

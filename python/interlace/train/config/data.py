@@ -218,10 +218,10 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Data:
-        if said := self.set_of(OF_CHATS if self.own else () if self.prepare else ("options",)):
+        if foreign := self.set_of(OF_CHATS if self.own else () if self.prepare else ("options",)):
             raise ValueError(
-                f"{said[0]} is a key of dataset {CHATS if self.own else OWN!r}, not of {self.dataset!r}: remove it, or "
-                "set dataset"
+                f"{foreign[0]} is a key of dataset {CHATS if self.own else OWN!r}, not of {self.dataset!r}: remove it, "
+                "or set dataset"
             )
         if not self.own and not self.train and not self.sources:
             raise ValueError(f"dataset {self.dataset!r} needs train, a list of files, or [[data.sources]]")
@@ -244,9 +244,9 @@ class Data(Section):
                     f"{own[0]} is for data that are read at random: a stream takes one source whole; set "
                     "reading='random'"
                 )
-            if said := self.set_of(NOT_STREAM):
+            if keys := self.set_of(NOT_STREAM):
                 raise ValueError(
-                    f"{said[0]} is of data that are read at random: a stream works one batch ahead, keeps nothing and "
+                    f"{keys[0]} is of data that are read at random: a stream works one batch ahead, keeps nothing and "
                     "leaves nothing out; remove it, or set reading='random'"
                 )
             if not self.validation:
@@ -258,8 +258,8 @@ class Data(Section):
                 raise ValueError(
                     "pack needs the lengths of all samples, which a stream does not tell: set reading='random'"
                 )
-        elif said := self.set_of(STREAM):
-            raise ValueError(f"{said[0]} is a key of reading 'stream', not of 'random': remove it, or set reading")
+        elif keys := self.set_of(STREAM):
+            raise ValueError(f"{keys[0]} is a key of reading 'stream', not of 'random': remove it, or set reading")
         return self
 
     def each_source(self) -> list[Source]:

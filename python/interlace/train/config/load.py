@@ -188,19 +188,19 @@ def _describe_models(table: Table, origin: _Origin) -> None:
             continue  # errors are reported below
         folder = _local(path, ("model", name), origin)
         section["path"] = str(folder)
-        given, said = section.get("architecture"), section.get("config", {})
-        if ("config" in section and given is not None) or not isinstance(said, dict):
+        given, settings = section.get("architecture"), section.get("config", {})
+        if ("config" in section and given is not None) or not isinstance(settings, dict):
             continue
         from interlace.train.models.architectures import describe
 
         with blaming(f"{origin.of('model', name, 'path')}: [model.{name}] path"):
-            found = describe(folder, given, encoder=name != "language_model")
-        section["architecture"] = found.architecture
-        section["config"] = {key: value for key, value in found.config.items() if key not in said} | said
-        if unset := [key for key in found.unset if key.partition(".")[0] not in said]:
+            described = describe(folder, given, encoder=name != "language_model")
+        section["architecture"] = described.architecture
+        section["config"] = {key: value for key, value in described.config.items() if key not in settings} | settings
+        if unset := [key for key in described.unset if key.partition(".")[0] not in settings]:
             section["unset"] = [*section.get("unset", []), *unset]
-        if found.pixels is not None:
-            _add_pixels(section, found.pixels)
+        if described.pixels is not None:
+            _add_pixels(section, described.pixels)
 
 
 def _describe_whole(modules: Table, origin: _Origin) -> None:
@@ -351,9 +351,9 @@ def _section_type(annotation: object) -> type[BaseModel] | None:
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, list):
         for inner in get_args(annotation):
-            found = _section_type(inner)
-            if found is not None:
-                return found
+            section = _section_type(inner)
+            if section is not None:
+                return section
     return None
 
 

@@ -124,8 +124,8 @@ class Model(Section):
         for name, module in self.modules().items():
             if self.path is not None:
                 plain = type(module)()
-                said = [key for key in type(module).model_fields if getattr(module, key) != getattr(plain, key)]
-                if others := [key for key in said if key not in OF_WHOLE]:
+                keys = [key for key in type(module).model_fields if getattr(module, key) != getattr(plain, key)]
+                if others := [key for key in keys if key not in OF_WHOLE]:
                     raise ValueError(
                         f"[model.{name}] says {others[0]}, but [model] path is a whole model, of which it says all: "
                         f"leave it out (here go {', '.join(sorted(OF_WHOLE - PIXELS))}), or leave out [model] path"

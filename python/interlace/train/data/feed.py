@@ -170,9 +170,9 @@ class Feed:
     def next(self) -> Batch:
         """The next batch."""
         epoch, position = self.loader.epoch, self.loader.position
-        found: list[Any] = next(self.loader)
-        rows = found if self.in_rows else None
-        samples = found if rows is None else [sample for row in rows for sample in row]
+        batch: list[Any] = next(self.loader)
+        rows = batch if self.in_rows else None
+        samples = batch if rows is None else [sample for row in rows for sample in row]
         return Batch(samples, epoch, position, rows, self._sources(epoch, position, samples))
 
     def _sources(self, epoch: int, position: int, samples: list[Sample]) -> dict[str, tuple[int, int]]:
@@ -336,7 +336,7 @@ def _chats(
                 return _streamed(config, chats, *chat_sources(config, model, source)[0])
             for each, rules in chat_sources(config, model, source):
                 name = f"[[data.sources]] {each.name}" if data.sources else name
-                found = load_chats(
+                splits = load_chats(
                     each.train,
                     each.validation,
                     chats,
@@ -345,8 +345,8 @@ def _chats(
                     limit=each.limit,
                     cache=data.cache,
                 )
-                train.append(Part(each.name, found[0], each.weight))
-                held_out.append(Part(each.name, found[1]))
+                train.append(Part(each.name, splits[0], each.weight))
+                held_out.append(Part(each.name, splits[1]))
         if len(train) == 1:
             return train[0].data, held_out[0].data
         name = "[[data.sources]]"
@@ -393,8 +393,8 @@ def chat_sources(config: Config, model: MultimodalModel, source: str) -> list[tu
     from interlace.data.chats.files.sources import Rules
 
     data = config.data
-    said = (data.max_tokens or model.max_length, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
-    return [(each, Rules(each.media, *said, each.prompt)) for each in data.each_source()]
+    settings = (data.max_tokens or model.max_length, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
+    return [(each, Rules(each.media, *settings, each.prompt)) for each in data.each_source()]
 
 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> None:

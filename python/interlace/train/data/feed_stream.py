@@ -67,10 +67,10 @@ class StreamFeed(Feed):
         from interlace.data import StreamError
 
         try:
-            found = next(self.loader)
+            batch = next(self.loader)
         except (StreamError, CommError, ValueError) as error:
             raise TrainingError(f"the data cannot be read on: {error}") from error
-        return Batch(found.given.samples, found.epoch, found.position, dispatched=found.given, exchange=found.exchange)
+        return Batch(batch.given.samples, batch.epoch, batch.position, dispatched=batch.given, exchange=batch.exchange)
 
     def state_dict(self, gather: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
         """Position of every reader, and identity of the stream and the validation data.
@@ -97,16 +97,16 @@ class StreamFeed(Feed):
         gather: collects values from all ranks (`Peers.together`). say: on the rank that writes.
         """
         mine = self.train.listing().splitlines(keepends=True)
-        told = gather("gathering what was left out", lambda: [len(mine), mine[:MOST_TOLD]])
-        found = dict.fromkeys(line for _, lines in told for line in lines)
-        if say is None or not found:
+        messages = gather("gathering what was left out", lambda: [len(mine), mine[:MOST_TOLD]])
+        lines_of_all = dict.fromkeys(line for _, lines in messages for line in lines)
+        if say is None or not lines_of_all:
             return
-        more = "" if all(count == len(lines) for count, lines in told) else "more than "
+        more = "" if all(count == len(lines) for count, lines in messages) else "more than "
         place = folder / LEFT_OUT
         before = place.read_text(encoding="utf-8").splitlines(keepends=True) if place.exists() else []
-        place.write_text("".join(dict.fromkeys([*before, *found])), encoding="utf-8")
-        example = textwrap.shorten(next(iter(found)), 200, placeholder=" ...")
-        count = f"{more}{len(found):,} records left out"
+        place.write_text("".join(dict.fromkeys([*before, *lines_of_all])), encoding="utf-8")
+        example = textwrap.shorten(next(iter(lines_of_all)), 200, placeholder=" ...")
+        count = f"{more}{len(lines_of_all):,} records left out"
         say(f"{self.train.name}/train, a stream: {count}, e.g. {example}; list in {place}")
 
     def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:

@@ -22,14 +22,14 @@ def dataset_class(path: str, source: str = "config") -> type[SampleDataset]:
     from interlace.data import SampleDataset
 
     where = f"{source}: [data] dataset"
-    found = imported(path, where)
-    if not isinstance(found, type):
-        raise ConfigError(f"{where} = {path!r} is no class, but the {type(found).__name__} {found!r}")
-    if not issubclass(found, SampleDataset):
+    class_ = imported(path, where)
+    if not isinstance(class_, type):
+        raise ConfigError(f"{where} = {path!r} is no class, but the {type(class_).__name__} {class_!r}")
+    if not issubclass(class_, SampleDataset):
         raise ConfigError(f"{where} = {path!r}: derive the class from interlace.data.SampleDataset")
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(class_.__abstractmethods__):
         raise ConfigError(f"{where} = {path!r} lacks the method {missing[0]}, see interlace.data.SampleDataset")
-    return found
+    return class_
 
 
 def opened(
@@ -46,8 +46,8 @@ def opened(
     splits = []
     for split in ("train", "heldout"):
         try:
-            splits.append(found := made(split, setup, **options))  # type: ignore[call-arg]
-            problem = _problem(found, setup.max_tokens)
+            splits.append(dataset := made(split, setup, **options))  # type: ignore[call-arg]
+            problem = _problem(dataset, setup.max_tokens)
         except Exception as error:  # user code may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
         if problem:
@@ -55,17 +55,17 @@ def opened(
     return splits[0], splits[1]
 
 
-def _problem(found: SampleDataset, max_tokens: int | None) -> str:
+def _problem(dataset: SampleDataset, max_tokens: int | None) -> str:
     """Why a dataset cannot be trained on; "" if it can."""
     from interlace.data import Sample
 
-    if not len(found):
+    if not len(dataset):
         return "has no samples"
-    if not isinstance(first := found.sample(0, 0), Sample):
+    if not isinstance(first := dataset.sample(0, 0), Sample):
         return f"sample(0, 0) gives a {type(first).__name__}, not an interlace.data.Sample"
     if max_tokens is None:
         return ""
-    lengths = found.token_lengths
+    lengths = dataset.token_lengths
     if (most := int(lengths.max())) > max_tokens:
         return f"sample {int(lengths.argmax())} has {most:,} tokens, at most {max_tokens:,} fit"
     return ""

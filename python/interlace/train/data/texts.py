@@ -138,12 +138,12 @@ class ModelTokenizer:
         if path is not None:
             return path, template_text(path)
         owner = self.tokenizer if self.processor is None or self.processor.chat_template is None else self.processor
-        found = owner.chat_template
-        if isinstance(found, Mapping):
-            found = found.get("default")
-        if not isinstance(found, str):
+        template = owner.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        if not isinstance(template, str):
             raise ValueError(f"{folder} has no chat template: give a file with one as data.chat_template")
-        return f"the chat template of {Path(folder)}", found
+        return f"the chat template of {Path(folder)}", template
 
     def format(
         self,

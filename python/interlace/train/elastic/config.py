@@ -25,11 +25,11 @@ def settings_of(config: Config) -> Settings:
 
 def specs_of(config: Config) -> dict[str, ParallelSpec]:
     """Degrees of each module that are the same in every set of pipelines."""
-    found = {}
+    specs = {}
     for name in config.modules():
         spec = config.parallel.module(name)
-        found[name] = ParallelSpec(tp=spec.tp, cp=spec.cp, shard=spec.shard, shard_ranks=spec.shard_ranks)
-    return found
+        specs[name] = ParallelSpec(tp=spec.tp, cp=spec.cp, shard=spec.shard, shard_ranks=spec.shard_ranks)
+    return specs
 
 
 def lane_size(config: Config) -> int:

@@ -160,9 +160,9 @@ class Meeting:
         with contextlib.suppress(ResilienceError):
             if self.member.over(self.generation):
                 return True
-        found: BaseException | None = error
-        while found is not None:
-            if isinstance(found, CommError | dist.DistError) or "gloo" in str(found):
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, CommError | dist.DistError) or "gloo" in str(cause):
                 return True
-            found = found.__cause__ or found.__context__
+            cause = cause.__cause__ or cause.__context__
         return False

@@ -145,14 +145,14 @@ def sizes_of(
     trained: name -> its `StateSize`. lane: a layout with the whole model on one lane. Raises ValueError for a module
     that its tp or cp cannot cut.
     """
-    found, own = [], dict(model.named_parameters())
+    result, own = [], dict(model.named_parameters())
     for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
         sizes = {name: count * own[name].element_size() for name, count in numbers.items()}
         for name in sizes.keys() & trained.keys():
             state = trained[name]
             sizes[name] += state.moments * numbers[name] * torch.float32.itemsize + state.bytes
-        found.append(sizes)
-    return found
+        result.append(sizes)
+    return result
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ class Note:
         """Parses a note. Raises ResilienceError, naming the rank, if it is malformed."""
         try:
             table = json.loads(raw)
-            found = cls(**table | {"halted": tuple(map(float, table["halted"]))})
-            int(found.held, 16)
+            note = cls(**table | {"halted": tuple(map(float, table["halted"]))})
+            int(note.held, 16)
         except (ValueError, TypeError, KeyError) as error:
             raise ResilienceError(
                 f"rank {rank} says what is no note ({error}): do all nodes run one version?"
             ) from None
-        return found
+        return note
 
 
 def bits_of(names: Collection[str], order: Iterable[str]) -> str:

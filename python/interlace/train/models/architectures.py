@@ -94,10 +94,10 @@ def _class_named(name: str) -> ModelClass | None:
 
     if not re.fullmatch(r"[A-Z][A-Za-z0-9_]*", name):
         return None
-    found = getattr(transformers, name, None)
-    if found is None:  # not all classes are exported, for example WhisperEncoder
-        found = next((vars(module)[name] for module in _modules_of(name) if name in vars(module)), None)
-    return found
+    class_ = getattr(transformers, name, None)
+    if class_ is None:  # not all classes are exported, for example WhisperEncoder
+        class_ = next((vars(module)[name] for module in _modules_of(name) if name in vars(module)), None)
+    return class_
 
 
 def _modules_of(name: str) -> Iterator[ModuleType]:
@@ -133,8 +133,8 @@ def _class_of_type(kind: str, *, encoder: bool) -> str | None:
     from transformers.models.auto import modeling_auto
 
     names = modeling_auto.MODEL_MAPPING_NAMES if encoder else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found: Any = names.get(kind)
-    return found[0] if isinstance(found, (tuple, list)) else found
+    class_: Any = names.get(kind)
+    return class_[0] if isinstance(class_, (tuple, list)) else class_
 
 
 def _of_type(config: ConfigClass, encoder: bool) -> ModelClass:
@@ -148,9 +148,9 @@ def _of_type(config: ConfigClass, encoder: bool) -> ModelClass:
                 + (f": {', '.join(part.__name__ for part in candidates)}" if candidates else "")
             )
         return candidates[0]
-    if (found := _class_for(config, encoder)) is None:
+    if (class_ := _class_for(config, encoder)) is None:
         raise ValueError(f"transformers has no class for {config.model_type!r} that can be {_role(encoder)}")
-    return found
+    return class_
 
 
 def _class_for(config: AnyConfig, encoder: bool) -> ModelClass | None:
@@ -161,10 +161,10 @@ def _class_for(config: AnyConfig, encoder: bool) -> ModelClass | None:
 def _feature_class(config: AnyConfig) -> ModelClass | None:
     """The feature class for a config (or its class); for an encoder-decoder its encoder."""
     name = _class_of_type(config.model_type, encoder=True)
-    found = _beside(config if isinstance(config, type) else type(config)) if name is None else _class_named(name)
-    if found is not None and config.model_type in _encoder_decoders():
-        return getattr(inspect.getmodule(found), found.__name__.removesuffix("Model") + "Encoder", found)
-    return found
+    class_ = _beside(config if isinstance(config, type) else type(config)) if name is None else _class_named(name)
+    if class_ is not None and config.model_type in _encoder_decoders():
+        return getattr(inspect.getmodule(class_), class_.__name__.removesuffix("Model") + "Encoder", class_)
+    return class_
 
 
 def _beside(config: ConfigClass) -> ModelClass | None:
@@ -244,7 +244,7 @@ def _closest_name(name: str, encoder: bool) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     names = modeling_auto.MODEL_MAPPING_NAMES if encoder else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    classes = {found for kind in names if (found := _class_of_type(kind, encoder=encoder)) is not None}
+    classes = {class_ for kind in names if (class_ := _class_of_type(kind, encoder=encoder)) is not None}
     hint = nearest(name, classes | set(CONFIG_MAPPING_NAMES))
     if not hint.startswith("valid"):
         return hint
@@ -276,9 +276,9 @@ def describe(folder: Path, name: str | None, *, encoder: bool) -> Described:
     part = _read_part(folder, name, encoder)
     theirs, default = _plain(part.config), _defaults(type(part.config))
     keys = _known(type(part.config))
-    said = {key: theirs[key] for key in sorted(keys & theirs.keys()) if theirs[key] != default.get(key, ...)}
+    settings = {key: theirs[key] for key in sorted(keys & theirs.keys()) if theirs[key] != default.get(key, ...)}
     pixels = pixel_statistics(part.config.model_type, folder) if encoder else None
-    return Described(part.model.__name__, _without_none(said), list(_unset(said)), pixels)
+    return Described(part.model.__name__, _without_none(settings), list(_unset(settings)), pixels)
 
 
 def differences(folder: Path, name: str, config: PretrainedConfig, *, encoder: bool) -> dict[str, Any]:
@@ -345,8 +345,8 @@ def _read_part(folder: Path, name: str | None, encoder: bool) -> Part:
             part.tie_word_embeddings = whole.tie_word_embeddings
     if name is not None:
         model = model_class(name, encoder=encoder)
-        if found := [each for each in configs if type(each) is model.config_class]:
-            return Part(model, found[0])
+        if same := [each for each in configs if type(each) is model.config_class]:
+            return Part(model, same[0])
         kinds = ", ".join(each.model_type for each in configs)
         raise ValueError(f"{path} is not a config of {model.__name__}: its model_type is {kinds}")
     parts = []

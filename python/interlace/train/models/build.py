@@ -83,10 +83,10 @@ def _as_stored(name: str, spec: Module, module: PreTrainedModel, source: str) ->
         return
     folder = Path(spec.path)
     with blaming(f"{source}: [model.{name}] path"):
-        said = differences(folder, spec.architecture, module.config, encoder=name != "language_model")
-        if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
+        changes = differences(folder, spec.architecture, module.config, encoder=name != "language_model")
+        if unset := [key for key in changes if key not in {*spec.config, *spec.unset}]:
             raise ValueError(
-                f"{folder} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, but [model.{name}.config] does not set "
+                f"{folder} was saved with {unset[0]} = {changes[unset[0]]!r}, but [model.{name}.config] does not set "
                 "it: omit config to read it from the folder, or set this key"
             )
         if has_weights(folder):

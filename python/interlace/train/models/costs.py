@@ -83,5 +83,5 @@ def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
     """
     links = config.parallel.links
     alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
-    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
-    return said if said < len(nodes) else None
+    count = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
+    return count if count < len(nodes) else None

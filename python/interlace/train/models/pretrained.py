@@ -60,8 +60,8 @@ class Stored(NamedTuple):
             if region is None:
                 boxes = [file.get_tensor(self.key)]
             else:
-                found = file.get_slice(self.key)
-                boxes = [box.of(found) for box in region.boxes]
+                tensor = file.get_slice(self.key)
+                boxes = [box.of(tensor) for box in region.boxes]
         if not all(map(_finite, boxes)):
             raise ValueError(
                 f"{self.file}: {self.key} has values that are not finite: copy the file again, or use an earlier "

@@ -79,9 +79,9 @@ def _part_with_values(
         shell._modules[path[len(prefix) :].lstrip(".").partition(".")[0]] = child
         fill(prefix, shell)
         child = shell
-    found = [(f"{path}.{name}", parameter.detach()) for name, parameter in part.named_parameters()]
+    parameters = [(f"{path}.{name}", parameter.detach()) for name, parameter in part.named_parameters()]
     buffers = [(f"{path}.{name}", buffer) for name, buffer in part.named_buffers()]
-    return [(name, values) for name, values in found if name in missing] + buffers
+    return [(name, values) for name, values in parameters if name in missing] + buffers
 
 
 def _on_the_host(tensor: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class Measurements(Observer):
             return
         feed, before = self.feed, self._decoded
         self._decoded = feed.decoded_items
-        told = of_this_rank(progress.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
-        everyone = self.peers.exchange(f"measuring step {line.step}", told)
+        of_rank = of_this_rank(progress.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
+        everyone = self.peers.exchange(f"measuring step {line.step}", of_rank)
         values = progress.window.metrics() | of_ranks(progress.window, everyone)
         progress.totals["waited"] += values.get("time_metrics/data_loading(s)", 0.0)  # of the slowest rank each time
         if line.taken is not None:

@@ -39,7 +39,7 @@ class Validation(Observer):
         """
         train, averages = self.config.train, self.averages
         count, chunks, size = train.microbatches, self.config.chunks(), train.batch_size
-        found: dict[str, tuple[float, int]] = {}
+        losses: dict[str, tuple[float, int]] = {}
         groups = [
             (name, [samples[start : start + size] for start in range(0, len(samples), size)])
             for name, samples in self.feed.held_out_by_source()
@@ -54,8 +54,8 @@ class Validation(Observer):
                     result = self.parallel.evaluate(part, microbatches=count, chunks=chunks)
                     loss += result.loss * result.tokens
                     tokens += result.tokens
-                found[name] = (loss, tokens)
+                losses[name] = (loss, tokens)
         self.parallel.train(True)
-        targets = sum(tokens for _, tokens in found.values())
-        values = {f"{HELD_OUT}/{name}": loss / max(tokens, 1) for name, (loss, tokens) in found.items() if name}
-        return {HELD_OUT: sum(loss for loss, _ in found.values()) / max(targets, 1)} | values
+        targets = sum(tokens for _, tokens in losses.values())
+        values = {f"{HELD_OUT}/{name}": loss / max(tokens, 1) for name, (loss, tokens) in losses.items() if name}
+        return {HELD_OUT: sum(loss for loss, _ in losses.values()) / max(targets, 1)} | values

@@ -31,18 +31,18 @@ class Answer:
     sample: Sample
     asked: str
     truth: str
-    said: str
+    generated: str
 
     @property
     def right(self) -> bool:
         """True if the answer equals the expected one exactly."""
-        return self.truth == self.said
+        return self.truth == self.generated
 
 
 def answers_to(samples: Sequence[Sample], model: MultimodalModel, tokenizer: Tokenizer, config: Config) -> list[Answer]:
     """The model's greedy answers to samples."""
     prompts = [greedy.prompt_of(sample, model.placeholders) for sample in samples]
-    said = greedy.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=config.log.max_new_tokens)
+    generated = greedy.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=config.log.max_new_tokens)
     media = {token for given in model.placeholders.values() for token in token_ids(given)}
     return [
         Answer(
@@ -51,7 +51,7 @@ def answers_to(samples: Sequence[Sample], model: MultimodalModel, tokenizer: Tok
             tokenizer.decode(greedy.truth_of(sample, tokenizer.EOS)),
             tokenizer.decode(tokens),
         )
-        for sample, prompt, tokens in zip(samples, prompts, said, strict=True)
+        for sample, prompt, tokens in zip(samples, prompts, generated, strict=True)
     ]
 
 
@@ -82,7 +82,7 @@ class Accuracy:
 
 def accuracies(model: MultimodalModel, dataset: SampleDataset, tokenizer: Tokenizer, config: Config) -> list[Accuracy]:
     """Accuracy per kind of question, over at most ``log.accuracy_samples`` questions spread over the split."""
-    found = []
+    rows = []
     for kind, questions in dataset.questions().items():
         count = min(len(questions), config.log.accuracy_samples)
         asked = [questions[i * len(questions) // count] for i in range(count)]
@@ -90,15 +90,15 @@ def accuracies(model: MultimodalModel, dataset: SampleDataset, tokenizer: Tokeni
         turned = _swapped(dataset, asked)
         swapped = None if turned is None else _share_right(turned, model, tokenizer, config)
         most = max(Counter(each.answer for each in asked).values())
-        found.append(Accuracy(kind, count, right, most / count, swapped))
-    return found
+        rows.append(Accuracy(kind, count, right, most / count, swapped))
+    return rows
 
 
 def _swapped(dataset: SampleDataset, questions: Sequence[Question]) -> list[Sample] | None:
     """Questions with the media of another question; None if one of them has no suitable other."""
     samples = [_with_media_of_another(dataset, questions, index) for index in range(len(questions))]
-    found = [sample for sample in samples if sample is not None]
-    return found if len(found) == len(samples) else None
+    present = [sample for sample in samples if sample is not None]
+    return present if len(present) == len(samples) else None
 
 
 def _with_media_of_another(dataset: SampleDataset, questions: Sequence[Question], index: int) -> Sample | None:

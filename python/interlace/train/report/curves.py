@@ -66,16 +66,16 @@ def charts(lines: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list[Char
     drawn = set(NOT_DRAWN)
     known: list[Chart] = []
     for title, unit, wanted in CHARTS:
-        found: dict[str, str] = {}
+        pictures: dict[str, str] = {}
         for name, label in wanted.items():
             of = [each for each in names if each.startswith(name)] if name.endswith("/") else [name]
-            found |= {each: label or each.removeprefix(name) for each in of if each in names}
-        drawn |= found.keys()
-        colours = module_colours(found.values()) if any(name.endswith("/") for name in wanted) else {}
+            pictures |= {each: label or each.removeprefix(name) for each in of if each in names}
+        drawn |= pictures.keys()
+        colours = module_colours(pictures.values()) if any(name.endswith("/") for name in wanted) else {}
         colours |= {"bubble": "#8b919c", "all": "#1f2430"}
         curves = [
             Curve(label, colours.get(label, COLOURS[at % len(COLOURS)]), _points(lines, name))
-            for at, (name, label) in enumerate(found.items())
+            for at, (name, label) in enumerate(pictures.items())
         ]
         if curves:
             known.append(Chart(title, unit, curves))

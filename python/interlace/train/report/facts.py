@@ -76,14 +76,14 @@ def _part(model: nn.Module, path: str) -> object:
 
 def _parameters(model: nn.Module, path: str) -> Iterable[nn.Parameter]:
     """Parameters of a part of the model: a parameter, a module, or nothing."""
-    found = _part(model, path)
-    if isinstance(found, nn.Parameter):
-        return [found]
-    return found.parameters() if isinstance(found, nn.Module) else ()
+    part = _part(model, path)
+    if isinstance(part, nn.Parameter):
+        return [part]
+    return part.parameters() if isinstance(part, nn.Module) else ()
 
 
 def _of_rank(layout: Layout, rank: int) -> dict[str, str]:
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for stage in layout.of_rank(rank):
         spec = layout.spec(stage.module)
         text = f"layers {stage.start}-{stage.stop - 1}" if stage.stop > stage.start else "no layers"
@@ -92,23 +92,23 @@ def _of_rank(layout: Layout, rank: int) -> dict[str, str]:
             text += f", replica {layout.replica(rank, stage.module)} of {replicas}"
         text += "".join(f", {key} {getattr(spec, key)}" for key in ("tp", "cp") if getattr(spec, key) > 1)
         text += f", shard {spec.shard}" if spec.shard != "none" else ""
-        found[stage.module] = f"{found[stage.module]}; {text}" if stage.module in found else text
-    return found
+        facts[stage.module] = f"{facts[stage.module]}; {text}" if stage.module in facts else text
+    return facts
 
 
 def machine() -> dict[str, str]:
     """Machine and package versions of this process."""
-    found = {"processor": f"{_processor()}, {os.cpu_count()} cores", "system": platform.platform(terse=True)}
+    facts = {"processor": f"{_processor()}, {os.cpu_count()} cores", "system": platform.platform(terse=True)}
     if gpus := _device.count():
         names = [torch.get_device_module(_device.KIND).get_device_name(number) for number in range(gpus)]
-        found["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    found["Python"] = platform.python_version()
+        facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    facts["Python"] = platform.python_version()
     for package in ("interlace", "torch", "transformers", "numpy"):
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
             continue
-    return found | {"written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+    return facts | {"written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
 
 
 def _processor() -> str:

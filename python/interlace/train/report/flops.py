@@ -93,13 +93,13 @@ class Meter:
         if self._count is None:
             return
         try:
-            found = self._count.of(samples, table)
+            counted = self._count.of(samples, table)
         except Exception as error:  # any error of a model on an item of a new size: training goes on
             self._count, self.why = None, str(error) or type(error).__name__
             self._empty()
             print(f"interlace: no tflops and mfu from here on: {self.why}", file=sys.stderr, flush=True)
             return
-        for name, flops in found.items():
+        for name, flops in counted.items():
             self._needed[name] += flops.model
             self._executed += flops.executed
         self._seconds += seconds

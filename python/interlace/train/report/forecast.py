@@ -60,9 +60,9 @@ def measure(config: Config, model: MultimodalModel, data: SampleDataset, device:
         sequence_parallel=config.parallel.sequence_parallel,
     )
     optimizer = time_optimizer(config, model, device)
-    found = profile_costs(model, samples, options, budget=SECONDS, optimizer=optimizer)
+    costs = profile_costs(model, samples, options, budget=SECONDS, optimizer=optimizer)
     around = measure_overhead(config, model, data, device.type)
-    return replace(found, host_overhead=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
+    return replace(costs, host_overhead=around(launcher.local_ranks(config.world_size()), torch.get_num_threads()))
 
 
 def chunk_samples(config: Config, data: SampleDataset) -> int:
@@ -177,18 +177,20 @@ class Forecast:
             lists_of = self._parallel.schedule(measured.table, dispatch=exchange is not None)
             schedule = replace(lists_of, table=measured.table)
             items = None if exchange is None else exchange.between
-            found = self._predictor.predict(schedule, samples, items=items)
+            prediction = self._predictor.predict(schedule, samples, items=items)
             lists = self._predictor.predict(schedule, samples, items=items, optimizer=False)
         except Exception as error:
             self._failed = True
             print(f"interlace: no steps are predicted from here on: {error}", file=sys.stderr, flush=True)
             return {}
         bubble = 100.0 * max(lists.bubble, 0.0)  # rounding can give a negative bubble for one rank without gaps
-        self._rows.append((lists.makespan, measured.makespan, found.makespan, seconds, bubble, 100.0 * measured.bubble))
+        self._rows.append(
+            (lists.makespan, measured.makespan, prediction.makespan, seconds, bubble, 100.0 * measured.bubble)
+        )
         return {
             "time_metrics/predicted_lists(s)": lists.makespan,
             "time_metrics/lists(s)": measured.makespan,
-            "time_metrics/predicted_step(s)": found.makespan,
+            "time_metrics/predicted_step(s)": prediction.makespan,
             "predicted_bubble(%)": bubble,
         }
 

@@ -168,13 +168,13 @@ def of_this_rank(window: LogWindow, blank_items: int, decoded: int = 0, restarts
 
 def computed_tokens(samples: Sequence[Any], encoders: Mapping[str, Any]) -> dict[str, int]:
     """Module -> tokens that its layers compute for `samples`. The samples need not be decoded."""
-    found = {
+    metrics = {
         name: sum(
             encoder.encoder_length(item.shape, item.about) for sample in samples for item in sample.media.get(name, ())
         )
         for name, encoder in encoders.items()
     }
-    return found | {LANGUAGE_MODEL: sum(map(len, samples))}
+    return metrics | {LANGUAGE_MODEL: sum(map(len, samples))}
 
 
 def dispatch_metrics(parallel: ParallelModel, table: StepTable, samples: Sequence[Any]) -> dict[str, float]:
@@ -241,18 +241,18 @@ def free_memory() -> int | None:
 
     The minimum of the machine's available memory and what is left of the container's limit.
     """
-    found = []
+    free = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
+        free.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
         groups = Path("/sys/fs/cgroup")
         for limit, used in (
             ("memory.max", "memory.current"),
             ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
         ):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-                found.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
-    return min(found, default=None)
+                free.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
+    return min(free, default=None)
 
 
 def pipeline_metrics(timeline: Timeline) -> dict[str, float]:
@@ -289,5 +289,5 @@ class Clock:
 def read_metrics(folder: Path, *, until: int | None = None) -> list[dict[str, float]]:
     """Lines of a run's metrics.jsonl up to the step `until`. A half-written line of a killed run is skipped."""
     lines = json_lines(folder / "metrics.jsonl")
-    found = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
-    return [line for line in found if until is None or line["step"] <= until]
+    rows = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
+    return [line for line in rows if until is None or line["step"] <= until]

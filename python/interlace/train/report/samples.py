@@ -31,7 +31,7 @@ def cards(answers: Sequence[Answer], scalings: Scalings) -> str:
             f"<p class=name>{html.escape(answer.sample.name)}</p>"
             f"<p><b>asked</b> {html.escape(answer.asked)}</p>"
             f"<p><b>wanted</b> {html.escape(answer.truth)}</p>"
-            f'<p class="{verdict}"><b>said</b> {html.escape(answer.said)}</p></div>'
+            f'<p class="{verdict}"><b>said</b> {html.escape(answer.generated)}</p></div>'
         )
     return "\n".join(made)
 
@@ -71,7 +71,7 @@ def draw(answers: Sequence[Answer], path: Path, name: str, scalings: Scalings) -
         else:
             axes.text(0.5, 0.5, "(no media)", ha="center", va="center", fontsize=8, color="#57606a")
         colour = "#1a7f37" if answer.right else "#24292f"
-        text = f"asked: {_short(answer.asked)}\nwanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
+        text = f"asked: {_short(answer.asked)}\nwanted: {_short(answer.truth)}\nsaid: {_short(answer.generated)}"
         axes.set_title(text, fontsize=7, color=colour, loc="left", parse_math=False)
     figure.suptitle(f"{name}: held-out samples", fontsize=10)
     figure.savefig(path)

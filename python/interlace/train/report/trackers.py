@@ -50,7 +50,7 @@ class TrackedRun:
 
     name: of the experiment. folder: of this run. config: all of it, as plain tables. step: the step that the run
     resumes from; 0 for a new run. options: ``[log.tracker_options.NAME]``. before: the metrics of the steps up to it,
-    one table per logged step. told: the last step that the tracker has; the steps after it, up to `step`, are sent
+    one table per logged step. tracked: the last step that the tracker has; the steps after it, up to `step`, are sent
     after `begin`. A tracker that starts from scratch sets it to 0. kept: state of the tracker, as JSON values, kept in
     the run folder between resumes. say: prints a line for the user.
     """
@@ -61,7 +61,7 @@ class TrackedRun:
     step: int
     options: dict[str, Any]
     before: Callable[[], list[dict[str, float]]] = list
-    told: int = 0
+    tracked: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: launcher.say(f"interlace: {line}")
 
@@ -88,16 +88,16 @@ class Tracker(Protocol):
 
 def made(config: Config, *, source: str = "config") -> dict[str, Tracker]:
     """Trackers of a config by name. Raises ConfigError for trackers that cannot be used here."""
-    found: dict[str, Tracker] = {}
+    trackers: dict[str, Tracker] = {}
     for name in config.log.trackers:
-        found[name], known = _tracker_of(name, f"{source}: log.trackers")
+        trackers[name], known = _tracker_of(name, f"{source}: log.trackers")
         for key in config.log.tracker_options.get(name, {}):
             if known is not None and key not in known:
                 wrong = (
                     f" has no key {key!r}; {nearest(key, known)}" if known else f": {name} takes no options; remove it"
                 )
                 raise ConfigError(f"{source}: [log.tracker_options.{name}]{wrong}")
-    return found
+    return trackers
 
 
 def _tracker_of(name: str, where: str) -> tuple[Tracker, Collection[str] | None]:
@@ -113,13 +113,13 @@ def _tracker_of(name: str, where: str) -> tuple[Tracker, Collection[str] | None]
         derived = DERIVED.get(name)
         known = OPTIONS[name] if derived is None else inspect.signature(library.init).parameters.keys() - derived
         return KINDS[name](), known
-    found = imported(name, where)
-    missing = [method for method in ("begin", "log", "show", "close") if not callable(getattr(found, method, None))]
-    if not isinstance(found, type) or missing:
+    class_ = imported(name, where)
+    missing = [method for method in ("begin", "log", "show", "close") if not callable(getattr(class_, method, None))]
+    if not isinstance(class_, type) or missing:
         what = f"lacks the method {missing[0]}" if missing else "is no class"
         raise ConfigError(f"{where}: {name!r} {what}; a tracker is a class with begin, log, show and close")
     try:
-        return found(), None
+        return class_(), None
     except Exception as error:
         raise ConfigError(f"{where}: {name!r} cannot be made without arguments: {error}") from None
 
@@ -177,14 +177,14 @@ class _Thread:
         run, takes_back = self.run, getattr(self.tracker, "takes_back", False)
         if run.step and self.place.exists():
             table = json.loads(self.place.read_text(encoding="utf-8"))
-            run.kept, run.told = dict(table["kept"]), int(table["last"])
-        if run.told > run.step and not takes_back:
+            run.kept, run.tracked = dict(table["kept"]), int(table["last"])
+        if run.tracked > run.step and not takes_back:
             run.say(
                 f"the run goes on from step {run.step}, and the tracker {self.name} keeps what it was told before of "
-                f"steps {run.step + 1} to {run.told}; metrics.jsonl has them as they are trained now"
+                f"steps {run.step + 1} to {run.tracked}; metrics.jsonl has them as they are trained now"
             )
         self.tracker.begin(run)
-        self.last = min(run.told, run.step) if takes_back else run.told
+        self.last = min(run.tracked, run.step) if takes_back else run.tracked
         for line in run.before() if self.last < run.step else ():
             self.log(int(line["step"]), {name: value for name, value in line.items() if name != "step"})
         self._keep()
@@ -310,11 +310,11 @@ class Wandb:
             run.say(f"wandb cannot be reached, so it writes to disk: wandb sync {place} sends it ({reason})")
             self.run = init(mode="offline")
         if self.run.offline:
-            run.told = 0
+            run.tracked = 0
         else:
             run.say(f"wandb: {self.run.url}")
-            if run.told > run.step:
-                again = f"steps {run.step + 1} to {run.told} again"
+            if run.tracked > run.step:
+                again = f"steps {run.step + 1} to {run.tracked} again"
                 run.say(
                     f"the run goes on from step {run.step}, and wandb is sent {again}; its server may keep what it "
                     "has of them; metrics.jsonl has them as they are trained now"

@@ -55,9 +55,9 @@ def load_processor(folder: str | Path) -> Any:
     _refuse_own_prompts(folder, _processor_class(Path(folder)))
     try:
         if not is_torchvision_available():
-            found = _without_video(Path(folder))
-            if found is not None:
-                return found
+            loaded = _without_video(Path(folder))
+            if loaded is not None:
+                return loaded
         processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         hint = "; pip install torchvision" if "orchvision" in str(error) else ""
@@ -100,8 +100,8 @@ def _without_video(folder: Path) -> Any:
         NoVideos() if name == VIDEO else autos[name].from_pretrained(str(folder), local_files_only=True)
         for name in kind.get_attributes()
     ]
-    said, _ = kind.get_processor_dict(str(folder), local_files_only=True)
-    return bare.from_args_and_dict(parts, said)
+    settings, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+    return bare.from_args_and_dict(parts, settings)
 
 
 @cache
@@ -131,11 +131,11 @@ def _processor_class(folder: Path) -> Any:
 
     for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
         try:
-            said = json.loads((folder / name).read_text(encoding="utf-8")).get("processor_class")
+            name_in_file = json.loads((folder / name).read_text(encoding="utf-8")).get("processor_class")
         except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(said, str) and hasattr(transformers, said):
-            return getattr(transformers, said)
+        if isinstance(name_in_file, str) and hasattr(transformers, name_in_file):
+            return getattr(transformers, name_in_file)
     return None
 
 

@@ -98,46 +98,46 @@ def cut(
     name = next((name for name in names if name in out), None)
     if name is None:
         raise ValueError(f"{who} returns {sorted(out)} for {kind}s and nothing of {', '.join(names)}")
-    values, told = _tensor(out[name]), {about[key]: _told(key, out[key]) for key in about if key in out}
+    values, facts = _tensor(out[name]), {about[key]: _told(key, out[key]) for key in about if key in out}
     for mask in MASKS:
         if mask in out and not bool((_tensor(out[mask]) != 0).all()):
             raise ValueError(f"{who} pads its {kind}s and says so in {mask}, which encoders here are not told")
     single = [len(of_medium) for of_medium in runs] == [1] * len(runs)
-    if "grid_thw" in told:
-        return _by_grid(values, told, runs, who)
-    if "image_sizes" in told:
-        return _by_size(values, told["image_sizes"], single, who, shapes)
+    if "grid_thw" in facts:
+        return _by_grid(values, facts, runs, who)
+    if "image_sizes" in facts:
+        return _by_size(values, facts["image_sizes"], single, who, shapes)
     rows = values.flatten(0, 1) if values.dim() == 5 else values
     total = sum(len(of_medium) for of_medium in runs)
-    if len(rows) != total or any(len(each) != total for each in told.values()):
+    if len(rows) != total or any(len(each) != total for each in facts.values()):
         raise ValueError(
             f"{who} made {len(rows)} {kind}s of {name} {list(values.shape)} for {total} runs of placeholders"
         )
     return [
-        Cut(tuple(row.shape), {key: _numbers(each[place]) for key, each in told.items()}, row)
+        Cut(tuple(row.shape), {key: _numbers(each[place]) for key, each in facts.items()}, row)
         for place, row in enumerate(rows)
     ]
 
 
 def _told(key: str, value: Any) -> Tensor:
-    told = _tensor(value)
-    return told.sum(-1) if key in COUNTED else told
+    tensor = _tensor(value)
+    return tensor.sum(-1) if key in COUNTED else tensor
 
 
 def _numbers(value: Tensor) -> tuple[float, ...]:
     return tuple(value.reshape(-1).tolist())
 
 
-def _by_grid(values: Tensor, told: Mapping[str, Tensor], runs: Sequence[Runs], who: str) -> list[Cut]:
+def _by_grid(values: Tensor, facts: Mapping[str, Tensor], runs: Sequence[Runs], who: str) -> list[Cut]:
     """For concatenated patches of all media. A video may have one run per frame, as many as its grid has frames."""
-    grids = [tuple(int(side) for side in row) for row in told["grid_thw"].reshape(-1, 3)]
+    grids = [tuple(int(side) for side in row) for row in facts["grid_thw"].reshape(-1, 3)]
     counts = [math.prod(sides) for sides in grids]
     fits = len(grids) == len(runs) and all(len(of) in (1, sides[0]) for of, sides in zip(runs, grids))
     if not fits or values.dim() != 2 or sum(counts) != len(values):
         raise ValueError(f"{who} made patches {list(values.shape)} for grids {grids}, which do not fit")
     made = []
     for place, (piece, sides, of) in enumerate(zip(values.split(counts), grids, runs, strict=True)):
-        more = {key: _numbers(each[place]) for key, each in told.items() if key != "grid_thw"}
+        more = {key: _numbers(each[place]) for key, each in facts.items() if key != "grid_thw"}
         parts = [piece] if len(of) == 1 else piece.chunk(len(of))
         grid = (sides[0] // len(of), *sides[1:])
         made += [Cut(tuple(part.shape), {"grid_thw": grid, **more}, part) for part in parts]

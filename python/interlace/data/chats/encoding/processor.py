@@ -95,8 +95,8 @@ class ProcessorFormat(ChatFormat):
         self._asking = threading.Lock()
 
     def _part_of(self, modality: Modality) -> tuple[str, Any] | None:
-        found = ((name, getattr(self._text, name, None)) for name in modality.processor_parts)
-        return next(((name, part) for name, part in found if part is not None and not isinstance(part, NoVideos)), None)
+        parts = ((name, getattr(self._text, name, None)) for name in modality.processor_parts)
+        return next(((name, part) for name, part in parts if part is not None and not isinstance(part, NoVideos)), None)
 
     def encoders_of(self, kind: str) -> list[str]:
         if kind not in self._parts:
@@ -197,12 +197,12 @@ class ProcessorFormat(ChatFormat):
         """The modality of a chat's media of frames, and for each of them the first frame shown, and the header of the
         part shown; (None, []): it has no such media."""
         modality: Sampled | None = None
-        found: list[tuple[int, Any]] = []
+        clips: list[tuple[int, Any]] = []
         for part, size in zip(chat.media, sizes, strict=True):
             if isinstance(own := named(part.kind), Sampled):
                 modality = own
-                found.append(own.clip(part.path, size, part.limits))
-        return modality, found
+                clips.append(own.clip(part.path, size, part.limits))
+        return modality, clips
 
     def _metadata(self, processor: Any) -> list[Any]:
         """Metadata of videos from the last call of the blank processor: the frames that its parts chose."""
@@ -248,9 +248,11 @@ class ProcessorFormat(ChatFormat):
         moved = asked.moved
         spans = [(chats_media.shifted(start, moved), chats_media.shifted(end, moved)) for start, end in spans]
         wanted = {token for encoder in self.placeholders.values() for token in encoder}
-        found, told = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
-        if found != told:
-            raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
+        placed, expected = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
+        if placed != expected:
+            raise BrokenSampleError(
+                "placeholder", f"has {placed} placeholder tokens for {expected} of its media: {WORDS}"
+            )
         return Encoded(asked.ids, self._targets(chat, spans, asked.offsets, asked.ids), items)
 
     def _why(self, chat: Chat) -> str:
@@ -351,14 +353,14 @@ class ProcessorFormat(ChatFormat):
         return [piece.data.float() for piece in pieces if piece.data is not None]
 
     def signature(self) -> str:
-        said = {name: part.to_dict() for name, part in self._parts.values()}
+        settings = {name: part.to_dict() for name, part in self._parts.values()}
         return json.dumps(
             [
                 tokenizer_text(self.tokenizer),
                 self.template,
                 self.writing.end,
                 self._text.to_dict(),
-                said,
+                settings,
                 self.placeholders,
                 self.who,
                 self.fps,

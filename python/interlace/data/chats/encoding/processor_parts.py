@@ -56,12 +56,14 @@ class Part:
 
     def _apart(self, media: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Processes each medium alone and concatenates the results."""
-        told = list(_flat(kwargs.get("video_metadata") or ()))
+        metadata = list(_flat(kwargs.get("video_metadata") or ()))
         made = []
         for place, (medium, settings) in enumerate(zip(_flat(media), self.asked, strict=True)):
             own = {name: value for name, value in kwargs.items() if name not in settings}
             made.append(
-                self._made([medium], own | ({"video_metadata": told[place : place + 1]} if told else {}), settings)
+                self._made(
+                    [medium], own | ({"video_metadata": metadata[place : place + 1]} if metadata else {}), settings
+                )
             )
         return {name: _beside([one[name] for one in made]) for name in made[0]}
 
@@ -80,7 +82,7 @@ def settings_of(medium: Medium, part: Any, who: str, *, sampling: bool) -> dict[
             isinstance(named(medium.kind), Sampled) and limits.resized != (0, 0)
         ):
             raise BrokenSampleError(
-                "key", f"{medium.path}: {limits.said()}: {who} takes no such limits of one {medium.kind}: remove them"
+                "key", f"{medium.path}: {limits.text()}: {who} takes no such limits of one {medium.kind}: remove them"
             )
     if any(pixels.values()):
         low, high = (pixels[edge] or int(part.size[edge]) for edge in pixels)
@@ -135,11 +137,11 @@ class RememberedApart(Remembered):
     def __call__(self, media: Any, **kwargs: Any) -> Any:
         from transformers import BatchFeature
 
-        found = [self._made([medium], kwargs) for medium in media]
-        shapes = {tuple((name, tuple(value.shape)) for name, value in one.items()) for one in found}
+        outputs = [self._made([medium], kwargs) for medium in media]
+        shapes = {tuple((name, tuple(value.shape)) for name, value in one.items()) for one in outputs}
         if len(shapes) > 1:
             return super().__call__(media, **kwargs)
-        self.last = {name: torch.cat([torch.as_tensor(one[name]) for one in found]) for name in found[0]}
+        self.last = {name: torch.cat([torch.as_tensor(one[name]) for one in outputs]) for name in outputs[0]}
         return BatchFeature(dict(self.last))
 
 

@@ -137,7 +137,7 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
         first = next(count) + 1
         marked[place] = {**messages[place], "content": _with_marks(messages[place]["content"], writing.end, count)}
         marks[place] = list(range(first, next(count), 2))
-    found, plain = _places(render(marked, False))
+    places, plain = _places(render(marked, False))
     if plain != text:
         raise BrokenSampleError(
             "template",
@@ -150,17 +150,17 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
         if not pieces:
             raise BrokenSampleError("empty", f"turn {place + 1} has tags of thoughts and nothing in or behind them")
         for number, piece in zip(marks[place], pieces, strict=True):
-            start, end = found.get(number, -1), found.get(number + 1, -1)
+            start, end = places.get(number, -1), places.get(number + 1, -1)
             if start < 0 or text[start:end] != piece:
                 raise _lost(name, place, piece)
     last, ends = spoken[-1], writing.ends
-    if marks[last] and (end := found.get(marks[last][-1] + 1, -1)) >= 0:
+    if marks[last] and (end := places.get(marks[last][-1] + 1, -1)) >= 0:
         # The token after the last turn is the end token. After earlier turns the next turn may also begin with a token.
         ends = (writing.token_at(text, _behind_space(text, _behind_tags(chat.turns[last], text, end))),)
     prompt, gap = render(messages[:last], True), ""
     spans = []
     for place in reversed(learnt):
-        turn, start, end = chat.turns[place], found[marks[place][0]], found[marks[place][-1] + 1]
+        turn, start, end = chat.turns[place], places[marks[place][0]], places[marks[place][-1] + 1]
         own = _before_tags(turn, text, start)
         if place == last and text.startswith(prompt):
             if own < len(prompt) <= start:  # the prompt includes the tag of a thought
@@ -177,7 +177,7 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
     return spans[::-1]
 
 
-def _said(turn: Turn) -> str:
+def _content_text(turn: Turn) -> str:
     return "".join(part.text for part in turn.parts)
 
 
@@ -207,15 +207,15 @@ def _with_marks(content: Any, ending: str, count: Iterator[int]) -> Any:
 
 def _places(written: str) -> tuple[dict[int, int], str]:
     """Position of each mark in the text without marks (-1 if it occurs twice), and this text."""
-    found: dict[int, int] = {}
+    places: dict[int, int] = {}
     kept: list[str] = []
     at = length = 0
     for mark in MARK.finditer(written):
         kept.append(written[at : mark.start()])
         length += mark.start() - at
         at = mark.end()
-        found[int(mark[1])] = -1 if int(mark[1]) in found else length
-    return found, "".join((*kept, written[at:]))
+        places[int(mark[1])] = -1 if int(mark[1]) in places else length
+    return places, "".join((*kept, written[at:]))
 
 
 def _lost(name: str, place: int, piece: str) -> BrokenSampleError:
@@ -229,23 +229,26 @@ def _lost(name: str, place: int, piece: str) -> BrokenSampleError:
 
 def _outer_tags(turn: Turn) -> tuple[list[str], list[str]]:
     """The tags of thoughts before the first piece of a turn, and those after the last."""
-    said = _said(turn)
-    tags, filled = THOUGHT.findall(said), [number for number, piece in enumerate(THOUGHT.split(said)) if piece.strip()]
+    content = _content_text(turn)
+    tags, filled = (
+        THOUGHT.findall(content),
+        [number for number, piece in enumerate(THOUGHT.split(content)) if piece.strip()],
+    )
     return (tags[: filled[0]], tags[filled[-1] :]) if filled else ([], [])
 
 
 def _before_tags(turn: Turn, text: str, start: int) -> int:
     """Start of an answer whose first piece is at `start`: includes the answer's own tags of thoughts before it."""
     tags, _ = _outer_tags(turn)
-    found = re.search(r"\s*".join(map(re.escape, tags)) + r"\s*\Z", text[:start]) if tags else None
-    return found.start() if found else start
+    match = re.search(r"\s*".join(map(re.escape, tags)) + r"\s*\Z", text[:start]) if tags else None
+    return match.start() if match else start
 
 
 def _behind_tags(turn: Turn, text: str, end: int) -> int:
     """End of an answer whose last piece ends at `end`, including the answer's own tags of thoughts after it."""
     _, tags = _outer_tags(turn)
-    found = re.compile(r"\s*" + r"\s*".join(map(re.escape, tags))).match(text, end) if tags else None
-    return found.end() if found else end
+    match = re.compile(r"\s*" + r"\s*".join(map(re.escape, tags))).match(text, end) if tags else None
+    return match.end() if match else end
 
 
 def _behind_space(text: str, place: int) -> int:

@@ -165,22 +165,22 @@ class ChatFormat(ABC):
     def counted(self, encoder: str, shape: tuple[int, ...], about: Mapping[str, tuple[float, ...]]) -> int:
         """Number of tokens of an item in an encoder. Raises BrokenSampleError for a shape that the encoder refuses."""
         key = (encoder, shape, tuple((name, tuple(values)) for name, values in about.items()))
-        found = self._counts.get(key)
-        if found is None:
+        known = self._counts.get(key)
+        if known is None:
             count = self.tokens[encoder]
             try:
                 with refused_by(f"the encoder {encoder!r}"):
-                    found = int(count(shape, about) if about else count(shape))
+                    known = int(count(shape, about) if about else count(shape))
             except BrokenSampleError as error:
-                found = str(error)
-            self._counts[key] = found
-        if isinstance(found, str):
-            raise BrokenSampleError("size", found)
-        return found
+                known = str(error)
+            self._counts[key] = known
+        if isinstance(known, str):
+            raise BrokenSampleError("size", known)
+        return known
 
     def counts(self) -> list[Any]:
         """The encoders' counts so far, for JSON: encoder, shape, extra arguments, tokens or the reason of refusal."""
-        return [[*key, found] for key, found in self._counts.items()]
+        return [[*key, count] for key, count in self._counts.items()]
 
     def other_count(self, counts: Sequence[Any]) -> str:
         """Description of an entry of `counts` for which an encoder now gives another result; empty: none."""
@@ -294,10 +294,10 @@ class TokenizerFormat(ChatFormat):
 
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders for this kind of media; an item goes to each of them. Raises BrokenSampleError."""
-        found = [name for name, spec in self.specs.items() if spec.modality == named(kind).encoded_by]
-        if not found:
+        names = [name for name, spec in self.specs.items() if spec.modality == named(kind).encoded_by]
+        if not names:
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
-        return found
+        return names
 
     def messages(self, chat: Chat) -> Messages:
         """Input of the template: texts with a tag for each medium and encoder."""
@@ -347,11 +347,11 @@ class TokenizerFormat(ChatFormat):
         media = chat.media
         wanted = [(medium, name) for medium, part in enumerate(media) for name in self.encoders_of(part.kind)]
         tag_ids = {ids[0] for ids in self.placeholders.values()}
-        found = [token for token in text_ids if token in tag_ids]
-        if found != [self.placeholders[encoder][0] for _, encoder in wanted]:
+        forged = [token for token in text_ids if token in tag_ids]
+        if forged != [self.placeholders[encoder][0] for _, encoder in wanted]:
             raise BrokenSampleError(
                 "placeholder",
-                f"its text has {len(found)} placeholder tokens ({', '.join(self.tags.values())}) for {len(wanted)} "
+                f"its text has {len(forged)} placeholder tokens ({', '.join(self.tags.values())}) for {len(wanted)} "
                 f"items: {WORDS}, or the template leaves media out or moves them",
             )
         ids: list[int] = []
@@ -400,8 +400,8 @@ class TokenizerFormat(ChatFormat):
 
     def signature(self) -> str:
         settings = (*self.media.by_modality.values(), self.media.strict)
-        said = (self.template, self.writing.end, self.tags, self.specs, *settings, self.placeholders)
-        return repr((tokenizer_text(self.tokenizer), *said))
+        parts = (self.template, self.writing.end, self.tags, self.specs, *settings, self.placeholders)
+        return repr((tokenizer_text(self.tokenizer), *parts))
 
 
 def tokenizer_text(tokenizer: Any) -> str:

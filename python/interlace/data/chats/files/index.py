@@ -96,8 +96,8 @@ class ChatIndex:
         """The records in order, at most `size` at once, and for each what is known of its media. Raises ChatFileError
         for a record that has changed since the index was made."""
         for each in self._each():
-            found = _records(*each)
-            while block := list(islice(found, size)):
+            records = _records(*each)
+            while block := list(islice(records, size)):
                 yield [raw for raw, _ in block], [known for _, known in block]
 
 
@@ -203,8 +203,8 @@ def _make(
 
 def place_of(piece: Piece) -> str:
     """File name of a piece."""
-    said = repr((str(piece.path), str(piece.file), piece.start, piece.fields, sorted(piece.excluded)))
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+    identity = repr((str(piece.path), str(piece.file), piece.start, piece.fields, sorted(piece.excluded)))
+    return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
 def current(piece: Piece, place: Path) -> dict[str, Any] | None:

@@ -71,15 +71,15 @@ def run(
         )
 
     records = broken = 0
-    said = began = time.monotonic()
+    logged = began = time.monotonic()
     pool = ThreadPoolExecutor(count, "interlace-index")
     try:
         answers = as_completed([pool.submit(index, *each) for each in pieces])
         for done, answer in enumerate(answers, 1):
             records, broken = records + answer.result()["records"], broken + answer.result()["broken"]
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
-                rate = records / max(said - began, 1e-9)
+            if time.monotonic() - logged > SAY_EVERY:
+                logged = time.monotonic()
+                rate = records / max(logged - began, 1e-9)
                 say(f"{done} of {len(pieces)} pieces, {records:,} records ({rate:,.0f}/s), {broken:,} of them broken")
     finally:
         stopping.set()
@@ -120,8 +120,8 @@ class _Worker:
             if "error" in answer:
                 raise (ImportError if answer["missing"] else ChatFileError)(answer["error"])
             if "done" in answer:
-                found: dict[str, int] = answer["done"]
-                return found
+                counts: dict[str, int] = answer["done"]
+                return counts
 
     def _line(self, stopping: threading.Event) -> bytes:
         assert self._process.stdout is not None

@@ -38,7 +38,7 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
     """
     stat = piece.file.stat()  # taken before the read, so that a change during the read is detected
     rows: list[tuple[int, ...]] = []  # columns in the order of RECORDS
-    found: dict[str, list[Any]] = {name: [] for name in MEDIA}
+    media_columns: dict[str, list[Any]] = {name: [] for name in MEDIA}
     lines: list[bytes] = []
     broken: list[tuple[int, str, str]] = []
     looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]] = {}
@@ -60,13 +60,13 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
         try:
             chat = chat_of(raw, rules)
             for part in chat.media:
-                _look(part, rules, looked, found)
+                _look(part, rules, looked, media_columns)
             count = len(chat.media)
             characters += sum(len(part.text) for turn in chat.turns for part in turn.parts)
         except BrokenSampleError as error:
             broken.append((raw.number, error.kind, str(error)))
         rows.append((raw.number, offset, len(line), zlib.crc32(line), count, bool(raw.broken)))
-    kinds = Counter(names()[kind] for kind in found["kind"])
+    kinds = Counter(names()[kind] for kind in media_columns["kind"])
     totals = {"records": len(rows), "broken": len(broken), "text": characters, **kinds}
     about = {
         "format": FORMAT,
@@ -81,7 +81,7 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
     }
     table = np.array(rows, np.int64).reshape(-1, len(RECORDS))
     arrays = {name: table[:, column].astype(kind) for column, (name, kind) in enumerate(RECORDS.items())}
-    arrays |= {name: np.array(found[name], kind.base).reshape(-1, *kind.shape) for name, kind in MEDIA.items()}
+    arrays |= {name: np.array(media_columns[name], kind.base).reshape(-1, *kind.shape) for name, kind in MEDIA.items()}
     arrays["lines"] = np.frombuffer(b"".join(lines), np.uint8)
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
@@ -95,7 +95,7 @@ def _look(
     part: Part,
     rules: Rules,
     looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]],
-    found: dict[str, list[Any]],
+    media: dict[str, list[Any]],
 ) -> None:
     """Adds the size of a medium, as stated in its record or found in its file. A broken medium adds no size; its error
     is reported when its sample is prepared."""
@@ -112,22 +112,22 @@ def _look(
             except BrokenSampleError:
                 looked[key] = ((), before or when)
         size, when = looked[key]
-    found["kind"].append(names().index(part.kind))
-    found["sizes"].append((*size, *[float("nan")] * (3 - len(size))))
-    found["stamp"].append(when)
+    media["kind"].append(names().index(part.kind))
+    media["sizes"].append((*size, *[float("nan")] * (3 - len(size))))
+    media["stamp"].append(when)
 
 
 def main() -> int:
     """Processes orders until standard input ends."""
-    told = time.monotonic()
+    last_answer = time.monotonic()
 
-    def answer(**said: Any) -> None:
-        nonlocal told
-        told = time.monotonic()
-        print(json.dumps(said), flush=True)
+    def answer(**message: Any) -> None:
+        nonlocal last_answer
+        last_answer = time.monotonic()
+        print(json.dumps(message), flush=True)
 
     def alive() -> None:
-        if time.monotonic() - told > ALIVE:
+        if time.monotonic() - last_answer > ALIVE:
             answer(alive=True)
 
     while True:

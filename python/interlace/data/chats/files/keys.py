@@ -88,11 +88,11 @@ def _refused(media: tuple[str, ...]) -> dict[str, str]:
     return {**_REFUSED_TURN, **dict.fromkeys(media, _MEDIA_IN_TURN)}
 
 
-def unread(said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> list[str]:
+def unread(given: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> list[str]:
     """The keys of `said` that are ignored: not among `read`. Raises ValueError for one that is refused."""
-    ignored = [key for key in said if key not in read]
+    ignored = [key for key in given if key not in read]
     for key in ignored:
-        if key in refused and not _says_nothing(said[key]) and said[key] != HARMLESS.get(key, NOTHING):
+        if key in refused and not _says_nothing(given[key]) and given[key] != HARMLESS.get(key, NOTHING):
             raise ValueError(f"has {key}: {refused[key]}")
     return [key for key in ignored if key not in refused]
 

@@ -59,34 +59,34 @@ def look_through(folder: Path) -> Found:
     texts = {path.with_suffix(""): path for path in files if path.suffix.lower() == CAPTION}
     captioned = [path for path in paths if path.with_suffix("") in texts]
     stems = {path.with_suffix("") for path in paths}
-    found = Found(captions=bool(captioned), left_out=again)
-    found.others = sum(p.suffix.lower() not in IMAGE.suffixes and p.with_suffix("") not in stems for p in files)
+    result = Found(captions=bool(captioned), left_out=again)
+    result.others = sum(p.suffix.lower() not in IMAGE.suffixes and p.with_suffix("") not in stems for p in files)
 
     def answered(path: Path) -> Answered | str:
-        return _answered(path, folder, found.captions, texts.get(path.with_suffix("")))
+        return _answered(path, folder, result.captions, texts.get(path.with_suffix("")))
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "interlace-look") as pool:
         for path, one in zip(paths, pool.map(answered, paths), strict=True):
             if isinstance(one, Answered):
-                found.pictures.append(one)
+                result.pictures.append(one)
             else:
-                found.left_out.append((path, one))
-    _leave_out_contradictions(found)
-    return found
+                result.left_out.append((path, one))
+    _leave_out_contradictions(result)
+    return result
 
 
-def _leave_out_contradictions(found: Found) -> None:
+def _leave_out_contradictions(result: Found) -> None:
     """Leaves out equal pictures with different answers: the right one is unknown."""
     first: dict[str, Answered] = {}
     other: dict[str, Answered] = {}
-    for one in found.pictures:
+    for one in result.pictures:
         if first.setdefault(one.digest, one).answer != one.answer:
             other.setdefault(one.digest, one)
-    for one in found.pictures:
+    for one in result.pictures:
         if one.digest in other:
             twin = other[one.digest] if one.answer == first[one.digest].answer else first[one.digest]
-            found.left_out.append((one.path, f"is the same picture as {twin.path}, which has another answer"))
-    found.pictures = [one for one in found.pictures if one.digest not in other]
+            result.left_out.append((one.path, f"is the same picture as {twin.path}, which has another answer"))
+    result.pictures = [one for one in result.pictures if one.digest not in other]
 
 
 def _files(folder: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
@@ -108,7 +108,7 @@ def _files(folder: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
             return False  # found without the link
         return linked.setdefault(real, path) == path
 
-    found: list[Path] = []
+    files: list[Path] = []
     again: list[tuple[Path, str]] = []
     for place, folders, names in os.walk(folder, onerror=refused, followlinks=True):
         seen = [name for name in sorted(folders) if not name.startswith(".")]
@@ -116,8 +116,8 @@ def _files(folder: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
         for path in (Path(place, name) for name in seen if name not in folders):
             if (first := linked.get(path.resolve())) is not None:
                 again.append((path, f"links to the same folder as {first}, whose pictures are taken"))
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(found), again
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(files), again
 
 
 def _answered(path: Path, folder: Path, captions: bool, text: Path | None) -> Answered | str:

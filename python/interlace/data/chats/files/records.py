@@ -230,21 +230,21 @@ def _lines(piece: Piece) -> Iterator[tuple[Raw | None, int]]:
 
 def _tar(piece: Piece, prompt: str | None) -> Iterator[tuple[Raw | None, int]]:
     number = 0
-    for found in chats_tar.samples(piece.file, prompt, piece.fields):
-        if found.key in piece.excluded:
+    for sample in chats_tar.samples(piece.file, prompt, piece.fields):
+        if sample.key in piece.excluded:
             continue
         number += 1
-        line = json.dumps(found.record, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        line = json.dumps(sample.record, ensure_ascii=False).encode("utf-8", "surrogatepass")
         # The sample is named after its tar, even if the user gave a folder of tars.
-        yield Raw(piece.file, number, line, -1, found.broken), number
+        yield Raw(piece.file, number, line, -1, sample.broken), number
 
 
 def _list(path: Path) -> Iterator[Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ChatFileError(f"{path}: no JSON ({error}); with a record on each line it is read line by line") from None
-    yield from found
+    yield from content
 
 
 def _parquet(path: Path) -> Iterator[Any]:

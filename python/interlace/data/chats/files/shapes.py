@@ -157,12 +157,12 @@ class _Reading:
             raise BrokenSampleError("key", f"has label: {REFUSED_RECORD['chosen']}")
 
     def note(
-        self, where: str, said: Mapping[str, object], read: Collection[str], refused: Mapping[str, str], turn: int = 0
+        self, where: str, given: Mapping[str, object], read: Collection[str], refused: Mapping[str, str], turn: int = 0
     ) -> None:
         """Records the keys of `said` that are ignored. where: their container, such as "messages[]"; turn: number of
         the turn, if any. Raises BrokenSampleError for a refused key."""
         try:
-            for key in unread(said, read, refused):
+            for key in unread(given, read, refused):
                 self.ignored[f"{where}.{key}" if where else str(key)] = None
         except ValueError as error:
             who = f"turn {turn} " if turn else where and f"{where} "
@@ -176,21 +176,21 @@ class _Reading:
         self.note(where, value, (*FILE_KEYS, *named(kind).size_keys, *named(kind).limits), REFUSED_FILE)
         return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
 
-    def sizes(self, kind: str, said: Mapping[str, object], where: str, *place: int) -> tuple[float, ...]:
+    def sizes(self, kind: str, given: Mapping[str, object], where: str, *place: int) -> tuple[float, ...]:
         """Same as `stated`; records keys without a usable size as ignored."""
-        return stated(kind, said, *place) or self.unsized(kind, said, where)
+        return stated(kind, given, *place) or self.unsized(kind, given, where)
 
-    def unsized(self, kind: str, said: Mapping[str, object], where: str) -> tuple[()]:
+    def unsized(self, kind: str, given: Mapping[str, object], where: str) -> tuple[()]:
         """Records size keys without a usable size as ignored."""
         for key in named(kind).size_keys:
-            if said.get(key) is not None:
+            if given.get(key) is not None:
                 self.ignored[f"{where}.{key}" if where else key] = None
         return ()
 
 
-def _limits(said: Mapping[str, object], kind: str, where: str) -> Limits:
+def _limits(given: Mapping[str, object], kind: str, where: str) -> Limits:
     try:
-        return limits_of(said, kind, named(kind).limits)
+        return limits_of(given, kind, named(kind).limits)
     except ValueError as error:
         raise BrokenSampleError("key", f"{where}: {error}") from None
 
@@ -208,12 +208,12 @@ class _Files:
 
     def __init__(self, kind: str, record: Mapping[str, object], reading: _Reading) -> None:
         self.kind, self.record, self.reading, self.tags = kind, record, reading, 0
-        found = [key for key in named(kind).keys if record.get(key) is not None]
-        if len(found) > 1:
-            raise BrokenSampleError("media key", f"has both {found[0]} and {found[1]}: give one of the two")
-        value = record[found[0]] if found else []
-        self.key = found[0] if found else ""
-        self.given = bool(found)
+        keys = [key for key in named(kind).keys if record.get(key) is not None]
+        if len(keys) > 1:
+            raise BrokenSampleError("media key", f"has both {keys[0]} and {keys[1]}: give one of the two")
+        value = record[keys[0]] if keys else []
+        self.key = keys[0] if keys else ""
+        self.given = bool(keys)
         self.paths = list(value) if isinstance(value, (list, tuple)) else [value]
 
     def next(self) -> Part:
@@ -238,22 +238,22 @@ class _Files:
         )
 
 
-def stated(kind: str, said: object, place: int = 0, count: int = 1) -> tuple[float, ...]:
+def stated(kind: str, given: object, place: int = 0, count: int = 1) -> tuple[float, ...]:
     """The size that a record states for a file; () if it is not usable. `said`: the object with the file, or the
     record, whose values are numbers or, for several files, lists (entry `place` of `count`)."""
-    if not isinstance(said, Mapping):
+    if not isinstance(given, Mapping):
         return ()
-    found = []
+    sizes = []
     for key in named(kind).size_keys:
-        value = said.get(key)
+        value = given.get(key)
         if isinstance(value, (list, tuple)):
             value = value[place] if len(value) == count else None
         elif count > 1:
             return ()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
             return ()
-        found.append(named(kind).size_number(value))
-    return tuple(found)
+        sizes.append(named(kind).size_number(value))
+    return tuple(sizes)
 
 
 def local_path(value: object, kind: str, folder: Path) -> str:
@@ -302,8 +302,8 @@ def _turn(turn: object, number: int, reading: _Reading) -> Turn:
             f"turn {number} is an answer with {media[0]} in it, which is not learnt: give the turn "
             '"loss": false, or leave the medium out',
         )
-    said = "".join(part.text for part in parts).strip()
-    if not said and (role == "system" or not media):
+    text = "".join(part.text for part in parts).strip()
+    if not text and (role == "system" or not media):
         raise BrokenSampleError("empty", f"turn {number} ({role}) is empty")
     return Turn(role, _merged(parts), learn)
 
@@ -346,7 +346,7 @@ def _typed(item: object, number: int, where: str, reading: _Reading) -> Part:
         part = reading.files[kind].next()
     limits = _limits(item, kind, where)
     if NO_LIMITS not in (limits, part.limits):
-        raise BrokenSampleError("key", f"{where} has {limits.said()}, and its file {part.limits.said()}: give one")
+        raise BrokenSampleError("key", f"{where} has {limits.text()}, and its file {part.limits.text()}: give one")
     known = part.stated or reading.sizes(kind, item, where)
     if part.stated:
         reading.unsized(kind, item, where)
@@ -366,15 +366,15 @@ def _merged(parts: list[Part]) -> tuple[Part, ...]:
 
 def _learns(turn: Mapping[str, object], role: str, number: int) -> bool:
     """True if a turn has a loss: assistant turns do, unless one of WEIGHTS is 0."""
-    said = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
-    for key, value in said.items():
+    weights = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in weights.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise BrokenSampleError("weight", f"turn {number} has {key} {value!r}; a turn is learnt (1) or not (0)")
-    if len(set(map(bool, said.values()))) > 1:
-        raise BrokenSampleError("weight", f"turn {number} has {said}, which contradict each other: give one of them")
-    if role != "assistant" and any(said.values()):
+    if len(set(map(bool, weights.values()))) > 1:
+        raise BrokenSampleError("weight", f"turn {number} has {weights}, which contradict each other: give one of them")
+    if role != "assistant" and any(weights.values()):
         raise BrokenSampleError("weight", f"turn {number} is to be learnt, but is the {role}'s: only answers can be")
-    return role == "assistant" and all(said.values())
+    return role == "assistant" and all(weights.values())
 
 
 def _check_order(turns: list[Turn]) -> None:
@@ -398,5 +398,5 @@ def _kind(value: object) -> str:
     if value is None:
         return "missing"
     words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
-    found = words.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
-    return f"an empty {found.split()[-1]}" if value in ("", [], {}) else found
+    name = words.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+    return f"an empty {name.split()[-1]}" if value in ("", [], {}) else name

@@ -45,10 +45,10 @@ Stamp = tuple[int, int] | None
 def stamp(path: str) -> Stamp:
     """State of a media file for change detection; for a member of a tar, that of the tar."""
     try:
-        found = size_of(path)
+        size = size_of(path)
     except (OSError, ValueError):
         return None
-    return found.st_size, found.st_mtime_ns
+    return size.st_size, size.st_mtime_ns
 
 
 def prune(folders: Iterable[Path], kept: int) -> None:

@@ -68,15 +68,15 @@ def samples(path: Path, prompt: str | None, fields: Fields | None = None) -> Ite
     broken = ""
     members = _members(path)
     for key, group in itertools.groupby(members, key=lambda one: one[0]):
-        found: dict[str, Member] = {}
+        sample: dict[str, Member] = {}
         twice = ""
         for _, ending, member in group:
             if member is None:  # last entry: the rest of the tar cannot be read
                 broken = ending
                 break
-            twice = twice or (ending if ending in found else "")
-            found[ending] = member
-        if broken and not found:
+            twice = twice or (ending if ending in sample else "")
+            sample[ending] = member
+        if broken and not sample:
             break
         if key in seen:
             yield Found(
@@ -86,9 +86,9 @@ def samples(path: Path, prompt: str | None, fields: Fields | None = None) -> Ite
             yield Found(key, None, f"{key}: has two members {twice}")
         else:
             try:
-                yield Found(key, _record(key, found, prompt, fields), members=found)
+                yield Found(key, _record(key, sample, prompt, fields), members=sample)
             except NoSampleError as error:
-                yield Found(key, None, f"{key}: {error}", found)
+                yield Found(key, None, f"{key}: {error}", sample)
         seen.add(key)
     if broken:
         yield Found("", None, broken)
@@ -146,21 +146,25 @@ def _record(key: str, members: Mapping[str, Member], prompt: str | None, fields:
     caption = None
     if texts:
         more.pop(f".{texts[0]}")
-        said = _json(members[texts[0]])
-        if isinstance(said, list):  # turns only, as in NeMo's LLaVA files
-            said = {("messages" if said and isinstance(said[0], dict) and "role" in said[0] else "conversations"): said}
-        if not isinstance(said, dict):
+        record = _json(members[texts[0]])
+        if isinstance(record, list):  # turns only, as in NeMo's LLaVA files
+            record = {
+                (
+                    "messages" if record and isinstance(record[0], dict) and "role" in record[0] else "conversations"
+                ): record
+            }
+        if not isinstance(record, dict):
             raise NoSampleError("its json is neither an object nor a list of turns")
-        if "messages" in said or "conversations" in said:
-            return more | _with_members(said, media, members)
-        word = next((word for word in WORDS if isinstance(said.get(word), str)), "")
+        if "messages" in record or "conversations" in record:
+            return more | _with_members(record, media, members)
+        word = next((word for word in WORDS if isinstance(record.get(word), str)), "")
         if not word and "txt" not in members:
             raise NoSampleError(
                 f"its json has neither messages nor conversations nor a caption ({', '.join(WORDS)}), but "
-                f"{sorted(said)}"
+                f"{sorted(record)}"
             )
-        caption = said.get(word)
-        more |= {f"json.{key}": None for key in said if key != word}
+        caption = record.get(word)
+        more |= {f"json.{key}": None for key in record if key != word}
     if caption is None:
         if "txt" not in members:
             raise NoSampleError(f"has no json and no txt, but {', '.join(sorted(members)) or 'nothing'}")
@@ -182,10 +186,10 @@ def _caption(media: Mapping[str, list[Member]], caption: str, prompt: str | None
 
 
 def _with_members(
-    said: dict[str, Any], media: Mapping[str, list[Member]], members: Mapping[str, Member]
+    record: dict[str, Any], media: Mapping[str, list[Member]], members: Mapping[str, Member]
 ) -> dict[str, Any]:
     """A record with the members that it names as media; if it names none, all members in order."""
-    made = dict(said)
+    made = dict(record)
     typed = _typed(made)
     for kind, of_kind in media.items():
         keys = [key for key in named(kind).keys if made.get(key) is not None]
@@ -193,11 +197,11 @@ def _with_members(
         if keys:
             value = made[keys[0]]
             names = list(value) if isinstance(value, list) else [value]
-            found = _resolved(names, of_kind, members, kind)
-            made[keys[0]] = [_pointed(name, member) for name, member in zip(names, found, strict=True)]
+            resolved = _resolved(names, of_kind, members, kind)
+            made[keys[0]] = [_pointed(name, member) for name, member in zip(names, resolved, strict=True)]
         elif pointing:
-            found = _resolved([item[kind] for item in pointing], of_kind, members, kind)
-            for item, member in zip(pointing, found, strict=True):
+            resolved = _resolved([item[kind] for item in pointing], of_kind, members, kind)
+            for item, member in zip(pointing, resolved, strict=True):
                 item[kind] = _pointed(item[kind], member)
         else:
             made[named(kind).keys[1]] = [str(member) for member in of_kind]
@@ -213,15 +217,15 @@ def _pointed(name: Any, member: Member) -> Any:
 
 def _typed(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The typed items of a record's turns, copied so that they can be modified."""
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     turns = record.get("messages")
     if isinstance(turns, list):
         record["messages"] = turns = [dict(turn) if isinstance(turn, dict) else turn for turn in turns]
         for turn in turns:
             if isinstance(turn, dict) and isinstance(turn.get("content"), list):
                 turn["content"] = [dict(item) if isinstance(item, dict) else item for item in turn["content"]]
-                found += [item for item in turn["content"] if isinstance(item, dict) and "type" in item]
-    return found
+                parts += [item for item in turn["content"] if isinstance(item, dict) and "type" in item]
+    return parts
 
 
 def _resolved(names: list[Any], of_kind: list[Member], members: Mapping[str, Member], kind: str) -> list[Member]:
@@ -230,8 +234,8 @@ def _resolved(names: list[Any], of_kind: list[Member], members: Mapping[str, Mem
     by_name = {member.name: member for member in of_kind} | {os.path.basename(m.name): m for m in of_kind}
     by_name |= {ending: member for ending, member in members.items() if member in of_kind}
     texts = [name.get("path") if isinstance(name, dict) else name for name in names]
-    found = [by_name.get(str(text).removeprefix(".")) for text in texts]
-    whole = [member for member in found if member is not None]
+    members_named = [by_name.get(str(text).removeprefix(".")) for text in texts]
+    whole = [member for member in members_named if member is not None]
     if len(whole) == len(names):
         return whole
     if not whole and len(names) == len(of_kind):  # file names from before packing
@@ -272,11 +276,11 @@ def energon_folder(path: Path) -> tuple[Path, str] | None:
 def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
     """The tars of a part of an Energon dataset, its field mapping, and the excluded samples as ``TAR/KEY``.
     Raises ChatFileError."""
-    found = energon_folder(path)
-    assert found is not None
-    folder, part = found
+    dataset_folder = energon_folder(path)
+    assert dataset_folder is not None
+    folder, part = dataset_folder
     if (folder / META / "dataset.yaml").exists():
-        said = _yaml(folder, "dataset")
+        settings = _yaml(folder, "dataset")
     else:
         raise ChatFileError(f"{folder}: has no {META}/dataset.yaml: write it with 'energon prepare {folder}'")
     splits = _yaml(folder, "split")
@@ -294,7 +298,7 @@ def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
     missing = next((tar for tar in tars if not tar.is_file()), None)
     if missing is not None:
         raise ChatFileError(f"{missing}: no such file; {folder}/{META}/split.yaml names it")
-    return tars, _fields(folder, said), excluded
+    return tars, _fields(folder, settings), excluded
 
 
 def _yaml(folder: Path, name: str) -> dict[str, Any]:
@@ -304,32 +308,32 @@ def _yaml(folder: Path, name: str) -> dict[str, Any]:
     if path is None:
         raise ChatFileError(f"{folder}: has no {META}/{name}.yaml: write it with 'energon prepare {folder}'")
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ChatFileError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ChatFileError(f"{path}: is no table of keys")
-    return said
+    return content
 
 
-def _fields(folder: Path, said: Mapping[str, Any]) -> Fields | None:
+def _fields(folder: Path, settings: Mapping[str, Any]) -> Fields | None:
     """Field mapping in ``dataset.yaml``; None: the samples are self-describing, as in WebDataset."""
     where = f"{folder}/{META}/dataset.yaml"
     for key in ("sample_loader", "part_filter"):
-        if said.get(key):
+        if settings.get(key):
             raise ChatFileError(
                 f"{where}: {key} is code, which data files cannot bring here: give field_map instead, or write the "
                 "samples with json members that have messages"
             )
-    if said.get("__class__") == "CrudeWebdataset":
+    if settings.get("__class__") == "CrudeWebdataset":
         return None
-    sample = said.get("sample_type")
+    sample = settings.get("sample_type")
     kind = str(sample.get("__class__")) if isinstance(sample, dict) else ""
-    names = said.get("field_map")
+    names = settings.get("field_map")
     if kind not in _KNOWN or not isinstance(names, dict):
         raise ChatFileError(
-            f"{where}: samples of type {kind or said.get('__class__')!r} are not known; known are CrudeWebdataset and, "
-            f"with a field_map, {', '.join(_KNOWN)}"
+            f"{where}: samples of type {kind or settings.get('__class__')!r} are not known; known are CrudeWebdataset "
+            f"and, with a field_map, {', '.join(_KNOWN)}"
         )
     return Fields(kind, {str(key): str(value) for key, value in names.items()})
 

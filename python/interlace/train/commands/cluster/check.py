@@ -136,12 +136,12 @@ class Meeting(Rounds):
         allowance: float = 0.0,
         *,
         form: Callable[[int], object] = lambda rank: None,
-        told: object = None,
+        verdict: object = None,
     ) -> Any:
         """Runs `work` on every rank (its result is JSON-serializable) and returns rank 0's verdict on all results.
 
-        allowance: seconds for the work in addition to the timeout. form: rank -> type of its result. told: type of the
-        verdict. Raises Stopped on all ranks if the work of a rank fails, a rank is silent, or a result has another
+        allowance: seconds for the work in addition to the timeout. form: rank -> type of its result. verdict: its
+        type. Raises Stopped on all ranks if the work of a rank fails, a rank is silent, or a result has another
         type; on rank 0 with details.
         """
         patience = self.timeout + allowance
@@ -158,7 +158,7 @@ class Meeting(Rounds):
                 if stop:
                     raise Stopped([Trouble(stop, "")])
                 try:
-                    return _read(answer, told)
+                    return _read(answer, verdict)
                 except ValueError as error:
                     self._end(f"rank 0, {what}: {error}")
             troubles, values = [], []
@@ -244,7 +244,7 @@ class Examination:
         good = False
         try:
             self._examine(meeting)
-            good = meeting.step("ending", lambda: None, lambda _: not self.report.troubles, told=bool)
+            good = meeting.step("ending", lambda: None, lambda _: not self.report.troubles, verdict=bool)
         except Stopped as stop:
             self.report.troubles += stop.troubles
             if self.rank == 0:
@@ -264,7 +264,7 @@ class Examination:
         meeting.step("coming", lambda: None)
         one_each = Annotated[list[str], Field(min_length=self.world, max_length=self.world)]
         hosts = meeting.step(
-            "reading its facts", self._facts, self._judge_facts, form=lambda _: cluster_facts.Form, told=one_each
+            "reading its facts", self._facts, self._judge_facts, form=lambda _: cluster_facts.Form, verdict=one_each
         )
         if self.world == 1:
             return
@@ -362,8 +362,8 @@ class Examination:
                 except RuntimeError as error:
                     raise RuntimeError(f"lost rank {peer} ({first_line(error)})") from error
 
-            def judge(found: list[Any], pairs: list[tuple[int, int]] = pairs) -> bool:
-                self.report.links += [cluster_links.Link(*pair, *found[pair[0]]) for pair in pairs]
+            def judge(measured: list[Any], pairs: list[tuple[int, int]] = pairs) -> bool:
+                self.report.links += [cluster_links.Link(*pair, *measured[pair[0]]) for pair in pairs]
                 return time.monotonic() - begin < self.seconds
 
             what = f"measuring pairs of ranks, round {number} of {len(rounds)}"
@@ -372,7 +372,7 @@ class Examination:
             def form(rank: int, measured: set[int] = measured) -> object:
                 return tuple[float, float] if rank in measured else None
 
-            if not meeting.step(what, measure, judge, form=form, told=bool) and number < len(rounds):
+            if not meeting.step(what, measure, judge, form=form, verdict=bool) and number < len(rounds):
                 every = self.world * (self.world - 1) // 2
                 self.report.notes.append(
                     f"{len(self.report.links)} of {every} pairs were measured in {self.seconds:g} s; --seconds for more"
@@ -412,7 +412,7 @@ class Examination:
             alone = {rank for ranks in members.values() if len(ranks) == 1 for rank in ranks}
             meeting.step("summing within each host", within, note, form=lambda rank: None if rank in alone else float)
         of_all = partial(measure, None, self.world)
-        self.report.sums[""] = meeting.step("summing over all ranks", of_all, min, form=lambda _: float, told=float)
+        self.report.sums[""] = meeting.step("summing over all ranks", of_all, min, form=lambda _: float, verdict=float)
 
 
 def _address() -> str:

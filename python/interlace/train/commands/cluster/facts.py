@@ -102,49 +102,55 @@ def gather(config: Path | None, folder: Path, kind: str, local_rank: int) -> Fac
 
 def package_files(root: Path) -> dict[str, str]:
     """Relative path -> 16 hexadecimal digits of the content's hash, for every code file of a package."""
-    found = {}
+    hashes = {}
     for folder, _, files in os.walk(root, followlinks=True):  # in a checkout the kernels are a symlink
         for file in files:
             path = Path(folder) / file
             if path.suffix in _FILES:
-                found[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return dict(sorted(found.items()))
+                hashes[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return dict(sorted(hashes.items()))
 
 
 def compare(facts: Sequence[Facts]) -> list[Trouble]:
     """Problems in the facts of all ranks, which are in rank order."""
-    found: list[Trouble] = []
+    troubles: list[Trouble] = []
     for name, called in EQUAL.items():
         if groups := _different([each[name] for each in facts]):
-            found.append(Trouble(f"{called} differs: {_said(groups)}", f"install one version of {called} everywhere"))
+            troubles.append(
+                Trouble(f"{called} differs: {_groups_text(groups)}", f"install one version of {called} everywhere")
+            )
     if groups := _different([each["config"] for each in facts]):
-        said = _said({(digest[:8] or "none"): ranks for digest, ranks in groups.items()})
-        found.append(Trouble(f"the config file differs: {said}", "copy one config file to every host"))
-    found.extend(_other_files([each["files"] for each in facts]))
+        groups_text = _groups_text({(digest[:8] or "none"): ranks for digest, ranks in groups.items()})
+        troubles.append(Trouble(f"the config file differs: {groups_text}", "copy one config file to every host"))
+    troubles.extend(_other_files([each["files"] for each in facts]))
     for (host, gpu), ranks in groups_of([(each["host"], each["gpu"]) for each in facts]).items():
         if gpu and len(ranks) > 1:
             text = f"{ranks_in_words(ranks)} are on one GPU of {host} ({gpu})"
-            found.append(Trouble(text, "start one rank per GPU, and give each process the same CUDA_VISIBLE_DEVICES"))
+            troubles.append(
+                Trouble(text, "start one rank per GPU, and give each process the same CUDA_VISIBLE_DEVICES")
+            )
     for host, ranks in groups_of([each["host"] for each in facts]).items():
         disk = min(facts[rank]["disk"] for rank in ranks)
         shared = min(facts[rank]["shared"] for rank in ranks)
         if 0 <= disk < LEAST_DISK:
             text = f"{host} has {disk / GIB:.2f} GiB free where runs go"
-            found.append(Trouble(text, "free space, or set run.folder"))
+            troubles.append(Trouble(text, "free space, or set run.folder"))
         if 0 <= shared < LEAST_SHARED * len(ranks):
             text = f"{host} has {shared >> 20} MiB free in /dev/shm for {len(ranks)} ranks"
-            found.append(Trouble(text, f"give it {LEAST_SHARED * len(ranks) >> 20} MiB or more (docker: --shm-size)"))
-    return found
+            troubles.append(
+                Trouble(text, f"give it {LEAST_SHARED * len(ranks) >> 20} MiB or more (docker: --shm-size)")
+            )
+    return troubles
 
 
 def settings_that_differ(facts: Sequence[Facts]) -> list[str]:
     """Settings of NCCL and gloo that differ between ranks. These are notes, not problems: interfaces may differ."""
     names = sorted({name for each in facts for name in each["settings"]})
-    found = []
+    troubles = []
     for name in names:
         if groups := _different([each["settings"].get(name, "not set") for each in facts]):
-            found.append(f"{name} differs: {_said(groups)}")
-    return found
+            troubles.append(f"{name} differs: {_groups_text(groups)}")
+    return troubles
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -157,14 +163,16 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def _other_files(files: Sequence[Mapping[str, str]]) -> list[Trouble]:
     """Package files that differ from rank 0's; ranks with the same differences share one problem."""
     others = [{name for name in {*files[0], *mine} if files[0].get(name) != mine.get(name)} for mine in files]
-    found = []
+    troubles = []
     for names, ranks in groups_of([tuple(sorted(names)) for names in others]).items():
         if not names:
             continue
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{ranks_in_words(ranks)} and rank 0 have other files of interlace: {shown}"
-        found.append(Trouble(text, "install the same wheel, or the same commit built in the same way, on every host"))
-    return found
+        troubles.append(
+            Trouble(text, "install the same wheel, or the same commit built in the same way, on every host")
+        )
+    return troubles
 
 
 def _different(values: Sequence[str]) -> dict[str, list[int]]:
@@ -181,7 +189,7 @@ def groups_of(values: Iterable[K]) -> dict[K, list[int]]:
     return groups
 
 
-def _said(groups: Mapping[str, Sequence[int]]) -> str:
+def _groups_text(groups: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups.items())
 
 

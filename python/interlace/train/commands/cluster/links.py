@@ -41,13 +41,13 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
     """Every pair of `world` ranks once, in rounds in which each rank occurs at most once. An odd world leaves one rank
     idle."""
     places = list(range(world + world % 2))
-    found = []
+    result = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < world])
+        result.append([(min(pair), max(pair)) for pair in pairs if max(pair) < world])
         places = [places[0], places[-1], *places[1:-1]]
-    return found
+    return result
 
 
 def measure_pair(rank: int, peer: int, device: torch.device, timeout: float) -> tuple[float, float]:
@@ -105,10 +105,10 @@ def measure_sum(group: dist.ProcessGroup | None, size: int, device: torch.device
 def slow(links: Sequence[Link], hosts: Mapping[int, str], part: float) -> list[tuple[Link, float]]:
     """Links with a bandwidth below `part` of the median of their kind (within a host, or between two), with that
     median. Kinds with fewer than three links are skipped."""
-    found = []
+    slow_links = []
     for inside in (True, False):
         kind = [link for link in links if (hosts[link.first] == hosts[link.second]) is inside]
         if len(kind) >= 3:
             median = statistics.median(link.bandwidth for link in kind)
-            found += [(link, median) for link in kind if link.bandwidth < part * median]
-    return found
+            slow_links += [(link, median) for link in kind if link.bandwidth < part * median]
+    return slow_links

@@ -41,7 +41,7 @@ def write(report: Report, path: Path) -> None:
         "ranks": [{name: value for name, value in each.items() if name != "files"} for each in report.facts],
         "clocks": [{"ahead": ahead, "bound": bound} for ahead, bound in report.clocks],
         "links": [link._asdict() for link in report.links],
-        "all_reduce": [{"host": host or None, "bandwidth": found} for host, found in report.sums.items()],
+        "all_reduce": [{"host": host or None, "bandwidth": bandwidth} for host, bandwidth in report.sums.items()],
         "troubles": [trouble._asdict() for trouble in report.troubles],
         "notes": report.notes,
     }
@@ -56,8 +56,8 @@ def show(report: Report) -> None:
 
     columns = ("what", "found")
     table = table_of(f"interlace doctor cluster: {report.world} ranks", *columns, left=columns)
-    for what, found in _rows(report):
-        table.add_row(escape(what), escape(found))
+    for what, text in _rows(report):
+        table.add_row(escape(what), escape(text))
     console = console_of(200)
     console.print(table)
     for note in report.notes:
@@ -89,8 +89,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         kind = [link for link in report.links if (facts[link.first]["host"] == facts[link.second]["host"]) is inside]
         if kind:
             rows.append((what, _spread(kind)))
-    for host, found in report.sums.items():
-        rows.append((f"all-reduce on {host}" if host else "all-reduce over all ranks", f"{found / 1e6:.0f} MB/s"))
+    for host, bandwidth in report.sums.items():
+        rows.append((f"all-reduce on {host}" if host else "all-reduce over all ranks", f"{bandwidth / 1e6:.0f} MB/s"))
     return rows
 
 

@@ -24,9 +24,9 @@ def choose(options: argparse.Namespace) -> int:
     speed = speed_of(options)
     config = load(options.config, options.set, auto=True)
     how = "as given" if options.tflops is not None else "measured here with a matrix product; give --tflops"
-    said: list[str] = []
+    lines: list[str] = []
     text, decision, _ = choose_for(
-        config, gpus=options.gpus, memory=1e9 * options.memory, tflops=speed, how=how, source=source, say=said.append
+        config, gpus=options.gpus, memory=1e9 * options.memory, tflops=speed, how=how, source=source, say=lines.append
     )
     if options.out is not None:
         with writing("--out", options.out):
@@ -36,7 +36,7 @@ def choose(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(layout_file.table_of(text), indent=1, sort_keys=True, allow_nan=False))
         return 0
-    for line in said:
+    for line in lines:
         print(line)
     for path in filter(None, (options.picture, options.out)):
         print(f"wrote {path}")

@@ -115,9 +115,9 @@ def counted(config: Config, model: MultimodalModel, tflops: float | None) -> Cos
     modules = {name: scaled(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
     links = stated_links(config)
-    told = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
+    links_text = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}{estimated(model)}; "
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {links_text}{estimated(model)}; "
     tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: for the chains shown beside it
     rows, keys = row_bytes_of(model), key_bytes_of(model)
     counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
@@ -128,19 +128,19 @@ def _measured(config: Config, model: MultimodalModel, path: Path) -> Costs:
     """Costs written by a run, for a microbatch of the config's mixture. Raises ConfigError."""
     from interlace.train.report import forecast
 
-    found, links = forecast.load(path)
+    costs, links = forecast.load(path)
     loads = budget_loads(config, model)
     with blaming(f"--costs {path}"):
-        modules = {name: found.of(name, nominal_size(load, 1.0)) for name, load in loads.items()}
+        modules = {name: costs.of(name, nominal_size(load, 1.0)) for name, load in loads.items()}
     for name, cost in modules.items():
         if cost.num_layers != len(model.layer_list(name)):
             raise ConfigError(
                 f"--costs {path}: it is of a model whose {name} has {cost.num_layers} layers, the config's has "
                 f"{len(model.layer_list(name))}: name the file of a run of this model"
             )
-    shown = ", ".join(f"{name} {100 * error:.0f} %" for name, error in found.errors.items())
-    origin = f"{path}: {found.origin}; its fits are off by {shown} (each size predicted from the others)"
-    return Costs(modules, origin, found, stated_links(config) or links)
+    shown = ", ".join(f"{name} {100 * error:.0f} %" for name, error in costs.errors.items())
+    origin = f"{path}: {costs.origin}; its fits are off by {shown} (each size predicted from the others)"
+    return Costs(modules, origin, costs, stated_links(config) or links)
 
 
 def _profiled(config: Config, model: MultimodalModel, tokenizer: Tokenizer, source: str) -> Costs:

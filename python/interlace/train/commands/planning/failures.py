@@ -112,25 +112,25 @@ def with_config(options: argparse.Namespace, priced: Priced) -> argparse.Namespa
     Raises ConfigError for lanes that an elastic run does not support.
     """
     config, own = priced.config, priced.config.resilience
-    said = {
+    defaults = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
         "ranks_per_node": own.ranks_per_node,
         "faults": own.faults,
         "min_nodes": own.min_nodes or 1,
     }
-    given = {name: value for name in said if (value := getattr(options, name)) is not None}
-    found = argparse.Namespace(**{**vars(options), **said, **given})
+    given = {name: value for name in defaults if (value := getattr(options, name)) is not None}
+    merged = argparse.Namespace(**{**vars(options), **defaults, **given})
     source = f"{options.config}, --trace"
     check_lanes(config, source=source)
-    if found.ranks_per_node % (lane := lane_size(config)):
+    if merged.ranks_per_node % (lane := lane_size(config)):
         raise ConfigError(
-            f"{source}: nodes of {found.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give "
+            f"{source}: nodes of {merged.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give "
             "--ranks-per-node a multiple of it"
         )
-    found.assumed = "min_nodes" not in given and own.min_nodes is None and options.memory is None
+    merged.assumed = "min_nodes" not in given and own.min_nodes is None and options.memory is None
     if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
-        found.min_nodes = _held_by(found, priced)
-    return found
+        merged.min_nodes = _held_by(merged, priced)
+    return merged
 
 
 def _held_by(options: argparse.Namespace, priced: Priced) -> int:
@@ -229,15 +229,15 @@ def _copied(priced: Priced, order: Sequence[str]) -> Floats:
 
     config, model = priced.config, priced.model
     ends = np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist()
-    first, found = dict(zip(order, ends)), np.zeros(ends[-1])
+    first, copied = dict(zip(order, ends)), np.zeros(ends[-1])
     layers, own = parameter_layers(model), dict(model.named_parameters())
     lane = templates_of(config, model, priced.costs.modules).layout([lane_size(config)])
     for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
         for name, count in numbers.items():
             module, layer = layers[name]
             more = SAVED_MOMENTS * own[name].requires_grad
-            found[first[module] + layer] += count * own[name].element_size() * (1 + more)
-    return found
+            copied[first[module] + layer] += count * own[name].element_size() * (1 + more)
+    return copied
 
 
 def nodes_over_time(changes: Sequence[Change], start: int, until: float) -> tuple[Floats, Floats]:

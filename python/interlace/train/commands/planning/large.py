@@ -107,23 +107,23 @@ def play(
     sizes = sizes_of_samples(table, samples.rows, samples.pairs, samples.lengths.targets)
     rows_cut = config.parallel.sequence_parallel
     traffic = counted_traffic(model, layout, sequence_parallel=rows_cut, weights=weights)
-    found = predict_arrays(schedule, costs, sizes, links, traffic, recompute=config.train.recompute, optimizer=True)
-    return schedule, found
+    simulated = predict_arrays(schedule, costs, sizes, links, traffic, recompute=config.train.recompute, optimizer=True)
+    return schedule, simulated
 
 
-def write(schedule: Schedule, found: Simulated, folder: Path, title: str) -> tuple[str, ...]:
+def write(schedule: Schedule, simulated: Simulated, folder: Path, title: str) -> tuple[str, ...]:
     """Writes page, picture and trace. Returns one line for each of three groups of ranks, the busiest first."""
     from interlace.simulate.groups import RankGroups, Utilisation, spread_over
     from interlace.simulate.pictures.overview import plot_overview, write_overview
     from interlace.simulate.sampled_trace import write_sampled_trace
 
     groups = RankGroups.of(schedule.graph.layout)
-    used = Utilisation.of(schedule, found, groups)
+    used = Utilisation.of(schedule, simulated, groups)
     folder.mkdir(parents=True, exist_ok=True)
     page, picture, trace = (folder / name for name in FILES)
-    write_overview(schedule, found, groups, used, page, title=title)
-    plot_overview(schedule, found, groups, used, picture, title=title)
-    write_sampled_trace(schedule, found, groups, used, trace)
+    write_overview(schedule, simulated, groups, used, page, title=title)
+    plot_overview(schedule, simulated, groups, used, picture, title=title)
+    write_sampled_trace(schedule, simulated, groups, used, trace)
     return tuple(
         f"{groups.names[g]}: {used.mean[g]:.0%} ({used.least[g]:.0%} to {used.most[g]:.0%})"
         for g in spread_over(used.mean, 3)
@@ -133,14 +133,14 @@ def write(schedule: Schedule, found: Simulated, folder: Path, title: str) -> tup
 def simulate(priced: pricing.Priced, layout: Layout, options: argparse.Namespace) -> int:
     """Implements `step.step` for `layout` with all replicas of the config."""
     config, spread = priced.config, options.spread or 0.0
-    schedule, found = drawn_step(priced, layout, spread)
+    schedule, simulated = drawn_step(priced, layout, spread)
     with writing("--out", options.out):
-        some = write(schedule, found, options.out, f"{config.run.name}, {config.parallel.schedule}, simulated")
+        some = write(schedule, simulated, options.out, f"{config.run.name}, {config.parallel.schedule}, simulated")
     print(
         f"{config.run.name}: {layout.world:,} ranks, {len(schedule.table.chunks):,} chunks, "
         f"{len(schedule.rows):,} actions, placement {config.parallel.placed}, schedule {config.parallel.schedule}"
     )
-    print(f"iteration {1e3 * found.makespan:,.1f} ms, bubble {100 * found.bubble:.0f} %")
+    print(f"iteration {1e3 * simulated.makespan:,.1f} ms, bubble {100 * simulated.bubble:.0f} %")
     print(f"busy of the busiest, a middling and the least busy group of ranks: {'; '.join(some)}")
     print(f"{priced.costs.origin}; lengths with sigma {spread:g}")
     print(f"wrote {', '.join(str(options.out / name) for name in FILES)} (open the last in https://ui.perfetto.dev)")
@@ -154,8 +154,8 @@ def of_any_size(costs: pricing.Costs, loads: Mapping[str, Load]) -> Costs:
     """
     from interlace.costs.step import ScaledCosts
 
-    found = costs.step or costs.counted
-    return found or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
+    estimate = costs.step or costs.counted
+    return estimate or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
 
 
 def drawn_step(

@@ -59,7 +59,7 @@ class LayoutFacts:
     def to_json(self) -> str:
         """JSON with sorted keys, no NaN: see docs/what-ranks-hold.md."""
         priced = self.priced
-        found = {
+        facts = {
             "version": VERSION,
             "run": priced.config.run.name,
             "placement": self.layout.placement,
@@ -70,7 +70,7 @@ class LayoutFacts:
             "modules": [self._module(name) for name in self.layout.modules],
             "ranks": [self._rank(memory) for memory in self.memory],
         }
-        return json.dumps(found, allow_nan=False, indent=1, sort_keys=True)
+        return json.dumps(facts, allow_nan=False, indent=1, sort_keys=True)
 
     def _module(self, name: str) -> dict[str, object]:
         spec = self.layout.spec(name)
@@ -241,13 +241,13 @@ def draw(facts: LayoutFacts, path: Path) -> None:
 
 def _held(memory: RankMemory) -> dict[str, int]:
     """Bytes by kind, for the planned step. They add up to the peak."""
-    found = {
+    facts = {
         "weights": memory.weights_run,
         "gradients": memory.gradients_run,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
     }
-    return {**found, "buffers": memory.peak_run - sum(found.values())}
+    return {**facts, "buffers": memory.peak_run - sum(facts.values())}
 
 
 def size(count: float) -> str:

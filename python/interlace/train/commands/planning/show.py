@@ -50,14 +50,14 @@ def show(options: argparse.Namespace) -> int:
         candidates["frozen-aware"] = own  # equal except for the cut at ties
     elif own.world == ranks:
         candidates[f"config ({config.parallel.placed})"] = own
-    found = layouts.of_config(priced)
+    facts = layouts.of_config(priced)
     if options.picture is not None:
-        layouts.draw(found, options.picture)
+        layouts.draw(facts, options.picture)
     if options.json:
-        print(found.to_json())
+        print(facts.to_json())
         return 0
     console = console_of(140)
-    layouts.show(found, console)
+    layouts.show(facts, console)
     if options.picture is not None:
         console.print(f"wrote {options.picture}")
     for line in summary(model, rates(config, model)):
@@ -67,7 +67,7 @@ def show(options: argparse.Namespace) -> int:
     verdicts = []
     for name, candidate in candidates.items():
         try:
-            timelines[name] = timeline = _timeline(priced, candidate, found)
+            timelines[name] = timeline = _timeline(priced, candidate, facts)
         except ValueError as error:  # above parallel.activation_memory
             verdicts.append(f"{name}: {error}")
             continue
@@ -83,15 +83,15 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _timeline(priced: Priced, candidate: Layout, found: layouts.LayoutFacts) -> Timeline | Simulated:
+def _timeline(priced: Priced, candidate: Layout, facts: layouts.LayoutFacts) -> Timeline | Simulated:
     """A step of `candidate`. found: of the config's own layout, whose weights are used again if they are cut alike.
 
     Raises ValueError if a rank holds more than parallel.activation_memory.
     """
     if candidate.world <= large.RANKS:
         return played(priced, candidate)
-    alike = all(candidate.spec(name).tp == found.layout.spec(name).tp for name in candidate.modules)
-    weights = found.weights if alike else None
+    alike = all(candidate.spec(name).tp == facts.layout.spec(name).tp for name in candidate.modules)
+    weights = facts.weights if alike else None
     return large.drawn_step(priced, candidate, 0.0, weights)[1]
 
 

@@ -97,5 +97,5 @@ def _with_everything(priced: Priced, schedule: Schedule, links: Links) -> Timeli
         mine = sum(size.rows for size, c in zip(sizes, schedule.table.chunks, strict=True) if c.module == edge.producer)
         each = traffic.row_bytes[edge.producer][-1] / traffic.feature_bytes if traffic.feature_bytes else 0.0
         features[edge.producer] = mine * each / max(int(edge.pieces[:, 4].sum()), 1)
-    found, traffic = large.of_any_size(priced.costs, loads), replace(traffic, rows_of=features)
-    return predict(schedule, found, sizes, links, traffic, recompute=config.train.recompute)
+    estimate, traffic = large.of_any_size(priced.costs, loads), replace(traffic, rows_of=features)
+    return predict(schedule, estimate, sizes, links, traffic, recompute=config.train.recompute)
