@@ -74,7 +74,7 @@ def population() -> list[tuple[str, str]]:
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     multimodal = set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     multimodal |= set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-    found = [(LANGUAGE, name) for name in sorted(causal | multimodal)]
+    result = [(LANGUAGE, name) for name in sorted(causal | multimodal)]
     configs = set()
     for name in sorted(set(modeling_auto.MODEL_MAPPING_NAMES) - causal):
         try:
@@ -83,15 +83,15 @@ def population() -> list[tuple[str, str]]:
         except (ImportError, AttributeError):
             continue  # needs a library that is not installed
         if MEDIA & {*([inputs] if isinstance(inputs, str) else inputs or [])}:
-            found.append((ENCODER, name))
+            result.append((ENCODER, name))
             configs.add(made.config_class)
-    return found + [(ENCODER, name) for name, made in sorted(towers().items()) if made.config_class not in configs]
+    return result + [(ENCODER, name) for name, made in sorted(towers().items()) if made.config_class not in configs]
 
 
 @cache
 def towers() -> dict[str, Any]:
     """Class name -> encoder that no table of transformers names: parts of larger models, with their own forwards."""
-    found = {}
+    result = {}
     folders = [folder.name for folder in pkgutil.iter_modules(transformers.models.__path__) if folder.ispkg]
     for folder in folders:
         try:
@@ -108,8 +108,8 @@ def towers() -> dict[str, Any]:
             ):
                 arguments = list(inspect.signature(made.forward).parameters)[1:]
                 if _takes_media(arguments):
-                    found[name] = made
-    return found
+                    result[name] = made
+    return result
 
 
 def is_tower(kind: str, model_type: str) -> bool:
@@ -137,11 +137,11 @@ def model_class(kind: str, model_type: str) -> Any:
         ]
     name = next(table[model_type] for table in tables if model_type in table)
     name = name if isinstance(name, str) else name[0]
-    found = getattr(transformers, name, None)
-    if found is None:
+    result = getattr(transformers, name, None)
+    if result is None:
         module = model_type_to_module_name(model_type)
-        found = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-    return found
+        result = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    return result
 
 
 class NotBuilt(Exception):
@@ -185,39 +185,39 @@ def examine(kind: str, model_type: str) -> dict[str, Any]:
         settings = variants(model_type) if kind == LANGUAGE else {"default": {}}
     except Exception:  # its default config cannot be created: build reports the cause
         settings = {"default": {}}
-    found = {name: examine_variant(kind, model_type, variant) for name, variant in settings.items()}
-    outcomes = {one["outcome"] for one in found.values()}
-    built = next((one["class"] for one in found.values() if "class" in one), "")
+    result = {name: examine_variant(kind, model_type, variant) for name, variant in settings.items()}
+    outcomes = {one["outcome"] for one in result.values()}
+    built = next((one["class"] for one in result.values() if "class" in one), "")
     outcome = next(outcome for outcome in OUTCOMES if outcome in outcomes)
-    return {"kind": kind, "model_type": model_type, "class": built, "outcome": outcome, "variants": found}
+    return {"kind": kind, "model_type": model_type, "class": built, "outcome": outcome, "variants": result}
 
 
 def examine_variant(kind: str, model_type: str, variant: dict[str, Any], *, thorough: bool = True) -> dict[str, Any]:
     """Result of one variant. thorough: also check cuts, generation and the drop-in."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         model = build(kind, model_type, variant)
-        found["class"] = type(model).__name__
+        result["class"] = type(model).__name__
         if kind == LANGUAGE:
-            check_language(model, found, thorough=thorough)
+            check_language(model, result, thorough=thorough)
         else:
             shapes = ModalityModule(copy.deepcopy(model), projector=nn.Identity())
             try:
                 items = spread_encoder(model, shapes)
             except Exception as error:  # the model rejects its own sizes
                 raise NotBuilt(_where(error)) from error
-            check_encoder(model, items, found, thorough=thorough)
-        found["outcome"] = "WRONG" if any("WRONG" in str(value) for value in found.values()) else "right"
+            check_encoder(model, items, result, thorough=thorough)
+        result["outcome"] = "WRONG" if any("WRONG" in str(value) for value in result.values()) else "right"
     except NotBuilt as error:
-        found |= {"outcome": "not built", "note": str(error)}
+        result |= {"outcome": "not built", "note": str(error)}
     except Wrong as error:
-        found |= {"outcome": "WRONG", "note": str(error)}
+        result |= {"outcome": "WRONG", "note": str(error)}
     except Exception as error:  # any exception is recorded in the table
         if is_refusal(error):
-            found |= {"outcome": "refused", "note": first_line(error)}
+            result |= {"outcome": "refused", "note": first_line(error)}
         else:
-            found |= {"outcome": "raised", "note": _where(error)}
-    return found
+            result |= {"outcome": "raised", "note": _where(error)}
+    return result
 
 
 def _where(error: BaseException) -> str:
@@ -268,7 +268,7 @@ def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "command": command("architectures", ()),  # the file holds all architectures, whichever ran last
         "machine": machine(),
         "versions": versions("torch", "transformers", "interlace"),
-        "counts": {kind: {name: found[name] for name in OUTCOMES} for kind, found in counts.items()},
+        "counts": {kind: {name: result[name] for name in OUTCOMES} for kind, result in counts.items()},
         "rows": rows,
     }
 

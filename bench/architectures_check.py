@@ -178,9 +178,9 @@ def check_generation(mllm: MultimodalModel, eager: nn.Module, batch: list[Sample
             for _ in range(NEW_TOKENS):
                 ids = torch.cat([ids, eager_logits(eager, ids)[-1].argmax()[None]])
             answers.append(ids[len(one) :].tolist())
-    found = generate(mllm, batch, max_new_tokens=NEW_TOKENS)
-    if found != answers:
-        raise Wrong(f"generated {found}, by itself {answers}")
+    result = generate(mllm, batch, max_new_tokens=NEW_TOKENS)
+    if result != answers:
+        raise Wrong(f"generated {result}, by itself {answers}")
     return "right"
 
 
@@ -328,15 +328,15 @@ def _there(gradient: Tensor | None) -> str:
 
 def special_ids(config: Any) -> set[int]:
     """Special ids in a config, of the model itself and its parts."""
-    found = set()
+    result = set()
     for key, value in vars(config).items():
         if key.startswith("_"):
             continue
         if hasattr(value, "model_type"):
-            found |= special_ids(value)
+            result |= special_ids(value)
         elif "token" in key or key.endswith(("_id", "_index")):
-            found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
-    return found
+            result |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
+    return result
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -41,8 +41,8 @@ def table(report: dict[str, Any]) -> str:
     rows = report["rows"]
     lines = [INTRODUCTION.format(transformers=report["versions"]["transformers"])]
     lines += [f"| | tried | {' | '.join(OUTCOMES)} |", f"|---|{'---|' * (len(OUTCOMES) + 1)}"]
-    for kind, found in report["counts"].items():
-        counts = [sum(found.values()), *(found[outcome] for outcome in OUTCOMES)]
+    for kind, result in report["counts"].items():
+        counts = [sum(result.values()), *(result[outcome] for outcome in OUTCOMES)]
         lines.append(f"| {KINDS[kind]} | {' | '.join(map(str, counts))} |")
     for kind in report["counts"]:
         lines += section(kind, [row for row in rows if row["kind"] == kind])
@@ -55,13 +55,13 @@ def section(kind: str, rows: list[dict[str, Any]]) -> list[str]:
     cases = [(row, name, one) for row in rows for name, one in row["variants"].items()]
     lines += grouped((row, name, one["layout"]) for row, name, one in cases if one["outcome"] == "right")
     for outcome in OUTCOMES[1:]:
-        found = [(row, name, one["note"]) for row, name, one in cases if one["outcome"] == outcome]
-        if found:
-            lines += ["", f"| {outcome} | model types |", "|---|---|", *grouped(found)]
+        result = [(row, name, one["note"]) for row, name, one in cases if one["outcome"] == outcome]
+        if result:
+            lines += ["", f"| {outcome} | model types |", "|---|---|", *grouped(result)]
     for key, title in ASIDE.items():
-        found = [(row, name, one[key]) for row, name, one in cases if not is_right(one.get(key, "right"))]
-        if found:
-            lines += ["", f"| {title}, of those that are right | model types |", "|---|---|", *grouped(found)]
+        result = [(row, name, one[key]) for row, name, one in cases if not is_right(one.get(key, "right"))]
+        if result:
+            lines += ["", f"| {title}, of those that are right | model types |", "|---|---|", *grouped(result)]
     return lines
 
 

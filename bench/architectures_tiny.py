@@ -125,14 +125,14 @@ def variants(model_type: str) -> dict[str, dict[str, Any]]:
     config = CONFIG_MAPPING[model_type]()
     config = config.get_text_config()
     given = vars(config)
-    found: dict[str, dict[str, Any]] = {"default": {}}
+    result: dict[str, dict[str, Any]] = {"default": {}}
     if "sliding_window" in given and given["sliding_window"] is None:
-        found["sliding_window"] = {"sliding_window": WINDOW}
+        result["sliding_window"] = {"sliding_window": WINDOW}
     if given.get("is_decoder") is False and not given.get("is_encoder_decoder"):
-        found["is_decoder"] = {"is_decoder": True}  # BERT's family: causal only if the config sets it
+        result["is_decoder"] = {"is_decoder": True}  # BERT's family: causal only if the config sets it
     for key in ("attn_layer_indices", "full_attn_idxs"):
         if key in inspect.signature(type(config).__init__).parameters:
-            found[key] = {key: [1, 3]}
+            result[key] = {key: [1, 3]}
     for key in ("layer_types", "layers_block_type"):
         if key not in given:
             continue
@@ -145,8 +145,8 @@ def variants(model_type: str) -> dict[str, dict[str, Any]]:
         present = given[key] or known[:1]
         for kind in known:
             if kind not in (given[key] or []):
-                found[kind] = {key: [present[0], kind] * (LAYERS // 2)}
-    return found
+                result[kind] = {key: [present[0], kind] * (LAYERS // 2)}
+    return result
 
 
 def _shrunk(config: PreTrainedConfig, strategy: Strategy, variant: dict[str, Any]) -> PreTrainedConfig:

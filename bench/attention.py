@@ -174,12 +174,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Peak resident bytes of one step beyond inputs and outputs, ours and dense SDPA's, each in a fresh process."""
     mask, length = options.memory
-    found: dict[str, Any] = {"mask": mask, "length": length}
+    result: dict[str, Any] = {"mask": mask, "length": length}
     for name in ("interlace", "sdpa_dense"):
-        found[name] = attention_memory.in_a_fresh_process(
+        result[name] = attention_memory.in_a_fresh_process(
             name, mask, length, options.heads, options.head_dim, options.dtype, torch.get_num_threads()
         )
-    return found
+    return result
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -83,8 +83,8 @@ def run_case(
         for record in records.values():
             _summarise(record, 4 * pairs * problem.q.shape[1] * problem.q.shape[3], peak)
     mine = records[INTERLACE.name]
-    found = {name: _ratios(record, mine) for name, record in records.items() if name != INTERLACE.name}
-    return case | {"ratio": {name: ratio for name, ratio in found.items() if ratio}}
+    result = {name: _ratios(record, mine) for name, record in records.items() if name != INTERLACE.name}
+    return case | {"ratio": {name: ratio for name, ratio in result.items() if ratio}}
 
 
 def release(clock: Clock) -> None:

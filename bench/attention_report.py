@@ -83,9 +83,9 @@ def summary(report: dict[str, Any]) -> list[str]:
     if "memory" in report:
         memory = report["memory"]
         for name in ("interlace", "sdpa_dense"):
-            found = memory[name]
-            text = found.get("failed") or (
-                f"{found['bytes'] / 2**20:.0f} MiB, its mask {found['mask_bytes'] / 2**20:.1f} MiB"
+            result = memory[name]
+            text = result.get("failed") or (
+                f"{result['bytes'] / 2**20:.0f} MiB, its mask {result['mask_bytes'] / 2**20:.1f} MiB"
             )
             lines.append(f"memory over inputs and outputs, {memory['mask']} {memory['length']}: {name} {text}")
     return lines
@@ -93,14 +93,14 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 def _left_out(report: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Peer -> reason -> number of cases, without cases in which the mask is not one of the peer's own."""
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     for case in report["cases"]:
         for name, record in case["contenders"].items():
             if record["status"] != "ok" and not record["reason"].startswith(("says the", "cannot say")):
                 why = f"{record['status']}, {record['reason']}"
-                found.setdefault(name, {}).setdefault(why, 0)
-                found[name][why] += 1
-    return found
+                result.setdefault(name, {}).setdefault(why, 0)
+                result[name][why] += 1
+    return result
 
 
 def chart(report: dict[str, Any], path: Path) -> str | None:

@@ -40,7 +40,7 @@ WITHIN = 1.10
 
 def layouts_of(config: Config, everything: bool) -> dict[str, Config]:
     """Name -> the config with a layout of 1 or 2 processes; layouts that the config rejects are left out."""
-    found: dict[str, Config] = {}
+    result: dict[str, Config] = {}
     for world in range(1, MOST_RANKS + 1):
         for candidate in listed(config.modules(), world, openings_of(config)):
             if not everything and not _plain(candidate):
@@ -48,10 +48,10 @@ def layouts_of(config: Config, everything: bool) -> dict[str, Config]:
             for count in threads(config, world):
                 each = replace(candidate, threads=count)
                 try:
-                    found[str(each)] = applied(config, each)
+                    result[str(each)] = applied(config, each)
                 except ValueError:
                     continue
-    return found
+    return result
 
 
 def _plain(candidate: Candidate) -> bool:

@@ -124,7 +124,7 @@ def counted(options: argparse.Namespace) -> list[dict[str, Any]]:
                 shards = {method: dealt(blocks, ranks, method) for method in METHODS}
                 rows.append({
                     "mask": name, "length": length, "ranks": ranks, "density": density,
-                    "slowest_over_mean": {method: spread(found.loads) for method, found in shards.items()},
+                    "slowest_over_mean": {method: spread(result.loads) for method, result in shards.items()},
                     "lpt_above_bound": shards["lpt"].gap,
                     "deal_ms": (time.perf_counter() - start) * 1e3,
                 })  # fmt: skip
@@ -167,11 +167,11 @@ def drawn(options: argparse.Namespace, ranks: int = 8) -> list[dict[str, Any]]:
             blocks = AttentionPlan.build(draw(name, length, rng), block=BLOCK).row_blocks()
             for method in METHODS:
                 slowest[method].append(float(dealt(blocks, ranks, method).loads.max()))
-        ratios = {method: np.array(found) / np.array(slowest["lpt"]) for method, found in slowest.items()}
+        ratios = {method: np.array(result) / np.array(slowest["lpt"]) for method, result in slowest.items()}
         rows.append({
             "mask": name, "length": length, "ranks": ranks, "draws": options.draws,
-            "slowest_over_lpt": {method: float(found.mean()) for method, found in ratios.items()},
-            "most_over_lpt": {method: float(found.max()) for method, found in ratios.items()},
+            "slowest_over_lpt": {method: float(result.mean()) for method, result in ratios.items()},
+            "most_over_lpt": {method: float(result.max()) for method, result in ratios.items()},
             "printed_time_over_lpt": {"contiguous": ring / lpt, "zigzag": zigzag / lpt, "random": random / lpt},
         })  # fmt: skip
     return rows
@@ -192,7 +192,7 @@ def ablation(options: argparse.Namespace, ranks: int = 8) -> list[dict[str, Any]
         blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks()
         for text in ("1:1", "8:1"):
             heads, kv_heads = parse_heads(text)
-            found: dict[str, float] = {}
+            result: dict[str, float] = {}
             for method in ("zigzag", "lpt"):
                 shards = dealt(blocks, ranks, method)
                 for split, cap in (("whole", NO_SPLIT), ("subblocks", 16)):
@@ -200,12 +200,12 @@ def ablation(options: argparse.Namespace, ranks: int = 8) -> list[dict[str, Any]
                         comm.ContextParallelPlan.build(mask, shards, rank, cap=cap, heads=heads, kv_heads=kv_heads).plan
                         for rank in range(ranks)
                     )
-                    found[f"{method}, {split}"] = max(makespan(p, heads, options.multiprocessors) for p in plans)
-            base = found["zigzag, whole"]
+                    result[f"{method}, {split}"] = max(makespan(p, heads, options.multiprocessors) for p in plans)
+            base = result["zigzag, whole"]
             rows.append({
                 "mask": name, "length": options.modelled, "ranks": ranks, "heads": text, "cap": 16,
-                "multiprocessors": options.multiprocessors, "slowest_rank_blocks": found,
-                "speedup_over_zigzag_whole": {arm: base / blocks for arm, blocks in found.items()},
+                "multiprocessors": options.multiprocessors, "slowest_rank_blocks": result,
+                "speedup_over_zigzag_whole": {arm: base / blocks for arm, blocks in result.items()},
             })  # fmt: skip
     return rows
 
@@ -252,7 +252,7 @@ def rank_after_rank(options: argparse.Namespace, at: torch.device) -> list[dict[
                         ms = both_passes(clock, q, k, v, dout, plan)
                         if repeat:
                             samples[arm][rank].append(ms)
-            times = {arm: [statistics.median(found) for found in each] for arm, each in samples.items()}
+            times = {arm: [statistics.median(result) for result in each] for arm, each in samples.items()}
             base = max(times["zigzag, whole"])
             rows.append({
                 "mask": name, "length": options.measured, "ranks": ranks, "heads": text, "rank_ms": times,
@@ -283,7 +283,7 @@ def on_process(rank: int, port: int, options: argparse.Namespace, folder: str) -
 
 def process(group: comm.Transport, options: argparse.Namespace) -> dict[str, Any]:
     """For each mask and method, by round: milliseconds of this rank's attention, and until all ranks have finished."""
-    found: dict[str, Any] = {"transport": group.name, "times": {}}
+    result: dict[str, Any] = {"transport": group.name, "times": {}}
     for name in NAMES:
         mask = MASKS[NAMES[name]](options.processed)
         blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks()
@@ -314,8 +314,8 @@ def process(group: comm.Transport, options: argparse.Namespace) -> dict[str, Any
                 attention = sum(event.finish - event.start for event in trace.of("compute"))
                 if repeat:
                     times[method].append((attention * 1e3, whole * 1e3))
-        found["times"][name] = times
-    return found
+        result["times"][name] = times
+    return result
 
 
 def processes(options: argparse.Namespace) -> dict[str, Any]:

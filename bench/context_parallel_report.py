@@ -107,8 +107,8 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     report = json.loads(Path(arguments[0]).read_text())
-    for part, found in report["parts"].items():
-        print("\n".join(lines(part, found)))
+    for part, result in report["parts"].items():
+        print("\n".join(lines(part, result)))
     if len(arguments) > 1:
         chart(report, Path(arguments[1]))
 

@@ -96,19 +96,19 @@ def index(data: Path, folder: Path) -> dict[str, Any]:
     """Seconds and samples per second of rebuilding the index."""
     from interlace.data.chats.files import index as chats_index
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for processes in sorted({1, len(os.sched_getaffinity(0))}):
         cache = folder / "cache" / "chats"
         shutil.rmtree(cache / "index", ignore_errors=True)
         began = time.perf_counter()
         made = chats_index.load([data], rules(), cache / "media", processes=processes, say=lambda line: None)
         seconds = time.perf_counter() - began
-        found[f"processes_{processes}"] = {"seconds": seconds, "samples_per_second": len(made) / seconds}
+        result[f"processes_{processes}"] = {"seconds": seconds, "samples_per_second": len(made) / seconds}
     began = time.perf_counter()
     assert len(chats_index.load([data], rules(), cache / "media")) == len(made)
-    found["open_seconds"] = time.perf_counter() - began
-    found["bytes"] = sum(file.stat().st_size for file in made.folder.glob("pieces/*"))
-    return found
+    result["open_seconds"] = time.perf_counter() - began
+    result["bytes"] = sum(file.stat().st_size for file in made.folder.glob("pieces/*"))
+    return result
 
 
 def tokens(data: Path, folder: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def tokens(data: Path, folder: Path) -> dict[str, Any]:
     from interlace.data.chats.store import prepare
 
     chats = chat_format()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     read = [chat_of(raw, rules()) for raw in islice(chats_files.records(data, folder), SINGLE)]
     pairs = [(chat, [part.stated for part in chat.media]) for chat in read]
     chats.encode_many(pairs[:BLOCK])
@@ -133,7 +133,7 @@ def tokens(data: Path, folder: Path) -> dict[str, Any]:
             else:
                 for chat, sizes in pairs[start : start + BLOCK]:
                     chats.encode(chat, sizes)
-        found[f"tokenised_{name}_per_second"] = len(pairs) / (time.perf_counter() - began)
+        result[f"tokenised_{name}_per_second"] = len(pairs) / (time.perf_counter() - began)
     some = folder / "some.jsonl"
     with open(data, "rb") as file:
         some.write_bytes(b"".join(islice(file, PREPARED)))
@@ -142,7 +142,7 @@ def tokens(data: Path, folder: Path) -> dict[str, Any]:
     store = prepare([some], chats, rules(), folder / "some")
     seconds = time.perf_counter() - began
     repeat(store.folder, folder / "repeated", -(-sum(1 for _ in open(data, "rb")) // len(store)))
-    return found | {"prepared": len(store), "prepared_per_second": len(store) / seconds}
+    return result | {"prepared": len(store), "prepared_per_second": len(store) / seconds}
 
 
 def repeat(one: Path, many: Path, times: int) -> None:
@@ -182,13 +182,13 @@ def read_here(data: Path, folder: Path) -> dict[str, Any]:
     before = resident()
     began = time.perf_counter()
     opened = chats_index.load([data], rules(), folder / "cache" / "chats" / "media")
-    found: dict[str, Any] = {"open_index_seconds": time.perf_counter() - began}
+    result: dict[str, Any] = {"open_index_seconds": time.perf_counter() - began}
     assert len(opened) == opened.totals["records"]
     began = time.perf_counter()
     store = _load(folder / "repeated", rules(), chats)
-    found["open_prepared_seconds"] = time.perf_counter() - began
+    result["open_prepared_seconds"] = time.perf_counter() - began
     assert store is not None
-    found["samples"] = len(store)
+    result["samples"] = len(store)
     dataset = MixedDataset([Part("all", ChatDataset(store, chats, np.arange(len(store)), "train"))])
     most = int(store.lengths.max())
     ahead = ReadAhead(prefetch=0, wanted=lambda batch: [])
@@ -209,18 +209,18 @@ def read_here(data: Path, folder: Path) -> dict[str, Any]:
             most_resident = max(most_resident, resident()) if count % 37 == 0 else most_resident
         seconds = time.perf_counter() - began
         most_resident = max(most_resident, resident())
-        found[name] = {
+        result[name] = {
             "first_batch_seconds": first,
             "samples_read": count,
             "samples_per_second": count / seconds,
             "resident_growth_mb": most_resident - before,
         }
         state = loader.state_dict()
-        found[name]["state_bytes"] = len(json.dumps(state))
+        result[name]["state_bytes"] = len(json.dumps(state))
         loader.close()
         del loader
-    found["resident_before_mb"] = before
-    return found
+    result["resident_before_mb"] = before
+    return result
 
 
 def main() -> None:
@@ -250,8 +250,8 @@ def main() -> None:
             report[step] = report.get(step, {}) | tokens(data, given.folder)
         elif step == "read":
             again = [sys.executable, "-m", "bench.data_index", "--inside", "--samples", str(given.samples)]
-            said = subprocess.run([*again, "--folder", str(given.folder)], capture_output=True, text=True, check=True)
-            report[step] = json.loads(said.stdout.splitlines()[-1])
+            output = subprocess.run([*again, "--folder", str(given.folder)], capture_output=True, text=True, check=True)
+            report[step] = json.loads(output.stdout.splitlines()[-1])
     if given.step != "data":
         write_json(given.out, report)
     print(json.dumps({name: report.get(name) for name in STEPS}, indent=1))

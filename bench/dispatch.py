@@ -117,8 +117,8 @@ def padded_least(ranks: int, seed: int) -> dict[str, Any]:
 
 def balance_of(ranks: int) -> dict[str, Any]:
     """Order -> method -> phase -> costliest replica / mean: the mean over seeds and the maximum."""
-    found: dict[str, Any] = {order: {} for order in ORDERS}
-    for order, of_order in found.items():
+    result: dict[str, Any] = {order: {} for order in ORDERS}
+    for order, of_order in result.items():
         for method in ("none", "per_module"):
             ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
             for seed in range(SEEDS):
@@ -129,7 +129,7 @@ def balance_of(ranks: int) -> dict[str, Any]:
             of_order[method] = {
                 phase: {"mean": statistics.mean(each), "most": max(each)} for phase, each in ratios.items()
             }
-    return found
+    return result
 
 
 def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
     times: dict[str, list[float]] = {f"{what}{of}_ms": [] for what in (*parts, "planning") for of in ("", "_cpu")}
     for _ in range(repeats):
         at = [(time.perf_counter(), time.process_time())]
-        found = dispatcher(lengths)
+        result = dispatcher(lengths)
         at.append((time.perf_counter(), time.process_time()))
-        table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=found)
+        table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=result)
         at.append((time.perf_counter(), time.process_time()))
         table.links  # noqa: B018 (computes them)
         at.append((time.perf_counter(), time.process_time()))
@@ -206,14 +206,14 @@ def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCos
             sizes = chunk_sizes(mllm, table, samples)
             alone = durations(parallel.graph, table, fits, sizes, links)
             scale = scale or options.slot / statistics.mean([seconds for seconds in alone.values() if seconds > 0])
-            told: list[Any] = [{job: seconds * scale for job, seconds in alone.items()}]
-            dist.broadcast_object_list(told, 0)  # includes the links, as each rank has measured them
-            slots.jobs, slots.late = told[0], 0.0
+            lines: list[Any] = [{job: seconds * scale for job, seconds in alone.items()}]
+            dist.broadcast_object_list(lines, 0)  # includes the links, as each rank has measured them
+            slots.jobs, slots.late = lines[0], 0.0
             seconds = step_seconds(parallel, samples)
             slots.jobs = {}
             late = torch.tensor(slots.late)
             dist.all_reduce(late, dist.ReduceOp.MAX)
-            guess = predict(parallel.schedule(table), fits, sizes, links, traffic, seconds=told[0], optimizer=False)
+            guess = predict(parallel.schedule(table), fits, sizes, links, traffic, seconds=lines[0], optimizer=False)
             found.add(
                 order, method, parallel, table, samples, seconds, simulated_seconds=guess.makespan, late=float(late)
             )
@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "planning": planning_of(max(options.ranks)),
     }
     for ranks, orders in report["balance"].items():
-        for order, method, phases in ((o, m, p) for o, found in orders.items() for m, p in found.items()):
+        for order, method, phases in ((o, m, p) for o, result in orders.items() for m, p in result.items()):
             shown = ", ".join(f"{phase} {each['mean']:.4f} (most {each['most']:.4f})" for phase, each in phases.items())
             print(f"{ranks:>5} ranks, {order:7}, {method:10} costliest over mean: {shown}")
     for ranks, draws in report["padded"].items():

@@ -106,8 +106,8 @@ class Ours:
 
     def method(self, method: Method) -> Step:
         """A method of `train.assign`."""
-        found = Assigner(method, self.layout, self.work)(self.lengths, self.count)
-        return self.step(step_table(self.layout, self.lengths, microbatches=self.count, assignment=found))
+        result = Assigner(method, self.layout, self.work)(self.lengths, self.count)
+        return self.step(step_table(self.layout, self.lengths, microbatches=self.count, assignment=result))
 
     def step(self, table: StepTable, *, by_cost: bool | None = None) -> Step:
         """1F1B. by_cost: order by cost; None: only if something is deferred, as in runs."""
@@ -196,16 +196,16 @@ def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for mix in options.mixes:
         for samples, microbatches in SIZES:
-            found: dict[str, list[dict[str, float]]] = {}
+            result: dict[str, list[dict[str, float]]] = {}
             least = []
             for seed in range(options.seeds):
                 drawn = draw(mix, samples, seed=seed)
                 problem = problem_of(drawn, options.model, options.ranks)
                 least.append(balance.least_spread(problem.llm, microbatches))
                 for name, made in ways(problem, drawn, microbatches).items():
-                    found.setdefault(name, []).append(figures(made()))
-            static = found["static 1F1B"]
-            for name, each in found.items():
+                    result.setdefault(name, []).append(figures(made()))
+            static = result["static 1F1B"]
+            for name, each in result.items():
                 mean = {key: statistics.fmean(one[key] for one in each) for key in each[0]}
                 mean["time"] = statistics.fmean(
                     one["seconds"] / s["seconds"] for one, s in zip(each, static, strict=True)
@@ -260,13 +260,13 @@ def spread_table(report: Mapping[str, Any]) -> str:
 
 def docs_table(report: Mapping[str, Any]) -> str:
     """Table of docs/who-computes-what.md: step time relative to static microbatches, mean over sizes."""
-    found: dict[str, dict[str, list[float]]] = {}
+    result: dict[str, dict[str, list[float]]] = {}
     for row in report["simulated"]:
         if row["way"] != "static 1F1B":
-            found.setdefault(row["way"], {}).setdefault(row["mix"], []).append(row["time"])
-    mixes = list(next(iter(found.values())))
+            result.setdefault(row["way"], {}).setdefault(row["mix"], []).append(row["time"])
+    mixes = list(next(iter(result.values())))
     lines = [f"| | {' | '.join(mixes)} |", "|---" * (len(mixes) + 1) + "|"]
-    for way, times in found.items():
+    for way, times in result.items():
         name = ("… " if way.startswith(" ") else "") + way.strip()
         name = f"`{name}`" if name.startswith("assign") else name
         lines.append(f"| {name} | {' | '.join(f'{statistics.fmean(times[mix]):.0%}' for mix in mixes)} |")

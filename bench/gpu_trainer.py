@@ -355,8 +355,8 @@ def run(name: str, config: Config, folder: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", *given], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{name} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def summarised(ran: dict[str, Any], peak: float | None) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def main() -> None:
         prepared._plans.clear()
         run()
 
-    found = {
+    result = {
         "forward": median(forward, options.repeats),
         "forward and backward": median(both, options.repeats),
         "empty forward": median(empty, options.repeats),
@@ -95,8 +95,8 @@ def main() -> None:
         "forward, first kind": median(lambda: anew(forward), options.repeats),
         "forward and backward, first kind": median(lambda: anew(both), options.repeats),
     }
-    print(*(f"{name}: {value} us" for name, value in found.items()), sep="\n")
-    write_json(options.out, {"command": command("host_time"), "unit": "us of the calling thread", **found})
+    print(*(f"{name}: {value} us" for name, value in result.items()), sep="\n")
+    write_json(options.out, {"command": command("host_time"), "unit": "us of the calling thread", **result})
 
 
 if __name__ == "__main__":

@@ -138,16 +138,16 @@ def operand_bytes(shape: str) -> int:
 
 def problems(full: HotLoop, partial: HotLoop) -> dict[tuple[str, str], float]:
     """Problems of the two loops: {(loop, problem): figure}."""
-    found: dict[tuple[str, str], float] = {}
+    result: dict[tuple[str, str], float] = {}
     for loop in (full, partial):
         if loop.ratio > 1.05:
-            found[loop.loop, "HGMMA ratio"] = round(loop.ratio, 2)
+            result[loop.loop, "HGMMA ratio"] = round(loop.ratio, 2)
         if loop.traffic > SHARED_BYTES:
-            found[loop.loop, "shared memory, B/clk"] = round(loop.traffic)
+            result[loop.loop, "shared memory, B/clk"] = round(loop.traffic)
         if loop.wait == 0:
-            found[loop.loop, "wait"] = 0
+            result[loop.loop, "wait"] = 0
         if loop.spills:
-            found[loop.loop, "spills in the loop"] = loop.spills
+            result[loop.loop, "spills in the loop"] = loop.spills
     if partial.per_pairs > 1.6 * full.per_pairs:
-        found["PARTIAL", "instructions over FULL"] = round(partial.per_pairs / full.per_pairs, 2)
-    return found
+        result["PARTIAL", "instructions over FULL"] = round(partial.per_pairs / full.per_pairs, 2)
+    return result

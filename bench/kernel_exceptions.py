@@ -51,13 +51,13 @@ def head_dims(c: Configuration) -> str:
 
 def problems(report: Report, version: str) -> dict[Problem, float]:
     """Problems of the kernels of a report under one version of Triton: {problem: figure}."""
-    found = {}
+    result = {}
     for configuration, kernels in report.items():
         for name, used in kernels.items():
             before = _issued_before().get((version, name, configuration), math.inf)
             for (loop, problem), figure in _of_kernel(configuration, name, used, before).items():
-                found[Problem(*_kernel(configuration, name), loop, problem)] = figure
-    return found
+                result[Problem(*_kernel(configuration, name), loop, problem)] = figure
+    return result
 
 
 @functools.cache
@@ -76,33 +76,33 @@ def _kernel(c: Configuration, name: str) -> tuple[str, str, str, str, str]:
 
 def _of_kernel(c: Configuration, name: str, used: dict[str, Any], before: float) -> dict[tuple[str, str], float]:
     """before: the most instructions that the FULL loop may issue per 128 x 128 pairs."""
-    found: dict[tuple[str, str], float] = {}
+    result: dict[tuple[str, str], float] = {}
     if used["spills"]:
-        found["", "spills"] = used["spills"]
+        result["", "spills"] = used["spills"]
     if used["shared"] > SHARED_MEMORY[c.architecture]:
-        found["", f"more than {SHARED_MEMORY[c.architecture]} bytes of shared memory"] = used["shared"]
+        result["", f"more than {SHARED_MEMORY[c.architecture]} bytes of shared memory"] = used["shared"]
     tensor_cores = TENSOR_CORES[c.architecture]
     if (name.startswith(DOTS) or name.startswith(hot_loops.GLUON)) and c.dtype != "float32" and not used[tensor_cores]:
-        found["", f"no {tensor_cores}; HMMA"] = used["mma"]
+        result["", f"no {tensor_cores}; HMMA"] = used["mma"]
     if name.startswith(hot_loops.GLUON) and not used["tma"]:
-        found["", "no UTMALDG"] = 0
+        result["", "no UTMALDG"] = 0
     if "loops" in used and c.variant != "computed":  # plans too large for bitmaps have no speed requirement
         if loops := hot_loops.figures(name, used):
-            found |= hot_loops.problems(*loops)
+            result |= hot_loops.problems(*loops)
             if loops[0].per_pairs > before:
-                found["FULL", "instructions over before"] = round(loops[0].per_pairs / before, 2)
+                result["FULL", "instructions over before"] = round(loops[0].per_pairs / before, 2)
         else:
-            found["", "hot loops"] = len(used["loops"])
-    return found
+            result["", "hot loops"] = len(used["loops"])
+    return result
 
 
 def exceptions(path: Path = TABLE) -> dict[Problem, Accepted]:
-    found = {}
+    result = {}
     with path.open(newline="") as lines:
         for row in csv.DictReader(lines):
             figures = {version: float(row[version]) for version in VERSIONS if row[version]}
-            found[Problem(*(row[name] for name in Problem._fields))] = Accepted(figures, row["reason"])
-    return found
+            result[Problem(*(row[name] for name in Problem._fields))] = Accepted(figures, row["reason"])
+    return result
 
 
 def changes(report: Report, version: str, accepted: dict[Problem, Accepted] | None = None) -> list[str]:
@@ -114,10 +114,10 @@ def changes(report: Report, version: str, accepted: dict[Problem, Accepted] | No
         for problem, row in accepted.items()
         if version in row.figures and problem[:5] in compiled
     }
-    found = problems(report, version)
+    result = problems(report, version)
     words = [f"no reason given: {describe(problem)}" for problem in expected if not accepted[problem].reason]
-    for problem in sorted({*found, *expected}):
-        is_, was = found.get(problem), expected.get(problem)
+    for problem in sorted({*result, *expected}):
+        is_, was = result.get(problem), expected.get(problem)
         if is_ != was:
             what = "new" if was is None else "gone" if is_ is None else "changed"
             words.append(f"{what}: {problem.problem}, {_figure(was)} -> {_figure(is_)}: {describe(problem)}")
@@ -145,12 +145,12 @@ def accept(reports: dict[str, Report], path: Path = TABLE) -> None:
     common: dict[tuple[str, ...], set[str]] = {}
     for problem, row in known.items():
         common.setdefault(_class(problem), set()).add(row.reason)
-    found = {version: problems(report, version) for version, report in reports.items()}
+    result = {version: problems(report, version) for version, report in reports.items()}
     with path.open("w", newline="") as lines:
         table = csv.writer(lines, lineterminator="\n")
         table.writerow([*Problem._fields, *VERSIONS, "reason"])
-        for problem in sorted({problem for of_version in found.values() for problem in of_version}, key=_order):
-            figures = [found.get(version, {}).get(problem) for version in VERSIONS]
+        for problem in sorted({problem for of_version in result.values() for problem in of_version}, key=_order):
+            figures = [result.get(version, {}).get(problem) for version in VERSIONS]
             cells = ["" if figure is None else f"{figure:g}" for figure in figures]
             reasons = {known[problem].reason} if problem in known else common.get(_class(problem), set())
             table.writerow([*problem, *cells, reasons.pop() if len(reasons) == 1 else ""])

@@ -45,20 +45,20 @@ MAIN = [(64, 0), (128, 0), (192, 128), (256, 0)]  # head dimensions that come fi
 
 def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int] = HEAD_DIMS) -> list[Configuration]:
     """Every configuration in use. fp16 differs from bf16 only in instruction names, so one configuration covers it."""
-    found = []
+    result = []
     for architecture in architectures:
-        found.append(Configuration(architecture, part="plan"))
-        found += [Configuration(architecture, dtype=dtype, part="ranks") for dtype in ("bfloat16", "float32")]
+        result.append(Configuration(architecture, part="plan"))
+        result += [Configuration(architecture, dtype=dtype, part="ranks") for dtype in ("bfloat16", "float32")]
         for head_dim in head_dims:
             if architecture == 90 and head_dim <= GLUON_HEAD_DIM:
-                found += [Configuration(90, head_dim, "bfloat16", v, "gluon") for v in _variants(head_dim)]
-            found += [Configuration(architecture, head_dim, "bfloat16", v) for v in _variants(head_dim)]
+                result += [Configuration(90, head_dim, "bfloat16", v, "gluon") for v in _variants(head_dim)]
+            result += [Configuration(architecture, head_dim, "bfloat16", v) for v in _variants(head_dim)]
             if head_dim not in PADDED_HEAD_DIMS:
-                found.append(Configuration(architecture, head_dim, "float32"))
+                result.append(Configuration(architecture, head_dim, "float32"))
             if head_dim == 128:
-                found.append(Configuration(architecture, head_dim, "float16"))
-        found += mixed(architecture)
-    return found
+                result.append(Configuration(architecture, head_dim, "float16"))
+        result += mixed(architecture)
+    return result
 
 
 def mixed(architecture: int) -> list[Configuration]:
@@ -255,12 +255,12 @@ def write_before(reports: dict[str, Report], line: str) -> None:
 
 
 def read_before() -> dict[str, list[roofline.Row]]:
-    found: dict[str, list[roofline.Row]] = {}
+    result: dict[str, list[roofline.Row]] = {}
     for row in json.loads(BEFORE.read_text())["loops"]:
         configuration = Configuration(**{name: row[name] for name in Configuration._fields})
         loop = HotLoop(**{name: row[name] for name in HotLoop._fields})
-        found.setdefault(row["triton"], []).append(roofline.Row(row["kernel"], configuration, row["tile"], loop))
-    return found
+        result.setdefault(row["triton"], []).append(roofline.Row(row["kernel"], configuration, row["tile"], loop))
+    return result
 
 
 def cell(used: dict[str, Any], architecture: int) -> str:

@@ -188,7 +188,7 @@ def peers(case: Case, clock: Clock, flex: bool, repeats: int) -> dict[str, Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     problem, name = case.problem, case.problem.name
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     todo: dict[str, tuple[str, Any]] = {}
     if name in ("full", "causal"):
         todo = {
@@ -218,11 +218,11 @@ def peers(case: Case, clock: Clock, flex: bool, repeats: int) -> dict[str, Any]:
                 if turn:
                     times["forward_ms"].append(ms)
                     times["backward_ms"].append(back)
-            found[label] = {key: statistics.median(values) for key, values in times.items()}
-            found[label]["difference"] = difference([out.detach()], [case.out])
+            result[label] = {key: statistics.median(values) for key, values in times.items()}
+            result[label]["difference"] = difference([out.detach()], [case.out])
         except Exception as error:
-            found[label] = {"failed": reason(error)}
-    return found
+            result[label] = {"failed": reason(error)}
+    return result
 
 
 def measure(text: str, at: torch.device, clock: Clock, flex: bool, repeats: int, ships: bool) -> dict[str, Any]:

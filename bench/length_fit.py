@@ -78,8 +78,8 @@ class Fit:
         text = values[f"text {name}"] * np.exp(values[f"spread {name}"] * self.normal[name][1])
         tokens = np.clip(np.rint(text), *TEXT[name]) + np.ceil(patches / 4)
         speed = vlm.TP * vlm.PEAK * values["speed encoder"]
-        found = {"vision": vlm.vision_flops(patches) / speed}
-        return found | {m: vlm.llm_flops(tokens, m) / (speed * values[f"speed {m}"]) for m in vlm.LLAMA}
+        result = {"vision": vlm.vision_flops(patches) / speed}
+        return result | {m: vlm.llm_flops(tokens, m) / (speed * values[f"speed {m}"]) for m in vlm.LLAMA}
 
     def shown(self, seconds: dict[str, Floats], model: str, size: int) -> Floats:
         """float64 [GPUS + 1]: frequency of each number of encoder GPUs over the batches."""
@@ -96,14 +96,14 @@ class Fit:
             return np.inf
         values = self.named(x)
         seconds = {name: self.work(name, values) for name in NAMES}
-        found = float((((x - self.start) / self.scale) ** 2).sum() / 2)
+        result = float((((x - self.start) / self.scale) ** 2).sum() / 2)
         for (name, model), rows in RATIOS.items():
             for size, row in zip(SIZES, rows):
                 often = self.shown(seconds[name], model, size)[[int(pair.split(":")[0]) for pair in row.split()]]
-                found -= 60 * np.log(min(1.0, often.sum())) + np.log(1 - (1 - often) ** 60 + 1e-9).sum()
+                result -= 60 * np.log(min(1.0, often.sum())) + np.log(1 - (1 - often) ** 60 + 1e-9).sum()
         for name, row in USED:
-            found += (np.log(self.deviation(seconds[name], row) / SPREADS[name][row][0]) / 0.3) ** 2 / 2
-        return float(found)
+            result += (np.log(self.deviation(seconds[name], row) / SPREADS[name][row][0]) / 0.3) ** 2 / 2
+        return float(result)
 
     def search(self, seconds: float, seed: int) -> Floats:
         rng = np.random.default_rng(seed)

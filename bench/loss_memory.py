@@ -58,7 +58,7 @@ def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
 
 def measure(rows: Sequence[int], words: int, hidden: int) -> list[dict[str, Any]]:
     """A row for each variant and number of rows."""
-    found = []
+    result = []
     for count in sorted(rows):
         for way in WAYS if count == min(rows) else WAYS[:2]:
             port = free_port()
@@ -70,13 +70,13 @@ def measure(rows: Sequence[int], words: int, hidden: int) -> list[dict[str, Any]
                 )
                 for rank in range(LANE if way == "lane" else 1)
             ]  # fmt: skip
-            said = [child.communicate() for child in children]
-            for child, (_, errors) in zip(children, said, strict=True):
+            output = [child.communicate() for child in children]
+            for child, (_, errors) in zip(children, output, strict=True):
                 if child.returncode:
                     raise RuntimeError(f"{way}, {count} rows ended with code {child.returncode}:\n{errors[-2000:]}")
-            largest = max((json.loads(out) for out, _ in said), key=lambda each: each["peak_mib"])
-            found.append({"way": way, "rows": count, "logits_mib": count * words * 4 / 2**20, **largest})
-    return found
+            largest = max((json.loads(out) for out, _ in output), key=lambda each: each["peak_mib"])
+            result.append({"way": way, "rows": count, "logits_mib": count * words * 4 / 2**20, **largest})
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:

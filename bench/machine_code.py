@@ -71,13 +71,15 @@ def hot_loops(code: str) -> list[Loop]:
         for head, body in loops.items()
         if any(i.operation == operation for index in body for i in blocks[index].instructions)
     }
-    found = []
+    result = []
     for head, body in sorted(hot.items()):
         inner = [other for at, other in loops.items() if at != head and at in body and other < body]
         if not any(at != head and at in body and other < body for at, other in hot.items()):
             own = sorted(body.difference(*inner))
-            found.append(_loop([i for index in own if not _is_jump(blocks[index]) for i in blocks[index].instructions]))
-    return found
+            result.append(
+                _loop([i for index in own if not _is_jump(blocks[index]) for i in blocks[index].instructions])
+            )
+    return result
 
 
 def basic_blocks(code: str) -> list[Block]:
@@ -191,15 +193,15 @@ def _beside_products(body: list[Instruction]) -> int:
     """MUFU of an iteration that follows another one, issued while a group of HGMMA is in flight."""
     groups = 0
     for _ in range(2):
-        found = 0
+        result = 0
         for instruction in body:
             if instruction.operation == "HGMMA" and "gsb0" in instruction.operands:
                 groups += 1
             elif instruction.name.startswith("WARPGROUP.DEPBAR"):
                 groups = min(groups, int(instruction.operands.split(",")[1], 16))
             elif instruction.operation == "MUFU" and groups:
-                found += 1
-    return found
+                result += 1
+    return result
 
 
 def _shapes(body: list[Instruction]) -> Iterator[str]:

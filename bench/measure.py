@@ -125,13 +125,13 @@ def cpu() -> str:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python and of installed packages; by default of the packages that attention uses."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in packages or ("torch", "triton", "flash-attn", "interlace"):
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def free_port() -> int:

@@ -117,8 +117,8 @@ def backward(call: Call, inputs: list[torch.Tensor]) -> Callable[[Transport, int
     def prepare(group: Transport, chunks: int) -> Callable[[], object]:
         for tensor in inputs:
             tensor.requires_grad_()
-        found = call(group, chunks)
-        outs = [found] if isinstance(found, torch.Tensor) else list(found)
+        result = call(group, chunks)
+        outs = [result] if isinstance(result, torch.Tensor) else list(result)
         grads = [torch.ones_like(out) for out in outs]
         return lambda: torch.autograd.grad(outs, inputs, grads)
 
@@ -230,7 +230,7 @@ def peers(rank: int, inner: Transport, quick: bool, repeats: int) -> list[dict[s
             "matmul, then gloo all_reduce": multiply_then_scatter,
         },
     }
-    found = []
+    result = []
     for operation, contenders in runs.items():
         times: dict[str, list[float]] = {name: [] for name in contenders}
         results = {name: run() for name, run in contenders.items()}
@@ -240,8 +240,8 @@ def peers(rank: int, inner: Transport, quick: bool, repeats: int) -> list[dict[s
         first, *others = results.values()
         for other in others:
             torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-3)
-        found.append({"operation": operation, "ms": {name: 1e3 * statistics.median(t) for name, t in times.items()}})
-    return found
+        result.append({"operation": operation, "ms": {name: 1e3 * statistics.median(t) for name, t in times.items()}})
+    return result
 
 
 def timeline(

@@ -141,12 +141,12 @@ def operations(sizes: Sizes, spec: ParallelSpec, rows_cut: bool, rank: int) -> l
     chunks = chunks_for(rows // WORLD, hidden * 4, 1, WORLD)
     queries, keys = sizes.heads * sizes.width // WORLD, sizes.kv_heads * sizes.width // WORLD
     inner = sizes.intermediate // WORLD
-    found = []
+    result = []
     for name, outs in (("queries, keys and values", (queries, keys, keys)), ("gate and up", (inner, inner))):
-        found += [(case, chunks) for case in _into(name, draw, [draw(n, hidden) for n in outs], sizes, rows_cut)]
+        result += [(case, chunks) for case in _into(name, draw, [draw(n, hidden) for n in outs], sizes, rows_cut)]
     for name, width in (("out of attention", queries), ("down", inner)):
-        found += [(case, chunks) for case in _back(name, draw(rows, width), draw(hidden, width), rows_cut)]
-    return found
+        result += [(case, chunks) for case in _back(name, draw(rows, width), draw(hidden, width), rows_cut)]
+    return result
 
 
 def _into(name: str, draw: Callable[..., Tensor], weights: list[Tensor], sizes: Sizes, rows_cut: bool) -> list[Case]:
@@ -251,14 +251,14 @@ class Steps:
 
     def _transport(self) -> Transport:
         """Transport of this rank's lane, which has one group."""
-        found: list[Transport] = []
+        result: list[Transport] = []
 
         def note(transport: Transport) -> Transport:
-            found.append(transport)
+            result.append(transport)
             return transport
 
         self.parallel.connect_lanes(note)
-        [only] = found
+        [only] = result
         return only
 
     def __call__(self, link: Link, transport: Transport) -> Clocked:
@@ -278,10 +278,10 @@ def run_layout(name: str, sizes: Sizes, settings: dict[str, Any], rank: int) -> 
 
     cases = operations(sizes, spec, rows_cut, rank)
     by_itself = [alone(case, chunks, inner, repeats) for case, chunks in cases]
-    bandwidth = max(found.bandwidth(settings["ratio"]) for found in by_itself)
+    bandwidth = max(result.bandwidth(settings["ratio"]) for result in by_itself)
     single = [
-        over_link(case, chunks, inner, found, bandwidth, repeats)
-        for (case, chunks), found in zip(cases, by_itself, strict=True)
+        over_link(case, chunks, inner, result, bandwidth, repeats)
+        for (case, chunks), result in zip(cases, by_itself, strict=True)
     ]
     busy = sum(row["communication_ms"] for row in single)
     single_hidden = sum(row["hidden"] * row["communication_ms"] for row in single) / busy

@@ -279,19 +279,19 @@ def compared(folder: Path, given: Any) -> dict[str, Any]:
             lines, seconds, killed = trained(folder, f"ray-{kind}", data, given, kill)
         finally:
             cluster.close()
-        found = [line[LOSS] for line in lines]
+        result = [line[LOSS] for line in lines]
         rows.append(
             {
                 "data": "ray",
                 "killed": kind,
                 "kills": killed,
-                "steps": len(found),
+                "steps": len(result),
                 "seconds": seconds,
                 "answers_lost_and_asked_for_again": lines[-1].get(RESTARTS, 0),
                 "blank_items": max(line.get(BLANK, 0) for line in lines),
-                "losses_bit_equal": found == expected,
+                "losses_bit_equal": result == expected,
                 "bytes_moved_equal": [line.get(MOVED, 0.0) for line in lines] == moved,
-                "largest_difference": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
+                "largest_difference": max(abs(a - b) for a, b in zip(result, expected, strict=True)),
             }
         )
     about = {key: getattr(given, key) for key in ("ranks", "reading", "nodes", "samples", "batch", "side")}

@@ -113,7 +113,7 @@ def llm_stage_counts(rows: list[Row]) -> dict[float, int] | None:
 
 def simulate_table() -> list[Simulated]:
     """Every row with its inferred stages, or with the nearest split if none can be inferred."""
-    found = []
+    result = []
     for row in TABLE:
         counts = llm_stage_counts([other for other in TABLE if other.model[-1] == row.model[-1]])
         splits = [counts[row.llm_backward]] if counts else list(range(1, STAGES))
@@ -121,8 +121,8 @@ def simulate_table() -> list[Simulated]:
             Simulated(row, STAGES - llm, llm, simulate_row(row, STAGES - llm, llm), counts is not None)
             for llm in splits
         ]
-        found.append(min(tried, key=lambda each: abs(each.error)))
-    return found
+        result.append(min(tried, key=lambda each: abs(each.error)))
+    return result
 
 
 def reason(each: Simulated) -> str:
@@ -170,9 +170,9 @@ def main() -> None:
         if not each.reproduced:
             print(f"  {each.row.model} {'aware' if each.row.aware else 'unaware'}: {reason(each)}")
     if arguments.out:
-        found = [{**asdict(each), "error": each.error, "reason": reason(each)} for each in rows]
+        result = [{**asdict(each), "error": each.error, "reason": reason(each)} for each in rows]
         about = {"benchmark": "reproduce_frozen_table", "command": command("reproduce_frozen_table")}
-        write_json(arguments.out, about | {"versions": versions("interlace"), "rows": found})
+        write_json(arguments.out, about | {"versions": versions("interlace"), "rows": result})
 
 
 if __name__ == "__main__":

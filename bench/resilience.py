@@ -88,11 +88,11 @@ class Run:
     def until(self, happened: Callable[[], Any], what: str) -> Any:
         """Poll `happened` until it returns a true value, and return that. Raises TimeoutError."""
         deadline = time.monotonic() + PATIENCE
-        while not (found := happened()):
+        while not (result := happened()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {what} within {PATIENCE:g} s: {self.journal('lost')[-3:]}")
             time.sleep(0.02)
-        return found
+        return result
 
     def trains(self) -> bool:
         """True if the newest generation has all nodes."""
@@ -118,7 +118,7 @@ class Run:
 
 def detection(nodes: int, times: int, heartbeat: float) -> dict[str, Any]:
     """Seconds from a signal to the event, for `times` deaths and as many hangs, one after the other."""
-    found: dict[str, list[float]] = {"death": [], "hang": []}
+    result: dict[str, list[float]] = {"death": [], "hang": []}
     with tempfile.TemporaryDirectory() as name:
         run = Run(Path(name), nodes, heartbeat, 0.02)
         try:
@@ -134,7 +134,7 @@ def detection(nodes: int, times: int, heartbeat: float) -> dict[str, Any]:
                 lost = run.journal("lost")[before:]
                 if [each["event"] for each in lost] != [kind]:
                     raise RuntimeError(f"a {kind} was noticed as {lost}")
-                found[kind].append(lost[0]["time"] - signalled)
+                result[kind].append(lost[0]["time"] - signalled)
                 run.start(1)
                 run.until(run.trains, "replacement that trains")
             alarms = run.coordinator.false_alarms
@@ -142,7 +142,7 @@ def detection(nodes: int, times: int, heartbeat: float) -> dict[str, Any]:
             run.close()
     rows = {
         kind: {"times": len(each), "median_s": statistics.median(each), "most_s": max(each), "seconds": each}
-        for kind, each in found.items()
+        for kind, each in result.items()
     }
     return {"nodes": nodes, "heartbeat_s": heartbeat, "false_alarms": alarms, **rows}
 
@@ -180,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give --detection or --quiet-minutes N, or both")
     report: dict[str, Any] = {}
     if given.detection:
-        report["detection"] = found = detection(given.nodes, given.times, given.heartbeat)
+        report["detection"] = result = detection(given.nodes, given.times, given.heartbeat)
         for kind in ("death", "hang"):
-            row = found[kind]
+            row = result[kind]
             print(f"{kind:6} {row['times']:3} times: median {row['median_s']:.3f} s, most {row['most_s']:.3f} s")
     if given.quiet_minutes is not None:
         report["quiet"] = still = quiet(given.nodes, given.quiet_minutes, given.heartbeat)

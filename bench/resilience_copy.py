@@ -39,15 +39,15 @@ ADDRESS = "10.213.7."
 
 def layers(gib: float, *, value: float) -> Tensors:
     """Layers of `gib` in total: name -> its tensors, filled with a value."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    result: dict[str, dict[str, torch.Tensor]] = {}
     left = gib * 2**30
     while left > 0:
         shape = (WIDTH, min(WIDTH, max(1, round(left / (12 * WIDTH)))))
-        for name, size in ((f"{len(found)}.weight", shape), (f"{len(found)}.norm", (WIDTH,))):
-            found[name] = {key: torch.full(size, value) for key in ("weight", "exp_avg", "exp_avg_sq")}
-            found[name]["step"] = torch.tensor(value)
-            left -= sum(tensor.nbytes for tensor in found[name].values())
-    return found
+        for name, size in ((f"{len(result)}.weight", shape), (f"{len(result)}.norm", (WIDTH,))):
+            result[name] = {key: torch.full(size, value) for key in ("weight", "exp_avg", "exp_avg_sq")}
+            result[name]["step"] = torch.tensor(value)
+            left -= sum(tensor.nbytes for tensor in result[name].values())
+    return result
 
 
 def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[dict[str, float]]:
@@ -58,7 +58,7 @@ def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[
     total = sum(tensor.nbytes for each in held.values() for tensor in each.values())
     flat = torch.ones(total // 4)
     takeover = Takeover((Transfer(0, 1, tuple(held)),), ())
-    found = []
+    result = []
     for _ in range(rounds + 1):  # the first one touches the memory
         group.barrier().wait()
         begin = time.perf_counter()
@@ -67,13 +67,13 @@ def rank(number: int, address: str, port: int, gib: float, rounds: int) -> list[
         group.barrier().wait()
         begin = time.perf_counter()
         received = copy(takeover, number, group, held, held)
-        found.append({"link": link, "copy": time.perf_counter() - begin, "bytes": float(total)})
+        result.append({"link": link, "copy": time.perf_counter() - begin, "bytes": float(total)})
         if number == 1 and received != total:
             raise ValueError(f"{received} bytes came of {total}")
     if any(not bool((tensor == 1.0).all()) for each in held.values() for tensor in each.values()):
         raise ValueError("other values came than were sent")
     group.barrier().wait()
-    return found[1:]
+    return result[1:]
 
 
 @contextlib.contextmanager
@@ -117,12 +117,12 @@ def measure(gib: float, rounds: int, mbit: int | None) -> dict[str, Any]:
             processes.append(subprocess.Popen(run, env={**os.environ, **own}))
         if any([process.wait() for process in processes]):
             raise RuntimeError("a process has failed")
-        found = json.loads(outs[1].read_text())
-    total = found[0]["bytes"]
-    link, copied = (total / min(each[what] for each in found) / 1e9 for what in ("link", "copy"))
+        result = json.loads(outs[1].read_text())
+    total = result[0]["bytes"]
+    link, copied = (total / min(each[what] for each in result) / 1e9 for what in ("link", "copy"))
     return {
         "mbit": mbit, "gib": total / 2**30, "link_gb_per_second": link, "copy_gb_per_second": copied,
-        "share_of_link": copied / link, "rounds": found,
+        "share_of_link": copied / link, "rounds": result,
     }  # fmt: skip
 
 

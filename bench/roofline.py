@@ -141,13 +141,13 @@ def page(rows: list[Row], version: str, times: Path = TIMES) -> str:
 
 def _measured(times: Path) -> tuple[dict[tuple[str, str, int], dict[str, Any]], float]:
     """({(arm's kernel, loop, head dimension): arm}, TFLOP/s of a matrix product)."""
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    result: dict[tuple[str, str, int], dict[str, Any]] = {}
     tuned = json.loads((times / "kernel_times_tuned.json").read_text())
     cases = sorted(tuned["cases"], key=lambda case: case["plan"]["partial"] / case["plan"]["blocks"])
     for case in cases:
         for arm in case["arms"]:
-            found.setdefault((arm["kernel"], "FULL", _head_dim(case)), arm)
-    return found, tuned["peak"]["tflops"]
+            result.setdefault((arm["kernel"], "FULL", _head_dim(case)), arm)
+    return result, tuned["peak"]["tflops"]
 
 
 def _head_dim(case: dict[str, Any]) -> int:

@@ -134,11 +134,11 @@ def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
     lap("layout, lengths and costs")
     links = stated_links(config)
     assert links is not None and layout.world == gpus
-    schedule, found = large.play(config, model, layout, samples, costs, links, MICROBATCHES)
+    schedule, result = large.play(config, model, layout, samples, costs, links, MICROBATCHES)
     lap("table, schedule, simulation")
     check(schedule)
     lap("proof")
-    busy = large.write(schedule, found, folder, f"{gpus:,} GPUs, {config.parallel.schedule}, simulated")
+    busy = large.write(schedule, result, folder, f"{gpus:,} GPUs, {config.parallel.schedule}, simulated")
     lap("page, picture, trace")
     return {
         "gpus": gpus,
@@ -147,9 +147,9 @@ def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
         "samples": len(samples.lengths),
         "tokens": int(samples.lengths.tokens.sum()),
         "actions": len(schedule.rows),
-        "makespan_seconds": found.makespan,
-        "bubble": found.bubble,
-        "longest_gradient_sum_seconds": longest_sum(schedule, found),
+        "makespan_seconds": result.makespan,
+        "bubble": result.bubble,
+        "longest_gradient_sum_seconds": longest_sum(schedule, result),
         "busy": busy,
         "file_megabytes": {name: (folder / name).stat().st_size / 1e6 for name in large.FILES},
         "peak_gibibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -203,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--one", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one is not None:
-        found = one_size(options.gpus[0], options.one, options.seed)
-        print(json.dumps(found))
-        return found
+        result = one_size(options.gpus[0], options.one, options.seed)
+        print(json.dumps(result))
+        return result
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for gpus in options.gpus:

@@ -153,8 +153,8 @@ def _choices(
     degrees = _divisors(batch)
     for dp in degrees:
         own = [[d for d in degrees if d <= dp] if i != language_model else [dp] for i in range(modules)]
-        found = np.array(list(itertools.product(*(itertools.product(range(len(tp)), each) for each in own))))
-        size, degree = found[..., 0], found[..., 1]
+        result = np.array(list(itertools.product(*(itertools.product(range(len(tp)), each) for each in own))))
+        size, degree = result[..., 0], result[..., 1]
         fits = (tp[size] * degree).sum(axis=1) <= gpus
         if fits.any():
             yield dp, size[fits], degree[fits]

@@ -70,7 +70,7 @@ def deferrals(quick: bool) -> Iterator[Row]:
 
         encoder = rng.lognormal(5.0, 1.0, count * each)
         assign = partial(balance.assign_microbatches, encoder, llm, count)
-        found, printed = assign(), assign(as_printed=True)
+        result, printed = assign(), assign(as_printed=True)
         before = np.bincount(printed.encoder_of, weights=llm).max()
         yield Row(
             f"assign_microbatches, {count * each:,} samples to {count}, {name}",
@@ -80,13 +80,13 @@ def deferrals(quick: bool) -> Iterator[Row]:
             ],
             "heaviest LLM microbatch",
             lambda plan: plan.llm_bottleneck,
-            bound=found.llm_bound,
+            bound=result.llm_bound,
             target_ms=10.0,
             notes={
-                "LLM over bound as printed, without deferral": before / found.llm_bound - 1,
-                "encoder over bound": found.encoder_bottleneck / found.encoder_bound - 1,
+                "LLM over bound as printed, without deferral": before / result.llm_bound - 1,
+                "encoder over bound": result.encoder_bottleneck / result.encoder_bound - 1,
                 "encoder over bound as printed": printed.encoder_bottleneck / printed.encoder_bound - 1,
-                "deferred samples": len(found.deferred),
+                "deferred samples": len(result.deferred),
             },
         )
 
@@ -149,14 +149,14 @@ def reorders(quick: bool) -> Iterator[Row]:
         if count <= 7:
             best = partial(_best_order, given, count)
             solvers.append(Solver("best of all permutations", best, float, float, "equal"))
-        found = run()
+        result = run()
         yield Row(
             f"reorder {count} microbatches, {ranks} ranks x {chunks}",
             solvers,
             "seconds of the step",
             lambda order: order.seconds,
-            bound=found.bound,
-            notes={"orders tried": found.evaluations},
+            bound=result.bound,
+            notes={"orders tried": result.evaluations},
         )
 
     cost = rng.lognormal(5.8, 1.0, 64 * 16)

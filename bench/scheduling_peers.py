@@ -185,8 +185,8 @@ def _cp_sat(model: Any, limit: float, unit: float = 1.0) -> Solved:
     solver.parameters.max_time_in_seconds = limit
     solver.parameters.num_workers = 2
     status = solver.solve(model)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return Solved(solver.objective_value * unit if found else np.inf, solver.best_objective_bound * unit)
+    result = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return Solved(solver.objective_value * unit if result else np.inf, solver.best_objective_bound * unit)
 
 
 def cp_sat_makespan(weights: np.ndarray, bins: int, limit: float) -> Solved:

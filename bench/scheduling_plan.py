@@ -34,13 +34,13 @@ def templates(quick: bool) -> Iterator[Row]:
         costs = rng.lognormal(0, 0.3, (layers, 1)) / np.arange(1, gpus + 1) ** 0.8
         if quick and nodes * gpus != 24:
             continue
-        found = plan.pipeline_template(costs, nodes, gpus).iteration_time
+        result = plan.pipeline_template(costs, nodes, gpus).iteration_time
         yield Row(
             f"template, {nodes} nodes x {gpus} GPUs x {layers} layers",
             [Solver("interlace", partial(plan.pipeline_template, costs, nodes, gpus))],
             "T1 + T2 + T3",
             lambda template: template.iteration_time,
-            bound=bounds.template(costs, nodes, gpus, found),
+            bound=bounds.template(costs, nodes, gpus, result),
             target_ms=1000.0,
             quoted_ms={PAPER: 1e3 * seconds},
         )

@@ -36,10 +36,10 @@ def lines(record: Record) -> list[str]:
         head += f"   target {record['target_ms']:g} ms"
         head += f", gap {record['target_gap']:.1%}" if record["target_gap"] is not None else ""
         head += ": " + verdict(record)
-    found = [head]
+    result = [head]
     for name, each in record["solvers"].items():
         if "failed" in each:
-            found.append(f"  {name:48} failed: {each['failed']}")
+            result.append(f"  {name:48} failed: {each['failed']}")
             continue
         ratio = f"{each['ratio']:9.3g} x" if "ratio" in each else " " * 11
         value = f"   {each['value']:.6g}" if "value" in each else ""
@@ -47,14 +47,14 @@ def lines(record: Record) -> list[str]:
         if 0 < each.get("proved_bound", math.inf) < each.get("value", 0.0) * (1 - EQUAL):
             gap += f", proved {each['proved_bound']:.6g}"
         properties = "".join(f", {key}" for key, held in each.get("properties", {}).items() if held)
-        found.append(f"  {name:48} {each['ms']:11.3f} ms {ratio}{value}{gap}{properties}")
+        result.append(f"  {name:48} {each['ms']:11.3f} ms {ratio}{value}{gap}{properties}")
     for name, quoted in record["quoted"].items():
-        found.append(f"  {name:48} {quoted['ms']:11.3f} ms {quoted['ratio']:9.3g} x")
-    found += [
+        result.append(f"  {name:48} {quoted['ms']:11.3f} ms {quoted['ratio']:9.3g} x")
+    result += [
         f"    {name}: {note if isinstance(note, str) else format(note, '.4g')}"
         for name, note in record["notes"].items()
     ]
-    return found
+    return result
 
 
 def percent(gap: float) -> str:
@@ -70,7 +70,7 @@ def verdict(record: Record) -> str:
 
 def summary(rows: Iterable[Record]) -> list[str]:
     """The rows with a target: time, target, verdict, gap, and each peer's time relative to ours."""
-    found = [f"{'problem':60}{'ms':>9}{'target':>8}{'gap':>9}  verdict, times that peers take longer"]
+    result = [f"{'problem':60}{'ms':>9}{'target':>8}{'gap':>9}  verdict, times that peers take longer"]
     for row in rows:
         if row["target_ms"] is None:
             continue
@@ -78,22 +78,22 @@ def summary(rows: Iterable[Record]) -> list[str]:
         gap = percent(ours["gap"]) if "gap" in ours else ""
         ratios = [f"{name} {_times(each['ratio'])}" for name, each in [*peers.items(), *row["quoted"].items()]]
         line = f"{row['problem']:60}{ours['ms']:>9.3f}{row['target_ms']:>8g}{gap:>9}  "
-        found.append(line + ", ".join([verdict(row), *ratios]))
-    return found
+        result.append(line + ", ".join([verdict(row), *ratios]))
+    return result
 
 
 def readme_table(report: dict[str, Any]) -> str:
     """Markdown for the rows in README: our time, target and gap, each peer's time relative to ours, and the papers'
     times on their own machines."""
     rows = {row["problem"]: row for row in report["rows"]}
-    found = ["| problem | time | target | over its bound | peers, times our time |", "|---|---|---|---|---|"]
+    result = ["| problem | time | target | over its bound | peers, times our time |", "|---|---|---|---|---|"]
     for row in (rows[problem] for problem in README):
         ours, peers = _ours_and_peers(row)
         cells = [f"{name} {_times(each['ratio'])}{_worse(each, ours)}" for name, each in peers.items()]
         cells += [f"{name}: {_seconds(each['ms'])}" for name, each in row["quoted"].items()]
         figures = [f"{ours['ms']:.2g} ms", _seconds(row["target_ms"]), percent(ours["gap"])]
-        found.append(f"| {' | '.join([row['problem'], *figures, ', '.join(cells)])} |")
-    return "\n".join(found)
+        result.append(f"| {' | '.join([row['problem'], *figures, ', '.join(cells)])} |")
+    return "\n".join(result)
 
 
 def _ours_and_peers(row: Record) -> tuple[Record, dict[str, Record]]:

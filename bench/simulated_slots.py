@@ -53,7 +53,7 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
     deep = dict.fromkeys(names, ParallelSpec()) | {"language_model": ParallelSpec(pp=2)}
     twice = {name: ParallelSpec(dp=2) for name in names} | {"language_model": ParallelSpec(pp=2, dp=2)}
     sharded = {name: ParallelSpec(dp=4, shard="full") for name in names}
-    found = {
+    result = {
         "chain in 4": (Layout.balanced(mllm, 4), "1f1b"),
         "parallel, language model in 2": (Layout.from_specs(mllm, deep, placement="parallel"), "1f1b"),
         "2 replicas, replicated": (Layout.from_specs(mllm, twice, placement="replicated"), "1f1b"),
@@ -68,10 +68,10 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
                 specs = {name: ParallelSpec(pp=2, dp=2) for name in names}
                 specs["language_model"] = ParallelSpec(pp=2, dp=2, virtual=2, order=order)
                 layout = Layout.from_specs(mllm, specs, placement="shared")
-            found[f"{schedule}: {'shared' if layout.placement == 'shared' else 'chain in 4'}"] = layout, schedule
+            result[f"{schedule}: {'shared' if layout.placement == 'shared' else 'chain in 4'}"] = layout, schedule
         except ValueError as error:
             left_out[schedule] = str(error)
-    return found, left_out
+    return result, left_out
 
 
 class Slots:
@@ -149,9 +149,9 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
         alone = durations(parallel.graph, table, fits[0], sizes, links)
         used = [seconds for seconds in alone.values() if seconds > 0]
         slots.jobs = {job: seconds * options.slot / statistics.mean(used) for job, seconds in alone.items()}
-        told: list[Any] = [slots.jobs]
-        dist.broadcast_object_list(told, 0)  # each rank has timed its own layers: one rank's times are used by all
-        slots.jobs, found = told[0] if not _layered(lists) else _in_step(told[0], table), []
+        lines: list[Any] = [slots.jobs]
+        dist.broadcast_object_list(lines, 0)  # each rank has timed its own layers: one rank's times are used by all
+        slots.jobs, found = lines[0] if not _layered(lists) else _in_step(lines[0], table), []
         for _ in range(options.steps + 1):
             slots.late = 0.0
             parallel.zero_grad()

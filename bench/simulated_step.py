@@ -146,7 +146,7 @@ def layouts(mllm: MultimodalModel) -> dict[str, Layout]:
 def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
     """Name -> layout and schedule: all layouts under 1F1B, and every other schedule; and the reasons for left-out
     ones."""
-    found = {name: (layout, "1f1b") for name, layout in layouts(mllm).items()}
+    result = {name: (layout, "1f1b") for name, layout in layouts(mllm).items()}
     left_out = {}
     for schedule in GENERATORS:
         try:
@@ -161,8 +161,8 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
             left_out[schedule] = str(error)
             continue
         if schedule != "1f1b":
-            found[f"{schedule}: {'shared' if layout.placement == 'shared' else 'chain in 2'}"] = layout, schedule
-    return found, left_out
+            result[f"{schedule}: {'shared' if layout.placement == 'shared' else 'chain in 2'}"] = layout, schedule
+    return result, left_out
 
 
 # ---------------------------------------------------------------------- costs
@@ -170,7 +170,7 @@ def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[st
 
 def costs_of(timeline: Timeline, lanes: list[int]) -> dict[Cost, list[float]]:
     """Seconds of the actions of one step, by cost key; lanes: the rank of each."""
-    found: dict[Cost, list[float]] = defaultdict(list)
+    result: dict[Cost, list[float]] = defaultdict(list)
     posted: dict[Cost, float] = {}
     for record in timeline.records():
         action = record.action
@@ -179,14 +179,14 @@ def costs_of(timeline: Timeline, lanes: list[int]) -> dict[Cost, list[float]]:
     for record in timeline.records():
         action = record.action
         if action.op in COMPUTE:
-            found[action.op, action.module, action.stage, action.chunk].append(record.finish - record.start)
+            result[action.op, action.module, action.stage, action.chunk].append(record.finish - record.start)
         elif action.op is Op.SEND:
-            found[_message(action, record.rank, lanes[action.peer]) + (Op.SEND,)].append(record.finish - record.start)
+            result[_message(action, record.rank, lanes[action.peer]) + (Op.SEND,)].append(record.finish - record.start)
         elif action.op is Op.RECV:
             message = _message(action, lanes[action.peer], record.rank)
             begin = max(record.start, min(posted[message], record.finish))
-            found[message + (Op.RECV,)].append(record.finish - begin)
-    return found
+            result[message + (Op.RECV,)].append(record.finish - begin)
+    return result
 
 
 def _message(action: Any, source: int, target: int) -> Cost:
@@ -214,7 +214,7 @@ def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
     from interlace.run.execute.gradients import Sum
 
     [rank] = parallel._ranks.values()
-    found = {}
+    result = {}
     for number, reduction in enumerate(parallel.graph.reductions):
         times = []
         for repeat in range(repeats):
@@ -224,8 +224,8 @@ def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
                 assert parallel.channel is not None
                 Sum(rank.parameters(reduction), reduction.ranks, parallel.channel, f"alone {number} {repeat}").wait()
             times.append(time.monotonic() - begin)
-        found[number] = statistics.median(times)
-    return found
+        result[number] = statistics.median(times)
+    return result
 
 
 # ---------------------------------------------------------------------- the ranks
@@ -290,8 +290,8 @@ class Case:
             self.listed.append(timeline.makespan)
             return
         self.around.append(self.seconds[profiled][-1] - timeline.makespan)
-        found = costs_of(timeline, self.lanes)
-        self.costs.append({key: statistics.mean(seconds) for key, seconds in found.items()})
+        result = costs_of(timeline, self.lanes)
+        self.costs.append({key: statistics.mean(seconds) for key, seconds in result.items()})
 
     def report(self, samples: list[Sample], microbatches: int, repeats: int) -> dict[str, Any]:
         table = self.parallel.table(samples, microbatches)

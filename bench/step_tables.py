@@ -86,8 +86,8 @@ def tables(repeats: int, chunks: int | None) -> dict[str, Any]:
         for name, mark in marks.items():
             spent.setdefault(name, []).append(1e3 * (mark - begin))
             begin = mark
-    found: dict[str, Any] = {name: statistics.median(times) for name, times in spent.items()}
-    return found | {"encoder_chunks": chunks, "actions": len(schedule.rows), "chunks": len(table.chunks)}
+    result: dict[str, Any] = {name: statistics.median(times) for name, times in spent.items()}
+    return result | {"encoder_chunks": chunks, "actions": len(schedule.rows), "chunks": len(table.chunks)}
 
 
 class Nothing(nn.Module):

@@ -241,7 +241,7 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
     """A report on one size: a row for each loop and layout."""
     cases: list[tuple[str, int]] = [(loop, 1) for loop in LOOPS]
     cases += [(layout, n) for layout in LAYOUTS for n in microbatches]
-    found: dict[tuple[str, int], list[list[Step]]] = {case: [] for case in cases}
+    result: dict[tuple[str, int], list[list[Step]]] = {case: [] for case in cases}
     # The first run is not counted: the system may be slow to provide memory that was not used before.
     for counted, (name, n) in [(False, cases[1]), *((True, case) for _ in range(rounds) for case in cases)]:
         with tempfile.TemporaryDirectory() as folder:
@@ -250,12 +250,12 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
             ran = run(name, config)
         if not counted:
             continue
-        found[name, n].append(ran)
+        result[name, n].append(ran)
         print(f"{size} {name}, {n}: {speed(ran):,.0f} tokens/s", file=sys.stderr, flush=True)
-    plain = statistics.median(speed(ran) for ran in found["plain", 1])
-    first = found["packed", 1][0][0].loss
+    plain = statistics.median(speed(ran) for ran in result["plain", 1])
+    first = result["packed", 1][0][0].loss
     rows = []
-    for (name, n), runs in found.items():
+    for (name, n), runs in result.items():
         speeds = sorted(speed(ran) for ran in runs)
         loss = runs[0][0].loss
         if name != "plain" and abs(loss - first) > 1e-4 * abs(first):  # plain: Whisper attends its padding

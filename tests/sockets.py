@@ -16,22 +16,22 @@ def listens_on() -> set[tuple[str, int]]:
             sockets.add(os.readlink(f"/proc/self/fd/{number}").removeprefix("socket:[").rstrip("]"))
         except OSError:
             continue
-    found = set()
+    result = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in sockets:
                 address, port = fields[1].split(":")
-                found.add((address, int(port, 16)))
-    return found
+                result.add((address, int(port, 16)))
+    return result
 
 
 def unread(port: int) -> int:
     """Unread bytes in the receive queue of this port, sent from this machine."""
-    found = 0
+    result = 0
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, own, _, _, queues, *_ = line.split()
             if int(own.rpartition(":")[2], 16) == port:
-                found += int(queues.rpartition(":")[2], 16)
-    return found
+                result += int(queues.rpartition(":")[2], 16)
+    return result

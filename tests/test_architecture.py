@@ -13,12 +13,12 @@ PARTS = {module.split(".")[1] for _, module, _ in modules() if "." in module} | 
 
 def imports() -> set[tuple[str, str]]:
     """(part, part that it imports), also inside of functions. Parts are those of the drawing."""
-    found = set()
+    result = set()
     for path, module, is_package in modules():
         for name in imported(path.read_text(), module, is_package):
             if name.startswith("interlace.") and name.split(".")[1] in PARTS and module != "interlace":
-                found.add((_part(module), _part(name)))
-    return {(a, b) for a, b in found if a != b}
+                result.add((_part(module), _part(name)))
+    return {(a, b) for a, b in result if a != b}
 
 
 def _part(module: str) -> str:

@@ -90,15 +90,15 @@ def _wait_for(check: Any, process: subprocess.Popen[str], seconds: float = 600.0
 
 def _ranks(launcher: int) -> dict[int, int]:
     """rank -> process id of the launcher's children."""
-    found = {}
+    result = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == launcher:
                 variables = (path / "environ").read_bytes().split(b"\0")
-                found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(path.name)
+                result[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(path.name)
         except (OSError, StopIteration, ValueError):
             continue
-    return found
+    return result
 
 
 def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +153,8 @@ def test_errors_of_users_are_one_line(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main([argument.format(tiny) for argument in arguments]) == 2
-    said = capfd.readouterr().err
-    assert message in said and "Traceback" not in said and len(said.strip().splitlines()) == 1
+    output = capfd.readouterr().err
+    assert message in output and "Traceback" not in output and len(output.strip().splitlines()) == 1
 
 
 def test_ranks_that_do_not_match_are_refused(
@@ -164,7 +164,7 @@ def test_ranks_that_do_not_match_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
     assert main(["train", str(tiny)]) == 2
-    assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
+    assert "[parallel] asks for 2 ranks" in (output := capfd.readouterr().err) and "but 3 were started" in output
 
 
 def test_training_writes_its_run_folder_with_stdout_closed(trained: Path) -> None:
@@ -333,8 +333,8 @@ def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.C
     assert main(["mask", str(tiny), "--out", str(tmp_path / "m.png"), "--samples", "2"]) == 0
     assert (tmp_path / "m.png").stat().st_size > 1000
     assert main(["plan", str(tiny), "--ranks", "2", "--tflops", "1", "--set", "model.language_model.freeze=true"]) == 0
-    said = capfd.readouterr().out
-    assert "frozen-aware" in said and "language_model[" in said and "tokens per microbatch" in said
+    output = capfd.readouterr().out
+    assert "frozen-aware" in output and "language_model[" in output and "tokens per microbatch" in output
     assert main(["simulate", str(tiny), "--out", str(tmp_path), "--microbatches", "4", "--profile"]) == 0
     assert "timed on this machine" in capfd.readouterr().out
     assert (tmp_path / "timeline.png").stat().st_size > 1000 and json.loads((tmp_path / "trace.json").read_text())
@@ -342,28 +342,28 @@ def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.C
 
 def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     for part in ("python", "triton", "attention: cpu", "shm", "gloo", "nccl", "cuda", "apt", "interlace._core"):
-        assert part in said
-    assert "training can run here" in said
-    assert "Error:" not in said and "…" not in said  # readable reasons, none truncated
+        assert part in output
+    assert "training can run here" in output
+    assert "Error:" not in output and "…" not in output  # readable reasons, none truncated
     transports = capabilities()
-    for name, found in transports.items():
-        assert re.search(rf"{'off' if found.missing else 'on'}\W+{name}\W", said), name
-    listed = [name for name in re.findall(r"(?:on|off)\W+(\w+)\W", said) if name in transports]
+    for name, result in transports.items():
+        assert re.search(rf"{'off' if result.missing else 'on'}\W+{name}\W", output), name
+    listed = [name for name in re.findall(r"(?:on|off)\W+(\w+)\W", output) if name in transports]
     assert listed == list(transports)  # best first, in order of choice
-    assert re.search(r"on\W+attention: cpu\W+runs on cpu, instruction set (amx|avx512|avx2|baseline)\W", said)
+    assert re.search(r"on\W+attention: cpu\W+runs on cpu, instruction set (amx|avx512|avx2|baseline)\W", output)
     if not torch.cuda.is_available():
-        assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in said
+        assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in output
 
 
 @pytest.mark.slow
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(ROOT / "configs" / "vlm_8b_example.toml"), "--tflops", "400"]) == 0
-    said = capfd.readouterr().out
-    assert "8 ranks" in said and "iteration" in said
-    ratio = re.search(r"frozen-aware is predicted to be ([0-9.]+)x as fast as frozen-unaware", said)
-    assert ratio is not None and float(ratio.group(1)) > 1.1, said
+    output = capfd.readouterr().out
+    assert "8 ranks" in output and "iteration" in output
+    ratio = re.search(r"frozen-aware is predicted to be ([0-9.]+)x as fast as frozen-unaware", output)
+    assert ratio is not None and float(ratio.group(1)) > 1.1, output
 
 
 def test_plan_says_why_frozen_awareness_brings_nothing(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,9 +29,9 @@ def test_every_example_is_run_here():
 
 def test_the_op_in_a_model_and_by_itself(capsys):
     runpy.run_path(str(EXAMPLES / "attention_op.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    apart = [float(number) for number in re.findall(r"at most (\S+) apart", told)]
-    assert len(apart) == 2 and max(apart) < 1e-5, told
+    output = capsys.readouterr().out
+    apart = [float(number) for number in re.findall(r"at most (\S+) apart", output)]
+    assert len(apart) == 2 and max(apart) < 1e-5, output
 
 
 def test_the_benchmark_prints_a_line_per_length(monkeypatch, capsys):

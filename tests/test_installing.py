@@ -61,11 +61,11 @@ except ImportError as error:
 def declared() -> dict[str, list[Requirement]]:
     """Distribution -> its requirements: those of the package, of all extras and of the build."""
     extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
-    found: dict[str, list[Requirement]] = {}
+    result: dict[str, list[Requirement]] = {}
     for line in [*PROJECT["dependencies"], *extras]:
         requirement = Requirement(line)
-        found.setdefault(requirement.name, []).append(requirement)
-    return found
+        result.setdefault(requirement.name, []).append(requirement)
+    return result
 
 
 # In no extra: the user's own trackers, and requirements of one transformers processor or one comparison in bench/.
@@ -122,9 +122,9 @@ def test_doctor_and_train_agree_on_transformers(version, accepted, monkeypatch, 
         with pytest.raises(build.ConfigError, match="needs transformers 5"):
             build._check_library()
     assert main(["doctor"]) == (0 if accepted else 1)
-    said = capfd.readouterr().out
-    assert ("training can run here" in said) == accepted
-    assert ("training cannot run here: transformers" in said) == (not accepted)
+    output = capfd.readouterr().out
+    assert ("training can run here" in output) == accepted
+    assert ("training cannot run here: transformers" in output) == (not accepted)
 
 
 def test_doctor_names_versions_that_are_not_declared(monkeypatch):
@@ -162,9 +162,9 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path):
 
 
 def test_resolved_versions_match_the_declared_requirements():
-    found = json.loads(resolution.RESULT.read_text())
-    assert found["requirements"] == resolution.requirements(), "run python -m tests.resolution"
-    rows = found["resolved"]
+    result = json.loads(resolution.RESULT.read_text())
+    assert result["requirements"] == resolution.requirements(), "run python -m tests.resolution"
+    rows = result["resolved"]
     cases = {(row["python"], row["pins"], row["extra"]) for row in rows}
     assert cases == {(*case,) for case in resolution.cases()}
     assert not [row for row in rows if "error" in row]

@@ -85,16 +85,16 @@ def test_a_handler_that_returns_does_not_end_the_call():
     before = signal.signal(signal.SIGALRM, lambda *_: calls.append(time.monotonic()))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        found = balance.assign_exact(weights, 7, nodes=10**7)
+        result = balance.assign_exact(weights, 7, nodes=10**7)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert len(calls) == 1 and found.bound <= found.makespan
+    assert len(calls) == 1 and result.bound <= result.makespan
 
 
 def test_calls_in_other_threads_continue_during_a_signal():
     weights = np.random.default_rng(0).random(60)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(balance.assign_exact(weights, 7, nodes=10**7)))
+    result = []
+    thread = threading.Thread(target=lambda: result.append(balance.assign_exact(weights, 7, nodes=10**7)))
     # A shell that starts the tests in the background makes them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -106,4 +106,4 @@ def test_calls_in_other_threads_continue_during_a_signal():
     finally:
         signal.signal(signal.SIGINT, before)
         thread.join()
-    assert (found[0].bins == balance.assign_exact(weights, 7, nodes=10**7).bins).all()
+    assert (result[0].bins == balance.assign_exact(weights, 7, nodes=10**7).bins).all()

@@ -59,14 +59,14 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     if part == "kernels":
         return [name for name in names if not within(name, KERNELS_MAY_IMPORT)]
     above = {f"interlace.{room}" for room in ROOMS[ROOMS.index(part) + 1 :]} if part else set()
-    found = [name for name in names if within(name, above | ({"torch.distributed"} if part in PURE else set()))]
+    result = [name for name in names if within(name, above | ({"torch.distributed"} if part in PURE else set()))]
     room = module.split(".")[2] if part == "train" and module.count(".") > 1 else ""
     if part == "train" and room != "commands":
-        found += [name for name in names if within(name, {"interlace.train.commands"})]
+        result += [name for name in names if within(name, {"interlace.train.commands"})]
     if room in ROOMS_OF_TRAIN:
         allowed = {f"interlace.train.{other}" for other in {*ROOMS_OF_TRAIN[room], room}}
-        found += [name for name in names if within(name, {"interlace.train"}) and not within(name, allowed)]
-    return found
+        result += [name for name in names if within(name, {"interlace.train"}) and not within(name, allowed)]
+    return result
 
 
 @pytest.mark.parametrize(("path", "module", "is_package"), [pytest.param(*m, id=m[1]) for m in modules()])

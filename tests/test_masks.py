@@ -50,9 +50,9 @@ def test_a_flex_mask_mod_is_compared_pair_by_pair(pair):
         return mask.to_flex(keys)(b, h, q, k) ^ ((b == last[0]) & (q == last[1]) & (k == last[2]) & (h == 1))
 
     assert mask.differs_from_flex(flipped, keys) is None  # the requested head is not the one that differs
-    found = mask.differs_from_flex(flipped, keys, heads=2)
-    assert (found.batch, found.head, found.query, found.key) == (last[0], 1, *last[1:])
-    assert found.bitfield == bool(mask.to_dense(keys)[last]) != found.flex
+    result = mask.differs_from_flex(flipped, keys, heads=2)
+    assert (result.batch, result.head, result.query, result.key) == (last[0], 1, *last[1:])
+    assert result.bitfield == bool(mask.to_dense(keys)[last]) != result.flex
 
 
 def test_a_difference_reads_as_a_sentence_and_samples_find_it():
@@ -64,10 +64,10 @@ def test_a_difference_reads_as_a_sentence_and_samples_find_it():
     def late(b, h, q, k):
         return (k <= q) | (q >= 600)
 
-    found = mask.differs_from_flex(off_by_one)
-    assert str(found) == "query 0 sees key 0 in the bitfield but not in mask_mod (row 0, head 0)"
-    found = mask.differs_from_flex(late)
-    assert str(found) == "query 600 sees key 601 in mask_mod but not in the bitfield (row 0, head 0)"
+    result = mask.differs_from_flex(off_by_one)
+    assert str(result) == "query 0 sees key 0 in the bitfield but not in mask_mod (row 0, head 0)"
+    result = mask.differs_from_flex(late)
+    assert str(result) == "query 600 sees key 601 in mask_mod but not in the bitfield (row 0, head 0)"
     sampled = mask.differs_from_flex(late, samples=1000)
     assert sampled == mask.differs_from_flex(late, samples=1000) and sampled.query >= 600
     assert mask.differs_from_flex(mask.to_flex(), samples=1000) is None

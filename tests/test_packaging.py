@@ -110,13 +110,15 @@ def test_an_installed_wheel_computes_trains_and_exports(distributions, tmp_path)
     (site,) = home.glob("lib/*/site-packages")  # others.pth must come after pip, which would find an Interlace there
     (site / "others.pth").write_text("\n".join({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")}))
     own = home / "bin" / "python"
-    told = run(own, "-c", "import interlace, interlace._core as c; print(interlace.__file__, c.__file__)", cwd=tmp_path)
-    assert all(Path(path).is_relative_to(home) for path in told.split())
+    output = run(
+        own, "-c", "import interlace, interlace._core as c; print(interlace.__file__, c.__file__)", cwd=tmp_path
+    )
+    assert all(Path(path).is_relative_to(home) for path in output.split())
 
     examples = ROOT / "examples"
     assert "apart" in run(own, examples / "attention_op.py", cwd=tmp_path)
-    told = run(own, examples / "train_and_export.py", tmp_path / "shapes", cwd=tmp_path)
-    assert "all finite: True" in told
+    output = run(own, examples / "train_and_export.py", tmp_path / "shapes", cwd=tmp_path)
+    assert "all finite: True" in output
     again = tmp_path / "again"
     run(home / "bin" / "interlace", "export", tmp_path / "shapes" / "runs" / "shapes" / "latest", again, cwd=tmp_path)
     for path in sorted((tmp_path / "shapes" / "exported").rglob("*.safetensors")):

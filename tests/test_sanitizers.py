@@ -36,5 +36,5 @@ def test_module_is_instrumented_and_sanitizers_are_loaded():
 
 def test_a_report_ends_the_process():
     options = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # without the log that `make test-asan` shows
-    found = subprocess.run([sys.executable, "-c", OVERREAD], env=options, capture_output=True, text=True, timeout=600)
-    assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr
+    result = subprocess.run([sys.executable, "-c", OVERREAD], env=options, capture_output=True, text=True, timeout=600)
+    assert result.returncode != 0 and "heap-buffer-overflow" in result.stderr

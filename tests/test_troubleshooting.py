@@ -19,14 +19,14 @@ MESSAGES = [
 @cache
 def texts() -> list[str]:
     """Every string of the package; placeholders of f-strings are replaced by `…`."""
-    found = []
+    result = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+                result.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                result.append(node.value)
+    return result
 
 
 @pytest.mark.parametrize("message", MESSAGES)

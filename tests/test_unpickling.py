@@ -67,7 +67,7 @@ ALLOWED = {
 
 def unpicklers(source: str) -> set[str]:
     """Calls and imports in a source that may unpickle or execute data."""
-    found = {name for name in imported(source, "module") for module in MODULES if f"{name}.".startswith(f"{module}.")}
+    result = {name for name in imported(source, "module") for module in MODULES if f"{name}.".startswith(f"{module}.")}
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -75,27 +75,27 @@ def unpicklers(source: str) -> set[str]:
         name = ast.unparse(node.func) if last in CALLED else last
         given = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg in GIVEN}
         if last in NAMES and not (last in ("eval", "exec") and "." in name):  # module.eval() is unrelated
-            found.add(last)
+            result.add(last)
         if name == "torch.load" and given.get("weights_only") != "True":
-            found.add("torch.load")
+            result.add("torch.load")
         if name in ("torch.jit.load", "torch.hub.load"):
-            found.add(name)
+            result.add(name)
         if given.get("allow_pickle", "False") != "False":
-            found.add("allow_pickle")
+            result.add("allow_pickle")
         if given.get("trust_remote_code", "False") != "False":
-            found.add("trust_remote_code")
-    return found
+            result.add("trust_remote_code")
+    return result
 
 
 def test_nothing_from_elsewhere_is_unpickled() -> None:
-    found = {
+    result = {
         (path.relative_to(ROOT).as_posix(), what)
         for folder in ("python/interlace", "kernels", "bench")
         for path in (ROOT / folder).rglob("*.py")
         for what in unpicklers(path.read_text())
     }
-    assert found - ALLOWED.keys() == set(), "unpickles: read JSON, numbers or safetensors instead"
-    assert ALLOWED.keys() - found == set(), "is not needed any more: take it off the list"
+    assert result - ALLOWED.keys() == set(), "unpickles: read JSON, numbers or safetensors instead"
+    assert ALLOWED.keys() - result == set(), "is not needed any more: take it off the list"
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def ranks_of(case: str, small: bool, length: int = 65536) -> list[Row]:
 
 def balanced(rows: Rows) -> list[Claim]:
     def worst(method: str) -> tuple[float, float]:
-        found = [row for row in rows if row.what == f"{method}: slowest rank / LPT's"]
-        return max(row.theirs for row in found), max(row.ours for row in found)
+        result = [row for row in rows if row.what == f"{method}: slowest rank / LPT's"]
+        return max(row.theirs for row in result), max(row.ours for row in result)
 
     spread = {m: [r.ours for r in rows if r.what == f"{m}: slowest rank / mean"] for m in THEIR_NAMES.values()}
     ring, zigzag, random = worst("naive ring"), worst("zigzag"), worst("random")
@@ -103,11 +103,11 @@ def parts(length: int, ranks: int, method: str, split: bool) -> tuple[tuple[floa
     """Per rank, the blocks of each of its work items for one head; PARTIAL blocks are weighted as in the plan."""
     mask, blocks = embedded(length)
     shards = dealt(blocks, ranks, method)
-    found = []
+    result = []
     for rank in range(ranks):
         plan = comm.ContextParallelPlan.build(mask, shards, rank, cap=CAP if split else NO_SPLIT, heads=1, kv_heads=1)
-        found.append(tuple(full + PARTIAL_COST * partial for full, partial in items(plan.plan)))
-    return tuple(found)
+        result.append(tuple(full + PARTIAL_COST * partial for full, partial in items(plan.plan)))
+    return tuple(result)
 
 
 def slowest(length: int, ranks: int, method: str, split: bool, together: int = 1) -> tuple[float, float]:
@@ -118,8 +118,8 @@ def slowest(length: int, ranks: int, method: str, split: bool, together: int = 1
     worst = (0.0, 1.0)
     for costs in parts(length, ranks, method, split):
         busy = busy_times([cost for _ in range(together) for cost in costs], SERVERS)
-        found = (max(busy) / together, statistics.fmean(busy) / max(busy))
-        worst = max(worst, found)
+        result = (max(busy) / together, statistics.fmean(busy) / max(busy))
+        worst = max(worst, result)
     return worst
 
 
@@ -137,8 +137,8 @@ def policies(case: str, small: bool) -> list[Row]:
 
 def both_balances(rows: Rows) -> list[Claim]:
     def gains(name: str) -> tuple[list[float], list[float]]:
-        found = [row for row in rows if f": {name}, x faster" in row.what]
-        return [row.theirs for row in found], [row.ours for row in found]
+        result = [row for row in rows if f": {name}, x faster" in row.what]
+        return [row.theirs for row in result], [row.ours for row in result]
 
     def text(values: list[float]) -> str:
         return f"{min(values):.2f} to {max(values):.2f} x"
@@ -166,11 +166,11 @@ def streams(case: str, small: bool, together: int = 4) -> list[Row]:
     ours = slowest(length, ranks, "lpt", True)
     printed = STREAMS[case.removeprefix("LLM-")]
     rows = [
-        Row(case, f"{name}: multiprocessors busy", None, found[1])
-        for name, found in (("causal CP", causal), ("inter-GPU + streams", several), ("Cornstarch", ours))
+        Row(case, f"{name}: multiprocessors busy", None, result[1])
+        for name, result in (("causal CP", causal), ("inter-GPU + streams", several), ("Cornstarch", ours))
     ]
-    for name, number, found in (("inter-GPU + streams", 1, several), ("Cornstarch", 2, ours)):
-        rows.append(Row(case, f"{name}, x faster than causal CP", printed[0] / printed[number], causal[0] / found[0]))
+    for name, number, result in (("inter-GPU + streams", 1, several), ("Cornstarch", 2, ours)):
+        rows.append(Row(case, f"{name}, x faster than causal CP", printed[0] / printed[number], causal[0] / result[0]))
     return rows
 
 

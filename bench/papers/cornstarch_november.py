@@ -63,9 +63,9 @@ def searched(costs: dict[str, ModuleCosts], placement: str, stages: int, count: 
     best: dict[int, Stages] = {}
     for each in sorted(splits(placement, stages), key=lambda each: slowest(costs, each, placement, True)):
         best.setdefault(each[LANGUAGE_MODEL], each)
-    found = [layout_of(costs, each, placement, recompute=True) for each in best.values()]
+    result = [layout_of(costs, each, placement, recompute=True) for each in best.values()]
     return min(
-        ((play(costs, layout, count, recompute=True).makespan, layout) for layout in found), key=lambda pair: pair[0]
+        ((play(costs, layout, count, recompute=True).makespan, layout) for layout in result), key=lambda pair: pair[0]
     )
 
 
@@ -74,7 +74,7 @@ def times(model: str, small: bool) -> dict[str, tuple[float, str]]:
     """Seconds of an iteration and the stages of each arm."""
     costs = november(model)
     stages, count = (SMALL_STAGES, SMALL_MICROBATCHES) if small else (STAGES, MICROBATCHES)
-    found = {}
+    result = {}
     for placement in ("colocated", "parallel"):
         layout = planned(costs, placement, stages)
         unaware = play(costs, layout, count, recompute=True).makespan
@@ -83,17 +83,17 @@ def times(model: str, small: bool) -> dict[str, tuple[float, str]]:
             ("aware", *searched(costs, placement, stages, count)),
         ):
             counts = " + ".join(str(made.spec(module).pp) for module in made.modules)
-            found[f"{placement}, {name}"] = (seconds, counts)
+            result[f"{placement}, {name}"] = (seconds, counts)
     # GraphPipe's planner may place encoders either way, and takes the one that it estimates to be faster.
     looks = {
         placement: min(slowest(costs, each, placement, False) for each in splits(placement, stages))
         for placement in ("colocated", "parallel")
     }
-    found["GraphPipe"] = found[f"{min(looks, key=looks.__getitem__)}, unaware"]
-    found["Megatron"] = found["colocated, unaware"]
-    found["Cornstarch"] = min(found["colocated, aware"], found["parallel, aware"])
-    found["FSDP"] = (fully_sharded(costs, model), "")
-    return found
+    result["GraphPipe"] = result[f"{min(looks, key=looks.__getitem__)}, unaware"]
+    result["Megatron"] = result["colocated, unaware"]
+    result["Cornstarch"] = min(result["colocated, aware"], result["parallel, aware"])
+    result["FSDP"] = (fully_sharded(costs, model), "")
+    return result
 
 
 def fully_sharded(costs: dict[str, ModuleCosts], model: str) -> float:
@@ -123,14 +123,14 @@ BASELINES = ("FSDP", "Megatron", "GraphPipe")
 
 def whole(case: str, small: bool) -> list[Row]:
     model = case.removeprefix("MLLM-")
-    found = times(model, small)
-    rows = [Row(case, f"{name}: stages", None, found[name][1]) for name in ("Megatron", "GraphPipe", "Cornstarch")]
-    rows += [Row(case, name, None, found[name][0], "s") for name in (*BASELINES, "Cornstarch")]
+    result = times(model, small)
+    rows = [Row(case, f"{name}: stages", None, result[name][1]) for name in ("Megatron", "GraphPipe", "Cornstarch")]
+    rows += [Row(case, name, None, result[name][0], "s") for name in (*BASELINES, "Cornstarch")]
     printed = {row.aware: row.printed for row in TABLE if row.model == model}
-    ours = found["colocated, unaware"][0] / found["colocated, aware"][0]
+    ours = result["colocated, unaware"][0] / result["colocated, aware"][0]
     rows.append(Row(case, "colocated, unaware / aware", printed[False] / printed[True], ours))
     return rows + [
-        Row(case, f"{name} / Cornstarch", None, found[name][0] / found["Cornstarch"][0]) for name in BASELINES
+        Row(case, f"{name} / Cornstarch", None, result[name][0] / result["Cornstarch"][0]) for name in BASELINES
     ]
 
 
@@ -140,10 +140,10 @@ def ahead(rows: Rows) -> list[Claim]:
 
     claims = []
     for baseline, printed in (("Megatron", "1.62 x"), ("GraphPipe", "1.80 x"), ("FSDP", "3.36 x")):
-        found = gains(baseline)
-        mean = math.exp(statistics.fmean(map(math.log, found)))
+        result = gains(baseline)
+        mean = math.exp(statistics.fmean(map(math.log, result)))
         claims.append(
-            Claim(f"mean gain over {baseline}", printed, f"{mean:.2f} x ({min(found):.2f} to {max(found):.2f})",
+            Claim(f"mean gain over {baseline}", printed, f"{mean:.2f} x ({min(result):.2f} to {max(result):.2f})",
                   mean > 1, NO_BUBBLE if baseline == "FSDP" else "")
         )  # fmt: skip
     worst = {baseline: min(gains(baseline)) for baseline in ("Megatron", "GraphPipe")}
@@ -168,12 +168,15 @@ def ahead(rows: Rows) -> list[Claim]:
 
 
 def placements(case: str, small: bool) -> list[Row]:
-    found = times(case.removeprefix("MLLM-"), small)
+    result = times(case.removeprefix("MLLM-"), small)
     rows = []
     for placement in ("colocated", "parallel"):
-        seconds, counts = found[f"{placement}, aware"]
+        seconds, counts = result[f"{placement}, aware"]
         rows += [Row(case, f"{placement}: stages", None, counts), Row(case, placement, None, seconds, "s")]
-    return [*rows, Row(case, "colocated / parallel", None, found["colocated, aware"][0] / found["parallel, aware"][0])]
+    return [
+        *rows,
+        Row(case, "colocated / parallel", None, result["colocated, aware"][0] / result["parallel, aware"][0]),
+    ]
 
 
 def neither_is_best(rows: Rows) -> list[Claim]:

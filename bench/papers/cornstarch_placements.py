@@ -129,7 +129,7 @@ def against_baselines(costs: dict[str, ModuleCosts], case: str, colocated: tuple
         "replicated": step(costs, "replicated", REPLICATED, (1,), count),
         "Cornstarch": step(costs, "parallel", own[0], own[1:], count),
     }
-    rows = [Row(case, name, None, per_gpu(found, count), "inputs/s per GPU") for name, found in made.items()]
+    rows = [Row(case, name, None, per_gpu(result, count), "inputs/s per GPU") for name, result in made.items()]
     best = per_gpu(made["Cornstarch"], count)
     for name in ("colocated", "replicated"):
         printed = theirs if name == "colocated" else None

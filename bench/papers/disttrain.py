@@ -67,16 +67,16 @@ def compare(what: str, arms: tuple[str, ...], large: bool, case: str, small: boo
     """
     place = 1 if what == "MFU" else 0
     setting, _, model = case.rpartition(": ")
-    found = {arm: played(model, arm, setting or "nothing frozen", *size_of(model, large, small)) for arm in arms}
+    result = {arm: played(model, arm, setting or "nothing frozen", *size_of(model, large, small)) for arm in arms}
     rows = []
-    for arm, values in found.items():
+    for arm, values in result.items():
         rows += [
             Row(case, f"{arm}: {what}", None, values[place], "" if place else "samples/s"),
             Row(case, f"{arm}: GPUs", None, values[2]),
             Row(case, f"{arm}: degrees", None, values[3]),
         ]
     for arm in arms[:-1]:
-        rows.append(Row(case, f"{what} against {arm}", None, found[arms[-1]][place] / found[arm][place]))
+        rows.append(Row(case, f"{what} against {arm}", None, result[arms[-1]][place] / result[arm][place]))
     return rows
 
 
@@ -95,14 +95,14 @@ PRINTED_LARGE = {"MFU": ("1.7 to 2.8 x", "1.2 x"), "throughput": ("1.7 to 2.2 x"
 
 
 def overall(what: str, rows: Rows) -> list[Claim]:
-    found = gains(rows, what, "Megatron")
-    small = {case: value for case, value in found.items() if case != "MLLM-72B"}
-    large = found["MLLM-72B"]
+    result = gains(rows, what, "Megatron")
+    small = {case: value for case, value in result.items() if case != "MLLM-72B"}
+    large = result["MLLM-72B"]
     theirs = PRINTED_LARGE[what]
     claims = [
         Claim(f"gain in {what} of MLLM-9B and 15B", theirs[0], span(small), ahead(min(small.values()))),
         Claim(f"gain in {what} of MLLM-72B", theirs[1], f"{large:.2f} x", ahead(large)),
-        Claim("it gains least for the largest model", "as above", "the same order", large == min(found.values())),
+        Claim("it gains least for the largest model", "as above", "the same order", large == min(result.values())),
     ]
     if what == "MFU":
         ours = [rows.ours(case, f"DistTrain: {what}") for case in rows.cases()]
@@ -126,7 +126,7 @@ def orchestration(rows: Rows) -> list[Claim]:
     claims = []
     for what, theirs in (("MFU", "1.3 to 2.7 x"), ("throughput", "1.4 to 2.7 x")):
         over = {arm: gains(rows, what, arm) for arm in ("Megatron", "by FLOPs")}
-        both = {f"{case}, {arm}": value for arm, found in over.items() for case, value in found.items()}
+        both = {f"{case}, {arm}": value for arm, result in over.items() for case, value in result.items()}
         lost = [case for case, value in both.items() if not ahead(value)]
         claims.append(
             Claim(f"gain in {what} over Megatron and over GPUs in proportion to FLOPs", theirs, span(both), not lost,
@@ -155,14 +155,14 @@ def both(arms: tuple[str, ...], large: bool, case: str, small: bool) -> list[Row
 
 
 def reordering(rows: Rows) -> list[Claim]:
-    found = gains(rows, "throughput", "random order")
+    result = gains(rows, "throughput", "random order")
     return [
         Claim("reordering samples and microbatches gains", "1.03 to 1.11 x",
-              f"{min(found.values()):.3f} to {max(found.values()):.3f} x", ahead(min(found.values())),
+              f"{min(result.values()):.3f} to {max(result.values()):.3f} x", ahead(min(result.values())),
               "it gains where media are the slowest stage of some microbatch; sequences that are full vary little"),
         Claim("it gains more for smaller models", "largest for MLLM-9B", ", ".join(
-            f"{case} {value:.3f} x" for case, value in found.items()),
-            found["MLLM-9B"] >= found["MLLM-15B"] >= found["MLLM-72B"],
+            f"{case} {value:.3f} x" for case, value in result.items()),
+            result["MLLM-9B"] >= result["MLLM-15B"] >= result["MLLM-72B"],
             "the gain follows how much slack orchestration leaves to media, which does not grow with the size"),
     ]  # fmt: skip
 
@@ -171,10 +171,10 @@ def reordering(rows: Rows) -> list[Claim]:
 
 
 def frozen_gains(what: str, theirs: str, rows: Rows) -> list[Claim]:
-    found = gains(rows, what, "Megatron")
+    result = gains(rows, what, "Megatron")
     claims = []
     for name in LLAMA:
-        of_model = {case: value for case, value in found.items() if name in case}
+        of_model = {case: value for case, value in result.items() if name in case}
         claims.append(
             Claim(f"gain in {what} in every setting, {name}", f"{theirs} over all models", span(of_model),
                   ahead(min(of_model.values())),

@@ -84,18 +84,18 @@ class Samples:
 def draw(n: int, seed: int = 0) -> Samples:
     """Pairs of image and caption fill one sequence after the other, in drawn order."""
     rng = np.random.default_rng(seed)
-    found, texts, images, text = [], [], [], 0
-    while len(found) < n:
+    result, texts, images, text = [], [], [], 0
+    while len(result) < n:
         sides = SIDE.draw(rng, 1024)
         for side, caption in zip(sides.tolist(), CAPTION.draw(rng, 1024).tolist()):
             tokens = max(1, round(side / 16)) ** 2
             if sum(images) + text + tokens + caption > SEQUENCE:
-                found.append(np.array(images, np.int64))
+                result.append(np.array(images, np.int64))
                 texts.append(text)
                 images, text = [], 0
             images.append(tokens)
             text += caption
-    return Samples(tuple(found[:n]), np.array(texts[:n], np.int64))
+    return Samples(tuple(result[:n]), np.array(texts[:n], np.int64))
 
 
 # ---------------------------------------------------------------------- costs
@@ -144,7 +144,7 @@ class Model:
 
     def works(self, samples: Samples) -> dict[str, ModuleWork]:
         """Input of `orchestrate`: means over samples, forward and backward."""
-        found = {}
+        result = {}
         for module in MODULES:
             if module == LLM:
                 llm = LLAMA[self.name]
@@ -157,7 +157,7 @@ class Model:
                 parameters, layers = (VIT_HUGE.parameters, 32) if module == ENCODER else (int(unet(64).parameters), 1)
                 held = float(ACTIVATION_BYTES * SEQUENCE * VIT_HUGE.hidden * VIT_HUGE.layers)
             trained = module not in self.frozen
-            found[module] = ModuleWork(
+            result[module] = ModuleWork(
                 forward=[self.passes(module) * each for each in seconds],
                 layers=layers,
                 weight_bytes=float((WEIGHT_BYTES if trained else 2) * parameters),
@@ -166,7 +166,7 @@ class Model:
                 gradient_bytes=2.0 * parameters if trained else 0.0,
                 output_bytes=2 * 2.0 * SEQUENCE * LLAMA[self.name].hidden,
             )
-        return found
+        return result
 
 
 # ---------------------------------------------------------------------- assignment of GPUs
@@ -200,11 +200,11 @@ def by_flops(model: Model, samples: Samples, gpus: int, batch: int) -> Degrees:
 
 def orchestrated(model: Model, samples: Samples, gpus: int, batch: int) -> Degrees:
     """DistTrain's orchestration over the project's exact planner."""
-    found = planning.orchestrate(
+    result = planning.orchestrate(
         model.works(samples), gpus, batch, language_model=LLM, tp=TP, gpu_memory=GPU_MEMORY, stage_link=NETWORK,
         data_link=NETWORK,
     )  # fmt: skip
-    return dict(found.specs)
+    return dict(result.specs)
 
 
 def gpus_of(degrees: Degrees) -> int:
@@ -231,7 +231,7 @@ class Step:
     @cached_property
     def media_seconds(self) -> dict[str, NDArray[np.float64]]:
         """Module -> forward of each of its replicas' chunks, [dp, microbatches]: the busiest GPU of the group."""
-        found = {}
+        result = {}
         for module in (ENCODER, GENERATOR):
             spec = self.degrees[module]
             times = np.zeros((spec.dp, self.order.shape[1]))
@@ -245,8 +245,8 @@ class Step:
                     share = balance.assign(cost, spec.tp)
                     busiest = np.bincount(share, weights=cost, minlength=spec.tp).max()
                     times[lane, k] = A800.seconds(float(busiest)) / spec.pp
-            found[module] = times
-        return found
+            result[module] = times
+        return result
 
     def llm_seconds(self) -> float:
         """Seconds of the forward of a sequence in one stage."""
@@ -309,8 +309,8 @@ class Step:
         media, llm = self.media_seconds, self.llm_seconds()
 
         def duration(op: Op, module: str, stage: int, chunk: int) -> float:
-            found = table.chunks[chunk]
-            forward = llm if module == LLM else float(media[module][found.replica, found.index])
+            result = table.chunks[chunk]
+            forward = llm if module == LLM else float(media[module][result.replica, result.index])
             return forward if op is Op.FORWARD else forward * (self.model.passes(module) - 1)
 
         works = self.model.works(self.samples)

@@ -167,11 +167,11 @@ def spreads(case: str, small: bool) -> list[Row]:
         printed = assigned(case, model, small, as_printed=True)[0]["Entrain"]
         times = vlm.seconds(own, model)
         for system, replicas in {**made, "Entrain, algorithm 4 as printed": printed}.items():
-            found = np.concatenate([replica.forward(*times)[min(place, 1)] for replica in replicas])
+            result = np.concatenate([replica.forward(*times)[min(place, 1)] for replica in replicas])
             theirs = dict(zip(SYSTEMS, SPREADS[case][place])).get(system.split(",")[0])
-            rows.append(Row(case, f"{module} {system}", theirs, float(1e3 * found.std()), "ms"))
+            rows.append(Row(case, f"{module} {system}", theirs, float(1e3 * result.std()), "ms"))
             if system == "DistTrain":
-                rows.append(Row(case, f"{module} mean", None, float(1e3 * found.mean()), "ms"))
+                rows.append(Row(case, f"{module} mean", None, float(1e3 * result.mean()), "ms"))
     return rows
 
 

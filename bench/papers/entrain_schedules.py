@@ -271,10 +271,10 @@ def cuts(case: str, small: bool) -> list[Row]:
         seconds, _ = vlm.iteration(vlm.Stages.cut(model, encoder, LANES - encoder), dealt, vision, llm)
         rows.append(Row(case, f"{encoder}:{LANES - encoder}", None, float(samples / seconds), "samples/s"))
     each = np.stack(vlm.seconds(vlm.work(dataset, model, vlm.SAMPLES, SEEDS["trials"]), model), axis=1)
-    found = plan.stable_batch_size(each, LANES)
+    result = plan.stable_batch_size(each, LANES)
     rows.append(Row(case, "chosen by search", None, searched(case, each.mean(axis=0))))
-    rows.append(Row(case, "chosen by profiling", None, ":".join(map(str, found.allocation))))
-    rows.append(Row(case, "profiling batch", 256, found.size, "samples"))
+    rows.append(Row(case, "chosen by profiling", None, ":".join(map(str, result.allocation))))
+    rows.append(Row(case, "profiling batch", 256, result.size, "samples"))
     return rows
 
 
@@ -301,10 +301,10 @@ def searched(case: str, sample: vlm.Floats) -> str:
             LAYER_BYTES / 2 * input_bytes,
             input_bytes,
         )
-    found = plan.search_configuration(
+    result = plan.search_configuration(
         modules, 4 * GPUS, batch=512, microbatch=samples, gpu_memory=GPU_BYTES, dp=(4,), language_model=vlm.LLM
     )
-    return f"{found.specs[vlm.ENCODER].pp}:{found.specs[vlm.LLM].pp}"
+    return f"{result.specs[vlm.ENCODER].pp}:{result.specs[vlm.LLM].pp}"
 
 
 def cut_claims(rows: Rows) -> list[Claim]:

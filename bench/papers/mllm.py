@@ -190,15 +190,15 @@ def balanced(model: Model, batch: Batch, phase: str, batching: str, nodewise: bo
     tokens = batch.tokens[phase]
     own = np.flatnonzero(tokens)
     shape = model.shape(phase)
-    found = batch.home.astype(np.int32)
+    result = batch.home.astype(np.int32)
     new = balance.post_balance(
         tokens[own], batch.ranks, batching=batching, quadratic=shape.quadratic(phase == "llm") / shape.linear()
     )
     if nodewise:
         volume = balance.rearrangement_volume(batch.home[own], new, tokens[own], batch.ranks)
         new = balance.nodewise_placement(volume, NODE)[new]
-    found[own] = new
-    return found
+    result[own] = new
+    return result
 
 
 def flops(model: Model, batch: Batch, phase: str, rank_of: NDArray[np.int32]) -> tuple[Floats, float]:
@@ -237,14 +237,14 @@ class Step:
 
 def step(model: Model, batch: Batch, ranks_of: Dealt, simulated: bool = True) -> Step:
     """One step: a backward takes twice its forward, and every phase is trained."""
-    found = {phase: flops(model, batch, phase, ranks_of[phase]) for phase in PHASES}
-    forward = {phase: own / (PEAK * EFFICIENCY) for phase, (own, _) in found.items()}
+    result = {phase: flops(model, batch, phase, ranks_of[phase]) for phase in PHASES}
+    forward = {phase: own / (PEAK * EFFICIENCY) for phase, (own, _) in result.items()}
     seconds = 3 * sum(float(own.max()) for own in forward.values())
     loads = {phase: np.bincount(ranks_of[phase], batch.tokens[phase], batch.ranks) for phase in PHASES}
     return Step(
         seconds,
         makespan(batch, ranks_of, forward) if simulated else float("nan"),
-        3 * sum(useful for _, useful in found.values()),
+        3 * sum(useful for _, useful in result.values()),
         int(batch.tokens["llm"].sum()),
         {phase: float(load.max() / load.mean()) for phase, load in loads.items()},
         batch.ranks,

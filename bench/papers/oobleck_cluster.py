@@ -101,12 +101,12 @@ def spot_trace(every: float, grace: float, hours: float, seed: int) -> list[Even
     """Preemptions and additions, at random and equally often, between half and all of the nodes: the resulting number
     of nodes. See `failure_trace.spot_trace`: preemptions are 7 % less frequent than `every`."""
     nodes, before = NODES, 0.0
-    found: list[Event] = []
+    result: list[Event] = []
     for change in failure_trace.spot_trace(NODES, every, hours, seed, warning=grace):
         nodes += -1 if change.event == "fail" else 1
-        found.append(Event(change.time - before, nodes, grace if change.event == "fail" else -1))
+        result.append(Event(change.time - before, nodes, grace if change.event == "fail" else -1))
         before = change.time
-    return [*found, Event(hours * 3600 - before, nodes, -1)]
+    return [*result, Event(hours * 3600 - before, nodes, -1)]
 
 
 def oobleck(model: Model, own: Constants, events: Sequence[Event], seed: int) -> Spent:

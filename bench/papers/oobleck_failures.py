@@ -100,8 +100,8 @@ def fit(model: Model, runs: int) -> Constants:
         )
     own = _constants(model, layer, 1.0 if bamboo else 0.0)
     if bamboo:
-        found = Spent.sum(cluster.bamboo(model, own, each) for each in events).throughput
-        own = _constants(model, layer, bamboo / found)
+        result = Spent.sum(cluster.bamboo(model, own, each) for each in events).throughput
+        own = _constants(model, layer, bamboo / result)
     return own
 
 
@@ -148,14 +148,14 @@ def throughput(case: str, small: bool) -> list[Row]:
 
 def _contradiction(rows: Rows, system: str, cases: list[str]) -> str:
     """Printed cost of a failure of a model, beside its printed iteration time."""
-    said = []
+    lines = []
     for case in cases:
         often, seldom = rows.theirs(case, f"10m {system}"), rows.theirs(case, f"6h {system}")
-        said.append(
+        lines.append(
             f"{case}: {600 * (1 - often / seldom):.0f} s per failure, {MODELS[case].batch / seldom:.0f} s per iteration"
         )
     return (
-        f"the print contradicts itself: by its throughputs {'; '.join(said)}. Who loses unfinished iterations "
+        f"the print contradicts itself: by its throughputs {'; '.join(lines)}. Who loses unfinished iterations "
         f"(Oobleck) or up to {cluster.EVERY} of them (Varuna) loses more than that, unless these models ran with "
         "smaller batches than table 2.1's"
     )
@@ -334,9 +334,9 @@ def effective(case: str, small: bool) -> list[Row]:
     rows = []
     for frequency in ("6h", "10m"):
         for system in _runs(model)[:-1]:
-            found = spent(model, runs, system, _failures(frequency, runs))
+            result = spent(model, runs, system, _failures(frequency, runs))
             rows.append(
-                Row(case, f"{frequency} {system}", None, dict(breakdown(model, runs, system, found))["effective"])
+                Row(case, f"{frequency} {system}", None, dict(breakdown(model, runs, system, result))["effective"])
             )
     return rows
 

@@ -77,16 +77,16 @@ def composition_claims(rows: Rows) -> list[Claim]:
 def overall(case: str, small: bool) -> list[Row]:
     """MFU and throughput on the whole cluster, each system with its printed batch."""
     model, gpus = MODELS[case], _gpus(GPUS, small)
-    found: dict[str, list[tuple[float, float]]] = {"OrchMLLM": [], "no balance": [], "Megatron-LM": []}
+    result: dict[str, list[tuple[float, float]]] = {"OrchMLLM": [], "no balance": [], "Megatron-LM": []}
     for seed in range(1 if small else STEPS):
         for system, how, each in (("OrchMLLM", "all", model.batch), ("no balance", "none", model.unbalanced_batch)):
             batch = mllm.drawn(model, gpus, each, seed)
             made = mllm.step(model, batch, mllm.dealt(model, batch, how, nodewise=False), simulated=False)
-            found[system].append((made.mfu, made.throughput))
-        found["Megatron-LM"].append(megatron(model, gpus, seed))
+            result[system].append((made.mfu, made.throughput))
+        result["Megatron-LM"].append(megatron(model, gpus, seed))
     printed = 0.416 if case == "MLLM-84B" else None
     rows = []
-    for system, values in found.items():
+    for system, values in result.items():
         rows.append(
             Row(case, f"{system} MFU", printed if system == "OrchMLLM" else None, _mean([a for a, _ in values]))
         )
@@ -170,9 +170,9 @@ def overall_claims(rows: Rows, what: str, over_none: str, over_megatron: str) ->
 def mfu_claims(rows: Rows) -> list[Claim]:
     large = rows.cases()[-1]
     ours = rows.ours(large, "OrchMLLM MFU")
-    found = overall_claims(rows, "MFU", "1.5 to 2.0 x", "3.1 to 4.1 x")
+    result = overall_claims(rows, "MFU", "1.5 to 2.0 x", "3.1 to 4.1 x")
     return [
-        *found,
+        *result,
         Claim(
             f"MFU of OrchMLLM, {large}",
             "41.6 %",

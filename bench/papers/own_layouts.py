@@ -91,12 +91,12 @@ class Case:
 
     def costs(self, tp: int) -> dict[str, ModuleCosts]:
         """Mean seconds of each layer with its sums, as weights for cuts."""
-        found = {}
+        result = {}
         for module, shape in self.shapes.items():
             everyone = np.arange(len(self.drawn), dtype=np.int32)
             seconds = [sum(self.forward(module, everyone, range(i, i + 1), tp)) for i in range(shape.layers)]
-            found[module] = costs_of(np.array(seconds), np.arange(shape.layers), np.ones(shape.layers, bool))
-        return found
+            result[module] = costs_of(np.array(seconds), np.arange(shape.layers), np.ones(shape.layers, bool))
+        return result
 
     @property
     def flops(self) -> float:
@@ -118,9 +118,9 @@ class Case:
         graph = StageGraph(layout, (("vision", LANGUAGE_MODEL),), trainable)
 
         def duration(op: Op, module: str, stage: int, chunk: int) -> float:
-            found = layout.pipelines(module)[0].stages[stage]
+            result = layout.pipelines(module)[0].stages[stage]
             samples = table.chunks[chunk].samples
-            computing, sums = self.forward(module, samples, range(found.start, found.stop), tp[module])
+            computing, sums = self.forward(module, samples, range(result.start, result.stop), tp[module])
             return computing + sums if op is Op.FORWARD else 2 * computing + sums
 
         def reduce_grad(action: Action) -> float:

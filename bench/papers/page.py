@@ -27,15 +27,15 @@ def render() -> str:
     """The page of the stored reports, as Markdown."""
     lines = [INTRODUCTION, "| from | it says | theirs | ours | |", "|---|---|---|---|---|"]
     reports = {name: stored(name) for name in TABLES}
-    found = {name: report for name, report in reports.items() if report is not None}
-    for name, report in found.items():
+    result = {name: report for name, report in reports.items() if report is not None}
+    for name, report in result.items():
         lines += [_line(name, claim) for claim in claims_of(report)]
-    claims = [claim for report in found.values() for claim in claims_of(report)]
+    claims = [claim for report in result.values() for claim in claims_of(report)]
     follow, hold = (sum(claim.verdict == word for claim in claims) for word in ("follows", "holds"))
     lines[1:1] = [f"{hold} of {len(claims)} lines hold, {follow} follow, {len(claims) - hold - follow} differ.", ""]
     lines += ["", "`python -m bench.papers NAME` makes the lines of a name; the figures behind them are in its report."]
-    for paper in dict.fromkeys(map(_paper, found)):
-        lines += _section(paper, {name: report for name, report in found.items() if _paper(name) == paper})
+    for paper in dict.fromkeys(map(_paper, result)):
+        lines += _section(paper, {name: report for name, report in result.items() if _paper(name) == paper})
     waiting = [f"`python -m bench.papers {name}`" for name, report in reports.items() if report is None]
     if waiting:
         lines += [

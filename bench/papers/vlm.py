@@ -147,27 +147,27 @@ def disttrain(vision: Floats, llm: Floats, replicas: int, size: int, stages: tup
     stages: of the encoder and of the language model, for the order.
     """
     dealt = balance.reorder_samples(vision, replicas)
-    found = []
+    result = []
     for begin, end in itertools.pairwise(dealt.offsets):
         parts = _cut(dealt.order[begin:end].astype(np.int64), size)
         forward = np.array(
             [[vision[p].sum() / stages[0]] * stages[0] + [llm[p].sum() / stages[1]] * stages[1] for p in parts]
         )
         chosen = balance.reorder_microbatches(forward, 2 * forward, evaluations=0).order
-        found.append(_plain([parts[i] for i in chosen]))
-    return found
+        result.append(_plain([parts[i] for i in chosen]))
+    return result
 
 
 def dip(vision: Floats, samples: int, replicas: int, size: int) -> list[Replica]:
     """DIP: each microbatch of `size` samples as two sub-microbatches of similar encoder work, within its bounds."""
-    found = []
+    result = []
     for own in np.array_split(np.arange(samples), replicas):
         parts = []
         for part in _cut(own, size):
             half = balance.assign(vision[part], min(2, len(part)))
             parts += [part[half == i] for i in range(int(half.max()) + 1)]
-        found.append(_plain(parts))
-    return found
+        result.append(_plain(parts))
+    return result
 
 
 def entrain(
@@ -175,7 +175,7 @@ def entrain(
 ) -> list[Replica]:
     """Entrain: samples to replicas, then algorithm 4; deferred samples form a separate encoder chunk."""
     of = balance.assign_replicas(vision, llm, replicas, as_printed=as_printed)
-    found = []
+    result = []
     for replica in range(replicas):
         own = np.flatnonzero(of == replica)
         made = balance.assign_microbatches(vision[own], llm[own], microbatches, as_printed=as_printed)
@@ -186,8 +186,8 @@ def entrain(
                 if len(samples):
                     chunks.append(samples)
                     microbatch.append(k)
-        found.append(Replica(own, chunks, microbatch, made.llm_of.astype(np.int64)))
-    return found
+        result.append(Replica(own, chunks, microbatch, made.llm_of.astype(np.int64)))
+    return result
 
 
 def undeferred(replica: Replica) -> Replica:

@@ -31,11 +31,11 @@ def outputs(model, inputs):
 
 def assert_same(model, other, inputs, valid=None):
     """Compares outputs at `valid` positions, and the gradients of every parameter for a random projection of them."""
-    found, wanted = (outputs(m, inputs) for m in (model, other))
-    valid = torch.ones(found.shape[:2], dtype=torch.bool) if valid is None else valid
-    torch.testing.assert_close(found[valid], wanted[valid], rtol=1e-4, atol=1e-5)
-    direction = random(*found[valid].shape, seed=9)
-    for m, out in ((model, found), (other, wanted)):
+    result, wanted = (outputs(m, inputs) for m in (model, other))
+    valid = torch.ones(result.shape[:2], dtype=torch.bool) if valid is None else valid
+    torch.testing.assert_close(result[valid], wanted[valid], rtol=1e-4, atol=1e-5)
+    direction = random(*result[valid].shape, seed=9)
+    for m, out in ((model, result), (other, wanted)):
         m.zero_grad(set_to_none=True)
         (out[valid] * direction).sum().backward()
     gradients = dict(other.named_parameters())
@@ -74,9 +74,9 @@ def assert_same_generation(model, other, inputs, cache="dynamic"):
         "output_logits": True,
         **({"cache_implementation": "static"} if cache == "static" else {}),
     }
-    found, wanted = (m.generate(**inputs, **options) for m in (model, other))
-    assert torch.equal(found.sequences, wanted.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-5)
+    result, wanted = (m.generate(**inputs, **options) for m in (model, other))
+    assert torch.equal(result.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-5)
 
 
 class Watch:

@@ -217,8 +217,8 @@ def same_maps(plan: AttentionPlan, dense: torch.Tensor) -> None:
                 tile = tiles[(row // blocks, *place)]
                 tile = tile if side == "q" else tile.T
                 for bits in (maps[entry], made[entry]):
-                    found = ((bits[:, :, None] >> torch.arange(min(32, size))) & 1).flatten(1).bool()
-                    assert torch.equal(found[:size], tile) and torch.equal(found[size], tile.any(0)), (side, entry)
+                    result = ((bits[:, :, None] >> torch.arange(min(32, size))) & 1).flatten(1).bool()
+                    assert torch.equal(result[:size], tile) and torch.equal(result[size], tile.any(0)), (side, entry)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate])

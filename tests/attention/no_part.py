@@ -61,10 +61,10 @@ def results(
 
 def compare(backend, mask, keys, dtype, poison, **options):
     clean = results(backend, mask, keys, dtype, 0.0, **options)
-    found = results(backend, mask, keys, dtype, poison, **options)
-    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, clean):
+    result = results(backend, mask, keys, dtype, poison, **options)
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), result, clean):
         assert torch.equal(one, other), (name, poison)
     blind, unseen = hidden(mask, keys)
-    out, lse, dq, dk, dv = (x.transpose(1, 2) for x in found)  # tokens before heads
+    out, lse, dq, dk, dv = (x.transpose(1, 2) for x in result)  # tokens before heads
     assert not out[blind].any() and (lse[blind] == -torch.inf).all() and not dq[blind].any()
     assert not dk[unseen].any() and not dv[unseen].any()

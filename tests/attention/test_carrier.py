@@ -65,8 +65,8 @@ def test_copies_of_a_carrier_have_its_plan(copied):
     assert type(other) is type(mask) and other.shape == mask.shape
     plan, *more = other.interlace_plan
     assert more == ["reference", True]
-    for found, wanted in zip(plan.tensors(), PLAN.tensors()):
-        assert torch.equal(found, wanted)
+    for result, wanted in zip(plan.tensors(), PLAN.tensors()):
+        assert torch.equal(result, wanted)
 
 
 def test_data_parallel_replicas_with_a_plan_are_refused():
@@ -155,9 +155,9 @@ def test_routers_count_the_tokens_of_a_plan_without_its_mask():
     with pytest.raises(ValueError, match=r"MixtralForCausalLM computes with|too many values"):  # the latter: 4.57
         routed(ids, attention_mask=carrier(PLAN), output_router_logits=True, use_cache=False)
     with use_plan(PLAN):
-        found = routed(ids, output_router_logits=True, use_cache=False)
-    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.aux_loss, wanted.aux_loss)
+        result = routed(ids, output_router_logits=True, use_cache=False)
+    torch.testing.assert_close(result.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.aux_loss, wanted.aux_loss)
     padded = routed(ids, attention_mask=torch.ones_like(ids), output_router_logits=True)
     torch.testing.assert_close(padded.aux_loss, wanted.aux_loss)
 

@@ -124,27 +124,27 @@ def test_one_graph_follows_every_plan():
         with use_plan(plan):
             torch.testing.assert_close(compiled(pixels).last_hidden_state, model(pixels).last_hidden_state)
     assert counters["stats"]["unique_graphs"] == 2
-    found, wanted = ([], [])
-    for run, grads in ((compiled, found), (model, wanted)):
+    result, wanted = ([], [])
+    for run, grads in ((compiled, result), (model, wanted)):
         leaf = pixels.clone().requires_grad_()
         with use_plan(PACKED[0]):
             out = run(leaf).last_hidden_state
         (out * random(*out.shape, seed=1)).sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(*found, *wanted)
+    torch.testing.assert_close(*result, *wanted)
 
 
 @pytest.mark.slow
 def test_two_threads_have_two_plans():
     model, pixels = tower(), random(1, 3, 16, 16)
     compiled, both = torch.compile(model, backend="eager"), threading.Barrier(2, timeout=120)
-    found = [[], []]
+    result = [[], []]
 
     def run(number):
         with use_plan(PACKED[number]):
             both.wait()
             for _ in range(3):
-                found[number].append(compiled(pixels).last_hidden_state.detach())
+                result[number].append(compiled(pixels).last_hidden_state.detach())
             both.wait()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
@@ -152,7 +152,7 @@ def test_two_threads_have_two_plans():
         thread.start()
     for thread in threads:
         thread.join()
-    for plan, outputs in zip(PACKED, found):
+    for plan, outputs in zip(PACKED, result):
         with use_plan(plan):
             wanted = model(pixels).last_hidden_state
         assert len(outputs) == 3
@@ -186,8 +186,8 @@ def test_language_models_that_follow_a_plan(family):
     wanted = torch.cat([model(piece, use_cache=False).logits for piece in (ids[:, :4], ids[:, 4:])], dim=1)
     compiled = whole(model)
     with use_plan(plan):
-        found = compiled(ids, **given).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        result = compiled(ids, **given).logits
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         compiled(ids, attention_mask=carrier(plan), **given).logits, wanted, rtol=1e-4, atol=1e-5
     )
@@ -234,8 +234,8 @@ def test_a_tower_that_takes_all_its_images_in_one_call():
         both.append(model)
     grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
     patches = random(24, 3 * 2 * 4 * 4)
-    found, wanted = whole(both[0])(patches, grid_thw=grid), both[1](patches, grid_thw=grid)
-    torch.testing.assert_close(found.last_hidden_state, wanted.last_hidden_state, rtol=1e-4, atol=1e-5)
+    result, wanted = whole(both[0])(patches, grid_thw=grid), both[1](patches, grid_thw=grid)
+    torch.testing.assert_close(result.last_hidden_state, wanted.last_hidden_state, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- plans made in compiled code
@@ -246,8 +246,8 @@ def test_a_tower_that_takes_all_its_images_in_one_call():
 def test_lists_with_room_are_the_same_lists(mask, block):
     plan = AttentionPlan.build(mask, block=block)
     traced = traced_plan(mask.tokens(), mask.tokens(), plan.sinks, block)
-    for found, wanted in zip((*traced.queries(), *traced.keys()), (*plan.queries(), *plan.keys())):
-        assert torch.equal(found, wanted)
+    for result, wanted in zip((*traced.queries(), *traced.keys()), (*plan.queries(), *plan.keys())):
+        assert torch.equal(result, wanted)
     for kind in ("full_q", "part_q", "full_k", "part_k"):
         pointers = getattr(plan, f"{kind}_ptr")
         assert torch.equal(getattr(traced, f"{kind}_ptr"), pointers)
@@ -299,9 +299,9 @@ def test_what_padding_holds_does_not_spread_in_one_graph():
     embedded = model.get_input_embeddings()(ids).detach()
     embedded[:, :8], seen[:, :8] = float("nan"), 0
     given = {"attention_mask": seen, "use_cache": False}
-    found = whole(model)(inputs_embeds=embedded, **given).logits[:, 8:]
+    result = whole(model)(inputs_embeds=embedded, **given).logits[:, 8:]
     wanted = eager(inputs_embeds=embedded.nan_to_num(), **given).logits[:, 8:]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_plans_are_cut_at_boundaries_in_one_graph():
@@ -311,8 +311,8 @@ def test_plans_are_cut_at_boundaries_in_one_graph():
     ends = torch.tensor([0, 2, 4, 6, 10, 12, 14, 16])
     made = torch.compile(lambda ends: cut(plan, ends, ends), fullgraph=True, backend="aot_eager")(ends)
     pieces = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7])
-    found = visible(made.queries().rows(), made.keys().columns(), 0)
-    assert torch.equal(found, (pieces[:, None] == pieces)[None])
+    result = visible(made.queries().rows(), made.keys().columns(), 0)
+    assert torch.equal(result, (pieces[:, None] == pieces)[None])
     assert made.stats() == cut(plan, ends, ends).stats()
 
 

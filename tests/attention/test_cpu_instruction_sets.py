@@ -57,10 +57,10 @@ for name, dtype, dim in [("packed", torch.float32, 72), ("113 x 203", torch.bflo
         backends.compare("cpu", *cases.masks()[name], dtype, dim=dim, softcap=softcap, block=128, scale=0.1)
 print(_core.attention_isa())
 """
-    found = forked(script, tmp_path / "said", INTERLACE_CPU_ISA=isa).strip()
-    assert found in ISAS[ISAS.index(isa) :]
-    if found != isa:
-        pytest.skip(f"this processor, compiler or kernel has no {isa}: {found} was tested instead")
+    result = forked(script, tmp_path / "said", INTERLACE_CPU_ISA=isa).strip()
+    assert result in ISAS[ISAS.index(isa) :]
+    if result != isa:
+        pytest.skip(f"this processor, compiler or kernel has no {isa}: {result} was tested instead")
 
 
 @pytest.mark.slow
@@ -103,10 +103,10 @@ if done:
 else:
     print("no seccomp")
 """
-    found = run(script).strip()
-    if found == "no seccomp":
+    result = run(script).strip()
+    if result == "no seccomp":
         pytest.skip("no seccomp filters here")
-    assert found == "avx512"
+    assert result == "avx512"
 
 
 # ---------------------------------------------------------------------- bf16
@@ -258,17 +258,17 @@ def test_strides_change_nothing(dtype):
 def test_results_repeat_and_forward_is_independent_of_threads(heads, threads):
     mask, keys = cases.masks()["packed"]
     plan = AttentionPlan.build(mask, keys, block=64)
-    found = {}
+    result = {}
     for count in (1, 1, 2, 2, 3):
         threads(count)
         q, k, v = cases.tensors(mask, keys, 2 * heads, heads, 64, torch.bfloat16)
         out, lse = bitfield_attention(q, k, v, plan, return_lse=True, backend="cpu")
         grads = torch.autograd.grad((out.float().square().sum() + lse.sum()), (q, k, v))
-        for one, other in zip(found.setdefault(count, (out, lse, *grads)), (out, lse, *grads)):
+        for one, other in zip(result.setdefault(count, (out, lse, *grads)), (out, lse, *grads)):
             assert torch.equal(one, other)
     for count in (2, 3):
-        assert all(torch.equal(one, other) for one, other in zip(found[1][:3], found[count][:3]))  # out, lse, dq
-        for one, other in zip(found[1][3:], found[count][3:]):  # sums of other pieces
+        assert all(torch.equal(one, other) for one, other in zip(result[1][:3], result[count][:3]))  # out, lse, dq
+        for one, other in zip(result[1][3:], result[count][3:]):  # sums of other pieces
             torch.testing.assert_close(one, other)
 
 
@@ -294,8 +294,8 @@ def test_threads_of_python_at_once(threads):
 
     wanted = turn()
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: turn(), range(40)):
-            assert all(torch.equal(one, other) for one, other in zip(found, wanted))
+        for result in pool.map(lambda _: turn(), range(40)):
+            assert all(torch.equal(one, other) for one, other in zip(result, wanted))
 
 
 def test_torch_finds_the_tiles_as_it_needs_them(threads):

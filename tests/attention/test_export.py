@@ -57,8 +57,8 @@ def test_a_program_makes_its_masks_from_its_inputs(name, strict):
     assert sum("bitfield_attention" in str(node.target) for node in program.graph.nodes) == 2
     for lengths, width in (([8, 5, 2], 8), ([3, 11], 11), ([150, 200, 1, 7], 200)):
         ids, seen = text_ids(len(lengths), width), padded(lengths, width)
-        found, wanted = program.module()(ids, seen), Logits(eager)(ids, seen)
-        torch.testing.assert_close(found[seen.bool()], wanted[seen.bool()], rtol=1e-4, atol=1e-5)
+        result, wanted = program.module()(ids, seen), Logits(eager)(ids, seen)
+        torch.testing.assert_close(result[seen.bool()], wanted[seen.bool()], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -34,8 +34,8 @@ def test_causal_and_padded_batches(language):
     for side in (slice(8, 11), slice(0, 3)):  # padding right, left
         mask = torch.ones_like(IDS)
         mask[1, side] = 0
-        found, wanted = (m(IDS, attention_mask=mask).logits[mask.bool()] for m in (model, other))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        result, wanted = (m(IDS, attention_mask=mask).logits[mask.bool()] for m in (model, other))
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_positions_and_sliding_windows():
@@ -45,8 +45,8 @@ def test_packed_positions_and_sliding_windows():
     torch.testing.assert_close(model(**given).logits, other(**given).logits, rtol=1e-5, atol=1e-5)
     model, other = pair(qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=1))
     torch.testing.assert_close(model(IDS).logits, other(IDS).logits, rtol=1e-5, atol=1e-5)
-    found, wanted = model(IDS), other(IDS)
-    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    result, wanted = model(IDS), other(IDS)
+    torch.testing.assert_close(result.logits, wanted.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_generation_with_a_cache():
@@ -55,8 +55,8 @@ def test_generation_with_a_cache():
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     assert torch.equal(model.generate(IDS, **options), other.generate(IDS, **options))
-    found = model.generate(IDS, attention_mask=mask, **options)
-    assert torch.equal(found, other.generate(IDS, attention_mask=mask, **options))
+    result = model.generate(IDS, attention_mask=mask, **options)
+    assert torch.equal(result, other.generate(IDS, attention_mask=mask, **options))
     # A chunk of several tokens after a cached prefix.
     chunks = [
         m(IDS[:, 6:], past_key_values=m(IDS[:, :6], use_cache=True).past_key_values).logits for m in (model, other)

@@ -124,11 +124,11 @@ def test_keys_of_all_families(kind):
         if name in UNSURE or (built := on_meta(kind, name)) is None:
             continue
         model, config = built
-        found = {}
+        result = {}
         for path, part in model.named_modules():
             if rate := dropout_rate(part):
-                found.setdefault(path_of(config, part.config) + dropout_key(part, rate), path)
-        for key, path in found.items():
+                result.setdefault(path_of(config, part.config) + dropout_key(part, rate), path)
+        for key, path in result.items():
             again, _ = on_meta(kind, name, lambda config, key=key: put(config, key, 0.0))
             assert dropout_rate(again.get_submodule(path)) == 0, f"{name}: {key} of {path}"
             examined += 1

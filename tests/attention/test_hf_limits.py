@@ -55,14 +55,14 @@ def test_windows_and_chunks_are_counted_inside_each_document(overlays, lengths, 
         with pytest.raises(ValueError, match="chunks of"):
             under(AttentionPlan.build(mask), function)
         return
-    found = under(AttentionPlan.build(mask), function)
+    result = under(AttentionPlan.build(mask), function)
     at = torch.cat([torch.arange(n) for n in lengths])
     q, k = at[None, :, None], at[None, None, :]
     zero = torch.zeros(1, 1, 1, dtype=torch.int64)
     wanted = mask.to_dense()
     for overlay in overlays:
         wanted = wanted & overlay(zero, zero, q, k)
-    assert torch.equal(found, wanted)
+    assert torch.equal(result, wanted)
 
 
 @st.composite
@@ -103,9 +103,9 @@ def test_chunks_of_one_document_are_not_those_of_the_next(docs, pos):
     bits = BitfieldMask.causal(1, 8).bits
     keys = BitfieldMask(bits, doc=doc, pos=pos if docs[-1] > 1 else pos % 4)
     plan = AttentionPlan.build(BitfieldMask(bits, doc=doc, pos=pos), keys)
-    found = seen_in(narrowed(plan, Limits(chunk=4)))[0]
-    assert not found[:4, 4:].any() and not found[4:, :4].any()
-    assert found.any()
+    result = seen_in(narrowed(plan, Limits(chunk=4)))[0]
+    assert not result[:4, 4:].any() and not result[4:, :4].any()
+    assert result.any()
 
 
 @given(tokens_anywhere(12), st.sets(st.integers(1, 11)), st.integers(9, 12))
@@ -227,5 +227,5 @@ def test_windows_that_a_model_keeps_in_its_masks(make, setting):
         with pytest.raises(ValueError, match=rf"{setting} = 4, which a carrier does not apply: .*use_plan\(plan\)"):
             model(**given, attention_mask=hf.carrier(plan))
         short = AttentionPlan.build(BitfieldMask.causal(1, 4))
-        found = model(input_ids=samples[0][None, :4], attention_mask=hf.carrier(short), use_cache=False).logits
-        torch.testing.assert_close(found, beginning, rtol=1e-4, atol=1e-4)
+        result = model(input_ids=samples[0][None, :4], attention_mask=hf.carrier(short), use_cache=False).logits
+        torch.testing.assert_close(result, beginning, rtol=1e-4, atol=1e-4)

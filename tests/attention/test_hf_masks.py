@@ -127,10 +127,10 @@ def test_image_blocks_windows_and_padding_are_understood(ids, window, padded):
     seen = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     seen[1, :padded] = False
     for function in gemma_like(ids, window):
-        found = ask(function, LENGTH, LENGTH, attention_mask=seen)
-        assert hasattr(found, "interlace_plan")
+        result = ask(function, LENGTH, LENGTH, attention_mask=seen)
+        assert hasattr(result, "interlace_plan")
         wanted = ask(function, LENGTH, LENGTH, attention_mask=seen, ask=sdpa_mask)[:, 0]
-        assert torch.equal(dense(found)[seen], wanted[seen])
+        assert torch.equal(dense(result)[seen], wanted[seen])
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.integers(0, 5))
@@ -139,11 +139,11 @@ def test_longer_static_caches_and_cached_prefixes(window, queries, offset):
     seen[0, :1] = False
     function = and_masks(sliding_window_overlay(window), causal_mask_function)
     given = {"offset": offset, "attention_mask": seen}
-    found = ask(function, queries, LENGTH, **given)
-    assert hasattr(found, "interlace_plan")
+    result = ask(function, queries, LENGTH, **given)
+    assert hasattr(result, "interlace_plan")
     wanted = ask(function, queries, LENGTH, **given, ask=sdpa_mask)[:, 0]
     rows = seen[:, offset:]
-    assert torch.equal(dense(found)[rows], wanted[rows])
+    assert torch.equal(dense(result)[rows], wanted[rows])
 
 
 @pytest.mark.parametrize("length", [LENGTH, 300], ids=["all pairs", "sampled"])
@@ -155,9 +155,9 @@ def test_unknown_mask_functions_stay_dense_with_one_warning(length):
     with pytest.warns(
         UserWarning, match=r"or\(sliding_window_overlay, .*every_third\) is run as a dense mask.*every_third is unknown"
     ) as caught:
-        found = [ask(function, length, length) for _ in range(2)]
+        result = [ask(function, length, length) for _ in range(2)]
     assert len(caught) == 1
-    for mask in found:
+    for mask in result:
         assert mask.dtype == torch.bool and torch.equal(mask, ask(function, length, length, ask=sdpa_mask))
 
 
@@ -172,8 +172,8 @@ def test_a_known_name_with_another_meaning_is_found_out(length):
 
     function = and_masks(sliding_window_overlay(2), causal_mask_function)
     with pytest.warns(UserWarning, match=r"and\(.*\) is run as a dense mask.*differs from the function, at \(batch"):
-        found = ask(function, length, length)
-    assert torch.equal(found, ask(function, length, length, ask=sdpa_mask))
+        result = ask(function, length, length)
+    assert torch.equal(result, ask(function, length, length, ask=sdpa_mask))
 
 
 def test_a_cell_of_another_kind_is_refused_not_guessed():
@@ -202,8 +202,8 @@ def test_constants_and_two_sided_windows():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for function in (everything, both_ways):
-            found = ask(function, LENGTH, LENGTH)
-            assert torch.equal(dense(found), ask(function, LENGTH, LENGTH, ask=sdpa_mask)[:, 0])
+            result = ask(function, LENGTH, LENGTH)
+            assert torch.equal(dense(result), ask(function, LENGTH, LENGTH, ask=sdpa_mask)[:, 0])
 
 
 @pytest.mark.parametrize("wording", ["4.57 to 5.0", "5.8"])
@@ -230,9 +230,9 @@ def test_every_wording_of_gemmas_images(wording):
 
     images = token_type_ids_mask_function(ids, ids, (ids >= 0).long())
     for function in (or_masks(causal_mask_function, images), and_masks(or_masks(causal_mask_function, images))):
-        found = ask(function, 8, LENGTH)
-        assert hasattr(found, "interlace_plan")
-        assert torch.equal(dense(found), ask(function, 8, LENGTH, ask=sdpa_mask)[:, 0])
+        result = ask(function, 8, LENGTH)
+        assert hasattr(result, "interlace_plan")
+        assert torch.equal(dense(result), ask(function, 8, LENGTH, ask=sdpa_mask)[:, 0])
 
 
 def test_differs_names_the_pair():
@@ -253,17 +253,17 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
     doc = torch.tensor([[0] * 3 + [1] * 5 + [-1] * 2], dtype=torch.int32)
     module = torch.nn.Module()
     full = BitfieldMask(BitfieldMask.full(1, 10).bits, doc=doc)
-    found, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends, is_causal=False)
-    torch.testing.assert_close(found, bitfield_attention(q, k, v, full).transpose(1, 2))
+    result, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends, is_causal=False)
+    torch.testing.assert_close(result, bitfield_attention(q, k, v, full).transpose(1, 2))
     causal = BitfieldMask(BitfieldMask.causal(1, 10).bits, doc=doc, window=2)
     wanted = bitfield_attention(q, k, v, causal).transpose(1, 2)
-    found, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, sliding_window=2)
-    torch.testing.assert_close(found, wanted)
+    result, _ = hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, sliding_window=2)
+    torch.testing.assert_close(result, wanted)
     # The model's own mask does not include the boundaries; both apply.
     own = Carrier.of(AttentionPlan.build(BitfieldMask.causal(1, 10, window=2)), None, False)
     for _ in range(2):
-        found, _ = hf.attention(module, q, k, v, own, cu_seq_lens_q=ends, sliding_window=1)
-        torch.testing.assert_close(found, wanted)
+        result, _ = hf.attention(module, q, k, v, own, cu_seq_lens_q=ends, sliding_window=1)
+        torch.testing.assert_close(result, wanted)
     with pytest.raises(ValueError, match="ends after the last of 10 tokens"):
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends + 4, is_causal=False)
     with pytest.raises(ValueError, match="different lengths"):
@@ -298,5 +298,5 @@ def test_softcap_without_a_plan_is_dense_and_right():
     seen = torch.ones(1, 1, 5, 5).tril().bool()
     additive = torch.zeros(1, 1, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
     for mask in (seen, additive):
-        found, _ = hf.attention(torch.nn.Module(), q, k, v, mask, softcap=0.5)
-        torch.testing.assert_close(found, wanted)
+        result, _ = hf.attention(torch.nn.Module(), q, k, v, mask, softcap=0.5)
+        torch.testing.assert_close(result, wanted)

@@ -53,5 +53,5 @@ def test_the_old_version_is_the_one_that_runs(environment):
 
 
 def test_the_dropin_the_model_part_and_tensor_parallelism(environment):
-    found = run(environment, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS)
-    assert " passed" in found
+    result = run(environment, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS)
+    assert " passed" in result

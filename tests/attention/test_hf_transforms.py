@@ -66,9 +66,9 @@ def test_gradients_of_weights(name, kind):
     model, eager = pair(name)
     inputs, spy = GIVEN[kind](name), Spy()
     with use_plan(None, backend=spy):
-        found = grad(loss(model, inputs))(weights(model))
+        result = grad(loss(model, inputs))(weights(model))
     assert spy.calls >= model.config.get_text_config().num_hidden_layers
-    assert_close(found, grad(loss(eager, inputs))(weights(eager)))
+    assert_close(result, grad(loss(eager, inputs))(weights(eager)))
 
 
 @pytest.mark.parametrize("transform", ["vjp", "jacrev"])
@@ -82,9 +82,9 @@ def test_other_transforms(transform):
         return vjp(f, given)[1](torch.tensor(1.0))[0] if transform == "vjp" else jacrev(f)(given)
 
     with use_plan(None, backend=spy):
-        found = run(model)
+        result = run(model)
     assert spy.calls == 2
-    assert_close(found, run(eager))
+    assert_close(result, run(eager))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -101,9 +101,9 @@ def test_gradients_of_each_sample(name, side):
         return vmap(grad(one), in_dims=(None, 0, 0))(weights(model), inputs["input_ids"], inputs["attention_mask"])
 
     with use_plan(None, backend=spy):
-        found = each(model)
+        result = each(model)
     assert spy.calls == 2
-    assert_close(found, each(eager))
+    assert_close(result, each(eager))
 
 
 def test_padding_in_the_middle_of_a_mapped_row_is_refused():
@@ -164,8 +164,8 @@ def test_forward_mode_says_what_to_do():
         jvp(loss(model, inputs), (given,), (given,))
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    _, found = jvp(loss(eager, inputs), (given,), (given,))
+    _, result = jvp(loss(eager, inputs), (given,), (given,))
     gradients = grad(loss(model, inputs))(given)
     torch.testing.assert_close(
-        found, sum((gradients[name] * given[name]).sum() for name in given), rtol=1e-4, atol=1e-5
+        result, sum((gradients[name] * given[name]).sum() for name in given), rtol=1e-4, atol=1e-5
     )

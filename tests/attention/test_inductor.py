@@ -130,8 +130,8 @@ def test_plans_of_the_user(way):
         wanted = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :cut], ids[:, cut:])], dim=1)
         mask = carrier(plan) if way == "carrier" else None
         with use_plan(plan if way == "use_plan" else None):
-            found = quick(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            result = quick(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def test_the_trainer_of_transformers(tmp_path):
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         models.append(model)
     assert len(logs[0]) == 4 and logs[0] == pytest.approx(logs[1], rel=1e-3)
-    for found, wanted in zip(models[0].parameters(), models[1].parameters()):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    for result, wanted in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-4)
 
 
 def _padded(rows):

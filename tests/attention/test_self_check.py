@@ -53,7 +53,7 @@ def test_a_verdict_serves_later_processes(tmp_path):
     with checking(tmp_path) as lines:  # as another process
         attend()
         assert lines == []
-        assert [found.kernel for found in _self_check.verdicts(torch.device("cpu"))] == [
+        assert [result.kernel for result in _self_check.verdicts(torch.device("cpu"))] == [
             "Triton backward",
             "Triton forward",
         ]
@@ -103,7 +103,7 @@ def test_a_kernel_that_is_wrong_is_refused_each_time(tmp_path, monkeypatch):
             with pytest.raises(RuntimeError, match=r'Triton forward is wrong .*out differs .*Use backend="reference"'):
                 attend()
         assert len(lines) == 2  # checked again: a negative verdict is shown but not reused
-        assert [found.passed for found in _self_check.verdicts(torch.device("cpu"))] == [False]
+        assert [result.passed for result in _self_check.verdicts(torch.device("cpu"))] == [False]
         monkeypatch.setattr(triton, "forward", cpu.forward)
         attend()
 

@@ -101,8 +101,8 @@ def test_masks_that_differ_along_a_mapped_dimension(made_of):
 
     alone = [wanted(*one) for one in zip(rows(Q), cuts, windows)]
     torch.testing.assert_close(vmap(attend)(rows(Q), cuts, windows), torch.stack(alone), rtol=1e-11, atol=1e-11)
-    found = vmap(grad(square(attend)), in_dims=(0, 0, 0))(rows(Q), cuts, windows)
-    for got, one in zip(found, zip(rows(Q), cuts, windows)):
+    result = vmap(grad(square(attend)), in_dims=(0, 0, 0))(rows(Q), cuts, windows)
+    for got, one in zip(result, zip(rows(Q), cuts, windows)):
         x = one[0].clone().requires_grad_()
         out = wanted(x, *one[1:])
         torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), x)[0], rtol=1e-11, atol=1e-11)

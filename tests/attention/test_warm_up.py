@@ -33,11 +33,11 @@ def test_later_calls_compile_nothing(backend, tmp_path):
     command = [sys.executable, "-m", "tests.attention.stub_gpu", backend]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     kernels = {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel"}
     needed = {"gluon_" * (backend == "gluon") + kernel for kernel in kernels}
     needed |= {"merge_kernel", "delta_kernel", "sum_kernel"}
-    assert needed <= set(found["warmed"]) and len(found["warmed"]) == found["number"]
-    number = found["number"]
-    assert found["lines"] == [f"compiling attention kernels {each}/{number}" for each in range(1, number + 1)]
-    assert found["called"] == found["checked"] == []
+    assert needed <= set(result["warmed"]) and len(result["warmed"]) == result["number"]
+    number = result["number"]
+    assert result["lines"] == [f"compiling attention kernels {each}/{number}" for each in range(1, number + 1)]
+    assert result["called"] == result["checked"] == []

@@ -15,13 +15,13 @@ from tests.balance.assignment import best_assignment, capped, makespan
 def check(case):
     weights, bins, capacity = case
     for cap in (None, capacity):
-        found = balance.assign_exact(weights, bins, capacity=cap)
+        result = balance.assign_exact(weights, bins, capacity=cap)
         best = best_assignment(weights, bins, cap)
-        assert found.proven
-        assert found.makespan == pytest.approx(best, rel=1e-12, abs=1e-300)
-        assert found.bound == found.makespan
-        assert makespan(weights, found.bins, bins) == pytest.approx(found.makespan, rel=1e-12, abs=1e-300)
-        assert np.bincount(found.bins, minlength=bins).max() <= (cap or len(weights))
+        assert result.proven
+        assert result.makespan == pytest.approx(best, rel=1e-12, abs=1e-300)
+        assert result.bound == result.makespan
+        assert makespan(weights, result.bins, bins) == pytest.approx(result.makespan, rel=1e-12, abs=1e-300)
+        assert np.bincount(result.bins, minlength=bins).max() <= (cap or len(weights))
 
 
 @given(capped())
@@ -40,9 +40,9 @@ def test_exact_is_optimal_on_many(case):
 @given(st.lists(st.integers(0, 30), min_size=9, max_size=12), st.integers(2, 3), st.data())
 def test_exact_keeps_its_word_beyond_enumeration(weights, bins, data):
     capacity = data.draw(st.none() | st.integers(math.ceil(len(weights) / bins), len(weights)))
-    found = balance.assign_exact(weights, bins, capacity=capacity)
-    assert found.proven
-    assert found.makespan == reachable_optimum(weights, bins, capacity or len(weights))
+    result = balance.assign_exact(weights, bins, capacity=capacity)
+    assert result.proven
+    assert result.makespan == reachable_optimum(weights, bins, capacity or len(weights))
 
 
 def reachable_optimum(weights, bins, capacity):
@@ -80,8 +80,8 @@ def test_search_timeout_reports_nodes_makespan_and_bound():
         balance.assign_exact(weights, 9, nodes=2**62, seconds=0.05)
     nodes = int(re.search(r"use nodes=(\d+)", str(given_up.value))[1])
     makespan, bound = map(float, re.search(r"bin is (\S+), none can be below (\S+):", str(given_up.value)).groups())
-    found = balance.assign_exact(weights, 9, nodes=nodes)  # the workaround in the message
-    assert (found.makespan, found.bound, found.proven) == (makespan, bound, False)
+    result = balance.assign_exact(weights, 9, nodes=nodes)  # the workaround in the message
+    assert (result.makespan, result.bound, result.proven) == (makespan, bound, False)
     for seconds in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="seconds must be more than 0"):
             balance.assign_exact(weights, 9, seconds=seconds)
@@ -90,8 +90,8 @@ def test_search_timeout_reports_nodes_makespan_and_bound():
 def test_the_default_budget_is_one_of_work_not_of_nodes():
     """The cost of a node grows with the number of bins: 20 million nodes take hours on 100,000 bins."""
     weights = np.random.default_rng(0).random(3000)
-    found = balance.assign_exact(weights, 1000, seconds=30.0)
-    assert not found.proven and found.bound <= found.makespan
+    result = balance.assign_exact(weights, 1000, seconds=30.0)
+    assert not result.proven and result.bound <= result.makespan
 
 
 @pytest.mark.slow
@@ -116,5 +116,5 @@ def test_exact_agrees_with_a_milp_solver(seed):
         integrality=np.ones(n * bins + 1),
         bounds=scipy.Bounds(0, np.append(np.ones(n * bins), np.inf)),
     )
-    found = balance.assign_exact(weights, bins, capacity=capacity)
-    assert found.proven and found.makespan == pytest.approx(solved.fun, abs=1e-4)
+    result = balance.assign_exact(weights, bins, capacity=capacity)
+    assert result.proven and result.makespan == pytest.approx(solved.fun, abs=1e-4)

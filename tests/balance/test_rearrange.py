@@ -35,8 +35,8 @@ def test_items_are_placed_as_their_matrix_is(nodes, per_node, data):
     source, destination = (np.array([item[k] for item in items], int) for k in (0, 1))
     sizes = np.array([item[2] for item in items], float)
     volume = balance.rearrangement_volume(source, destination, sizes, ranks)
-    found = balance.nodewise_placement_of_items(source, destination, sizes, ranks, per_node)
-    assert found.tolist() == balance.nodewise_placement(volume, per_node).tolist()
+    result = balance.nodewise_placement_of_items(source, destination, sizes, ranks, per_node)
+    assert result.tolist() == balance.nodewise_placement(volume, per_node).tolist()
 
 
 @pytest.mark.parametrize(

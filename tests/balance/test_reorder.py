@@ -120,20 +120,20 @@ def with_messages(lists, stages):
     wires = {}  # (from, to) -> messages in order
     for rank, work in enumerate(lists):
         for op, stage, k in work:
-            if found := made(op, stage, rank):
-                wires.setdefault((rank, found[0]), []).append((found[1], k, found[2]))
+            if result := made(op, stage, rank):
+                wires.setdefault((rank, result[0]), []).append((result[1], k, result[2]))
     out = []
     for rank, work in enumerate(lists):
         own = []
         for op, stage, k in work:
-            if found := needed(op, stage, rank):
-                wire = wires[found[0], rank]
-                while (found[1], k, found[2]) in wire:  # messages sent earlier are received first
+            if result := needed(op, stage, rank):
+                wire = wires[result[0], rank]
+                while (result[1], k, result[2]) in wire:  # messages sent earlier are received first
                     s, j, grad = wire.pop(0)
-                    own.append(Action(Op.RECV, MODULE, s, j, j, found[0], grad))
+                    own.append(Action(Op.RECV, MODULE, s, j, j, result[0], grad))
             own.append(Action(op, MODULE, stage, k))
-            if found := made(op, stage, rank):
-                own.append(Action(Op.SEND, MODULE, found[1], k, k, found[0], found[2]))
+            if result := made(op, stage, rank):
+                own.append(Action(Op.SEND, MODULE, result[1], k, k, result[0], result[2]))
         out.append(own)
     return out
 
@@ -160,16 +160,16 @@ def pipelines(draw, most=8):
 def check_order(case):
     ranks, forward, backward, transfer = case
     count, stages = forward.shape
-    found = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer, evaluations=300)
+    result = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer, evaluations=300)
     printed = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer, evaluations=0)
-    assert found.order.dtype == np.int32 and sorted(found.order.tolist()) == list(range(count))
-    assert found.evaluations <= 300 and printed.evaluations == 1
+    assert result.order.dtype == np.int32 and sorted(result.order.tolist()) == list(range(count))
+    assert result.evaluations <= 300 and printed.evaluations == 1
 
     # The same times by the Python simulator, to the last bit.
     schedule = megatron(stages, ranks, count)
     check(schedule)
-    assert found.seconds == seconds_in_python(schedule, forward, backward, found.order, transfer)
-    assert found.printed_seconds == printed.seconds == printed.printed_seconds
+    assert result.seconds == seconds_in_python(schedule, forward, backward, result.order, transfer)
+    assert result.printed_seconds == printed.seconds == printed.printed_seconds
     assert printed.seconds == seconds_in_python(schedule, forward, backward, printed.order, transfer)
     given_order = np.random.default_rng(count).permutation(count)
     assert _core.pipeline_makespan(forward, backward, ranks, transfer, given_order) == seconds_in_python(
@@ -177,10 +177,10 @@ def check_order(case):
     )
 
     # Never worse than the paper's order or the given one, never below the bound.
-    assert found.seconds <= printed.seconds
+    assert result.seconds <= printed.seconds
     given_seconds = _core.pipeline_makespan(forward, backward, ranks, transfer, np.arange(count))
-    assert found.seconds <= given_seconds * (1 + 1e-12)  # a search that reaches the bound stops, up to rounding
-    assert found.seconds >= found.bound * (1 - 1e-12) and found.gap >= -1e-12
+    assert result.seconds <= given_seconds * (1 + 1e-12)  # a search that reaches the bound stops, up to rounding
+    assert result.seconds >= result.bound * (1 - 1e-12) and result.gap >= -1e-12
 
     if stages == ranks:
         assert printed.order.tolist() == printed_order(forward, backward, transfer)
@@ -254,12 +254,12 @@ def gap_to_optimum(seed, count, ranks, evaluations=6000):
     # An encoder on the first stage, whose cost varies, and an LLM whose cost varies less.
     forward = rng.uniform(0.8, 1.2, (count, ranks))
     forward[:, 0] *= rng.lognormal(0, 0.8, count)
-    found = balance.reorder_microbatches(forward, 2 * forward, evaluations=evaluations)
+    result = balance.reorder_microbatches(forward, 2 * forward, evaluations=evaluations)
     best = min(
         _core.pipeline_makespan(forward, 2 * forward, ranks, 0.0, np.array(order))
         for order in itertools.permutations(range(count))
     )
-    return found.seconds / best - 1, found.printed_seconds / best - 1
+    return result.seconds / best - 1, result.printed_seconds / best - 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -280,14 +280,14 @@ def small_pipelines(draw):
 def check_best_permutation(case):
     """For up to seven microbatches all orders are searched; other tests check the times of orders."""
     forward, backward, ranks, transfer = case
-    found = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer)
+    result = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer)
     best = min(
         _core.pipeline_makespan(forward, backward, ranks, transfer, np.array(order))
         for order in itertools.permutations(range(len(forward)))
     )
     # The search ends when it reaches its bound up to rounding.
-    assert best <= found.seconds <= best * (1 + 1e-12) and found.bound <= best * (1 + 1e-12)
-    assert found.seconds <= found.printed_seconds
+    assert best <= result.seconds <= best * (1 + 1e-12) and result.bound <= best * (1 + 1e-12)
+    assert result.seconds <= result.printed_seconds
 
 
 @given(small_pipelines())
@@ -306,10 +306,10 @@ def test_large_pipelines_gain_on_the_print():
     rng = np.random.default_rng(0)
     forward = rng.uniform(0.8, 1.2, (32, 4))
     forward[:, 0] *= rng.lognormal(0, 0.8, 32)
-    found = balance.reorder_microbatches(forward, 2 * forward)
-    assert found.seconds < 0.99 * found.printed_seconds and found.evaluations <= 6000
+    result = balance.reorder_microbatches(forward, 2 * forward)
+    assert result.seconds < 0.99 * result.printed_seconds and result.evaluations <= 6000
     again = balance.reorder_microbatches(forward.tolist(), (2 * forward).tolist())
-    assert (again.order == found.order).all()
+    assert (again.order == result.order).all()
 
 
 @pytest.mark.slow
@@ -320,10 +320,10 @@ def test_the_search_comes_close_to_the_best_permutation():
 
 
 def test_one_microbatch_and_one_rank():
-    found = balance.reorder_microbatches([[1.0, 2.0]], [[2.0, 4.0]])
-    assert found.order.tolist() == [0] and found.seconds == 9.0 == found.bound and found.gap == 0.0
-    found = balance.reorder_microbatches(np.ones((5, 1)), np.ones((5, 1)))
-    assert found.seconds == 10.0 and found.evaluations == 1  # the bound is reached at once
+    result = balance.reorder_microbatches([[1.0, 2.0]], [[2.0, 4.0]])
+    assert result.order.tolist() == [0] and result.seconds == 9.0 == result.bound and result.gap == 0.0
+    result = balance.reorder_microbatches(np.ones((5, 1)), np.ones((5, 1)))
+    assert result.seconds == 10.0 and result.evaluations == 1  # the bound is reached at once
     assert balance.reorder_microbatches(np.zeros((3, 2)), np.zeros((3, 2))).gap == 0.0
 
 

@@ -65,9 +65,9 @@ def find_again(kind, name, variant, *, thorough):
     """Runs a case of the table; its outcome must be unchanged."""
     said = ROWS[kind, name]["variants"][variant]
     settings = variants(name)[variant] if kind == LANGUAGE else {}
-    found = examine_variant(kind, name, settings, thorough=thorough)
-    checked = found.keys() & said.keys() - {"note"}
-    assert {key: found[key] for key in checked} == {key: said[key] for key in checked}, found.get("note")
+    result = examine_variant(kind, name, settings, thorough=thorough)
+    checked = result.keys() & said.keys() - {"note"}
+    assert {key: result[key] for key in checked} == {key: said[key] for key in checked}, result.get("note")
     assert {"outcome"} <= checked
 
 
@@ -75,14 +75,14 @@ def test_nothing_is_wrong_and_the_page_is_that_of_the_report():
     assert [row["model_type"] for row in REPORT["rows"] if row["outcome"] == "WRONG"] == []
     assert "WRONG" not in json.dumps(REPORT["rows"])
     assert (ROOT / "docs" / "architectures.md").read_text() == table(REPORT), "python -m bench.architectures writes it"
-    counts = {kind: sum(found.values()) for kind, found in REPORT["counts"].items()}
+    counts = {kind: sum(result.values()) for kind, result in REPORT["counts"].items()}
     assert sum(counts.values()) == len(ROWS) and set(REPORT["counts"][LANGUAGE]) == set(OUTCOMES)
 
 
 def test_what_people_train_with_is_right():
     for kind, names in RIGHT.items():
-        found = {name: ROWS[kind, name]["variants"]["default"]["outcome"] for name in names.split()}
-        assert set(found.values()) == {"right"}, found
+        result = {name: ROWS[kind, name]["variants"]["default"]["outcome"] for name in names.split()}
+        assert set(result.values()) == {"right"}, result
 
 
 @pytest.mark.slow
@@ -149,10 +149,10 @@ def test_checkpointing_keeps_gradients_of_sampled_architectures(kind, part):
         gradients = gradients_of(*case)
         wanted = gradients("none")
         for mode in ("full", "selective"):
-            found = gradients(mode)
+            result = gradients(mode)
             for key, expected in wanted.items():
-                assert (found[key] is None) == (expected is None), (case, mode, key)
-                assert expected is None or torch.allclose(found[key], expected, atol=1e-6, equal_nan=True), (case, key)
+                assert (result[key] is None) == (expected is None), (case, mode, key)
+                assert expected is None or torch.allclose(result[key], expected, atol=1e-6, equal_nan=True), (case, key)
 
 
 def test_a_leak_is_found_to_be_wrong(monkeypatch):
@@ -160,10 +160,10 @@ def test_a_leak_is_found_to_be_wrong(monkeypatch):
     found."""
     with monkeypatch.context() as patch:
         patch.setattr(multimodal, "language_packing", lambda *_: Packing("packed"))
-        found = examine_variant(LANGUAGE, "lfm2", variants("lfm2")["conv"], thorough=False)
-        assert found["outcome"] == "WRONG" and "logits" in found["note"]
+        result = examine_variant(LANGUAGE, "lfm2", variants("lfm2")["conv"], thorough=False)
+        assert result["outcome"] == "WRONG" and "logits" in result["note"]
     with monkeypatch.context() as patch:
         patch.setattr(multimodal, "language_packing", lambda *_: Packing("packed"))
         patch.setattr(hf, "narrowed", lambda plan, limits: plan)
-        found = examine_variant(LANGUAGE, "phimoe", {"sliding_window": 4}, thorough=False)
-        assert found["outcome"] == "WRONG" and "logits" in found["note"]
+        result = examine_variant(LANGUAGE, "phimoe", {"sliding_window": 4}, thorough=False)
+        assert result["outcome"] == "WRONG" and "logits" in result["note"]

@@ -68,8 +68,8 @@ def test_wrong_or_failing_contenders_are_listed_but_not_timed():
         Contender("broken", dense.why_not, dense.build, broken),
     ]
     case = run_case(problem(), peers, Clock(CPU), Rounds(3, 1.0), {}, 1.0)
-    found = {name: (record["status"], "forward_ms" in record) for name, record in case["contenders"].items()}
-    assert found == {
+    result = {name: (record["status"], "forward_ms" in record) for name, record in case["contenders"].items()}
+    assert result == {
         "interlace": ("ok", True),
         "doubled": ("wrong", False),
         "nan": ("wrong", False),
@@ -172,14 +172,14 @@ def test_memory_counts_what_a_step_allocates():
         return PEERS["sdpa_dense"].forward(problem, state) + 0 * waste[0]
 
     dense = PEERS["sdpa_dense"]
-    found = attention_memory.measure(dense._replace(forward=hungry), problem())
-    if found["peak_was_reset"]:
-        assert 190e6 < found["bytes"] < 300e6
+    result = attention_memory.measure(dense._replace(forward=hungry), problem())
+    if result["peak_was_reset"]:
+        assert 190e6 < result["bytes"] < 300e6
 
 
 def test_a_memory_figure_that_fails_says_so():
-    found = attention_memory.in_a_fresh_process("interlace", "no such mask", 100, "2:1", 8, "float32", 1)
-    assert "no such mask" in found["failed"]
+    result = attention_memory.in_a_fresh_process("interlace", "no such mask", 100, "2:1", 8, "float32", 1)
+    assert "no such mask" in result["failed"]
 
 
 def test_list_scheduling():

@@ -17,11 +17,11 @@ from interlace.run.tables.dispatch import BALANCES
 
 def least(costs: list[int], ranks: int) -> int:
     """Smallest cost of the costliest of `ranks` padded batches, over all assignments."""
-    found = sum(costs) * len(costs)
+    result = sum(costs) * len(costs)
     for dealt in itertools.product(range(ranks), repeat=len(costs)):
         batches = [[cost for cost, at in zip(costs, dealt, strict=True) if at == rank] for rank in range(ranks)]
-        found = min(found, max(len(batch) * max(batch, default=0) for batch in batches))
-    return found
+        result = min(result, max(len(batch) * max(batch, default=0) for batch in batches))
+    return result
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,9 +36,9 @@ def test_fewer_batches_cannot_stay_below_a_limit(costs: list[int], ranks: int) -
 
 
 def test_padded_batches_are_as_cheap_as_can_be() -> None:
-    found = dispatch.padded_least(8, 0)
-    assert found["batches_needed_at_it"] <= 8 < found["batches_needed_below_it"]
-    assert found["costliest_over_mean"] > 1.0 and found["padding"] > 0.0
+    result = dispatch.padded_least(8, 0)
+    assert result["batches_needed_at_it"] <= 8 < result["batches_needed_below_it"]
+    assert result["costliest_over_mean"] > 1.0 and result["padding"] > 0.0
 
 
 def test_measured_samples_are_those_of_the_mix() -> None:

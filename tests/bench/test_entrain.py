@@ -42,8 +42,8 @@ def test_baseline_schedules_compute_every_sample_once(case: tuple[Problem, int])
         timeline = simulate(step.schedule, step.durations)
         assert sum(timeline.busy_per_rank) == pytest.approx(work)
         for module, costs in ((ENCODER, problem.encoder), (LLM, problem.llm)):
-            found = sorted(s for c in step.schedule.table.chunks if c.module == module for s in c.samples.tolist())
-            assert found == (np.flatnonzero(costs > 0) if module == ENCODER else np.arange(len(costs))).tolist()
+            result = sorted(s for c in step.schedule.table.chunks if c.module == module for s in c.samples.tolist())
+            assert result == (np.flatnonzero(costs > 0) if module == ENCODER else np.arange(len(costs))).tolist()
     table = baselines.together(problem, baselines.one_by_one(problem, count))
     for in_flight in (1, 3, 20):
         check(baselines.eager(problem, table, in_flight).schedule)
@@ -98,8 +98,8 @@ def test_the_committed_table_is_what_its_command_gives() -> None:
         for name in ("static 1F1B", "DIP", "Optimus", "assign = 'entrain'", "assign = 'as_printed'"):
             made = entrain.ways(problem, drawn, 8)[name]
             seconds.setdefault(name, []).append(entrain.figures(made())["seconds"])
-    for name, found in seconds.items():
-        assert np.mean(found) == pytest.approx(rows[name]["seconds"], rel=1e-5), name
+    for name, result in seconds.items():
+        assert np.mean(result) == pytest.approx(rows[name]["seconds"], rel=1e-5), name
 
 
 def test_committed_table_shows_lower_spread_and_shorter_steps() -> None:

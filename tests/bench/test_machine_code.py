@@ -84,7 +84,7 @@ def test_waits_that_spin_out_of_line_are_not_counted():
 
 def test_partitions_behind_an_indirect_branch_are_reached():
     loop = f".L_x_NUMBER:\n{PRODUCT}\n@P0 BRA `(.L_x_NUMBER)\nEXIT\n"
-    found = read(
+    result = read(
         sass(
             "S2R R2, SR_TID.X\n"
             'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_5,.L_x_6"*)\n'
@@ -93,7 +93,7 @@ def test_partitions_behind_an_indirect_branch_are_reached():
             + loop.replace("NUMBER", "7")  # no jump leads to it
         )
     )
-    assert len(found) == 2
+    assert len(result) == 2
 
 
 @pytest.mark.parametrize("jump", ["BRA P0, `(.L_x_1)", "BRA.DIV UR4, `(.L_x_1)", "@!UP0 BRA `(.L_x_1)"])
@@ -209,8 +209,8 @@ def test_problems_of_loops():
         ({"products": {"64x64x16 shared": 16, "64x128x16 registers": 4}}, "HGMMA ratio", 1.5),
         ({"instructions": 641}, "instructions over FULL", 1.6),
     ):
-        found = hot_loops.problems(*hot_loops.figures("forward_kernel", used(change)))
-        assert found == {("PARTIAL", problem): figure}
+        result = hot_loops.problems(*hot_loops.figures("forward_kernel", used(change)))
+        assert result == {("PARTIAL", problem): figure}
 
 
 def test_loops_that_are_no_pairs_have_no_figures():

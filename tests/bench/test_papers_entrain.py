@@ -60,11 +60,11 @@ def test_drawn_lengths_vary_as_printed(dataset, row):
     """
     model = "3b" if row == 2 else "1b"
     seconds = vlm.seconds(vlm.work(dataset, model, vlm.SAMPLES, 3), model)[min(row, 1)]
-    found = 1e3 * seconds.reshape(-1, 4).sum(axis=1).std() / ratios.SPREADS[dataset][row][0]
+    result = 1e3 * seconds.reshape(-1, 4).sum(axis=1).std() / ratios.SPREADS[dataset][row][0]
     if dataset == "LLaVA-150k":
-        assert 0.55 <= found <= 0.7
+        assert 0.55 <= result <= 0.7
     else:
-        assert 1 / 1.5 <= found <= 1.5
+        assert 1 / 1.5 <= result <= 1.5
 
 
 def test_flops_are_those_of_the_published_models():

@@ -53,9 +53,9 @@ def test_what_is_lost_at_an_event_is_what_the_system_loses():
     save, restart = 12.0, 3.0 + 6.0
     # 25 iterations fit before the event with two saves of 10 each; the five after them are lost.
     events = [Event(25 * iteration + 2 * save, 29), Event(restart + 10 * iteration + save, 28)]
-    found = cluster.varuna(TOY, OWN, events)
-    assert found.saving == pytest.approx(3 * save) and found.fallback == pytest.approx(5 * iteration)
-    assert found.samples == 30 * TOY.batch and found.restarting == pytest.approx(restart)
+    result = cluster.varuna(TOY, OWN, events)
+    assert result.saving == pytest.approx(3 * save) and result.fallback == pytest.approx(5 * iteration)
+    assert result.samples == 30 * TOY.batch and result.restarting == pytest.approx(restart)
     # With a warning as long as a save, work that ends before it counts.
     warned = cluster.varuna(TOY, OWN, [Event(25 * iteration + 2 * save, 29, grace=save)])
     assert warned.samples == (20 + int((5 * iteration - save) // iteration)) * TOY.batch
@@ -75,8 +75,8 @@ def test_no_second_is_lost():
         events = cluster.failures(600.0, seed)
         assert len(events) == 16 and events[-1].nodes == 14
         total = sum(event.seconds for event in events)
-        for found in (cluster.oobleck(TOY, OWN, events, seed), cluster.varuna(TOY, OWN, events)):
-            assert found.total == pytest.approx(total)
+        for result in (cluster.oobleck(TOY, OWN, events, seed), cluster.varuna(TOY, OWN, events)):
+            assert result.total == pytest.approx(total)
 
 
 def test_spot_traces_have_the_published_rate():

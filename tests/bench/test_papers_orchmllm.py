@@ -45,11 +45,11 @@ def test_flops_pad_audio_and_pack_the_rest():
     for phase in ("vision", "llm"):
         shape = TINY.shape(phase)
         each = [shape.linear() * n + shape.quadratic(phase == "llm") * n**2 for n in tokens[phase].tolist()]
-        found, useful = mllm.flops(TINY, batch, phase, rank)
-        assert found == pytest.approx([each[0], each[1] + each[2]]) and useful == pytest.approx(sum(each))
+        result, useful = mllm.flops(TINY, batch, phase, rank)
+        assert result == pytest.approx([each[0], each[1] + each[2]]) and useful == pytest.approx(sum(each))
     audio = TINY.audio
-    found, useful = mllm.flops(TINY, batch, "audio", rank)
-    assert found == pytest.approx([0, 2 * (audio.linear() * 5 + audio.quadratic(False) * 25)])
+    result, useful = mllm.flops(TINY, batch, "audio", rank)
+    assert result == pytest.approx([0, 2 * (audio.linear() * 5 + audio.quadratic(False) * 25)])
     assert useful == pytest.approx(audio.linear() * 8 + audio.quadratic(False) * (9 + 25))
 
 

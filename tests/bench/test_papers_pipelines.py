@@ -119,8 +119,8 @@ def test_a_pipeline_takes_the_time_that_1f1b_takes(stages, microbatches, recompu
     forward = [n * shape.layer_flops(10, causal_pairs(10)) * 1e-6 for n in layers]
     backward = [seconds * (3 if recompute else 2) for seconds in forward]
     backward[0] -= forward[0] / layers[0]  # the input of the first layer needs no gradient
-    found = play(costs, layout, microbatches, recompute=recompute).makespan
-    assert found == pytest.approx(classical(forward, backward, microbatches))
+    result = play(costs, layout, microbatches, recompute=recompute).makespan
+    assert result == pytest.approx(classical(forward, backward, microbatches))
 
 
 def test_colocated_encoders_do_not_slow_the_pipeline():
@@ -161,8 +161,8 @@ def test_step_computes_every_sample_once_within_its_bounds(given, frozen):
 
 def test_passes_follow_what_is_frozen():
     every = {setting: Model("MLLM-9B", frozen) for setting, frozen in disttrain_steps.FROZEN.items()}
-    found = {name: [model.passes(m) for m in (ENCODER, LLM, GENERATOR)] for name, model in every.items()}
-    assert found == {
+    result = {name: [model.passes(m) for m in (ENCODER, LLM, GENERATOR)] for name, model in every.items()}
+    assert result == {
         "nothing frozen": [3 - 1 / 32, 3.0, 3.0],  # images need no gradient
         "all modules frozen": [1.0, 2.0, 2.0],
         "encoder trained": [3 - 1 / 32, 2.0, 2.0],

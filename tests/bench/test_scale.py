@@ -44,9 +44,9 @@ def test_a_gradient_sum_lasts_from_when_the_last_rank_is_there() -> None:
         return seconds.get(action.op, 0.0) * (10.0 if table.chunks[action.chunk].replica else 1.0)
 
     costs = np.array([cost(action) for actions in schedule.actions for action in actions])
-    found = simulate_arrays(schedule, costs)
-    assert found.makespan == 32.0
-    assert scale.longest_sum(schedule, found) == 2.0
+    result = simulate_arrays(schedule, costs)
+    assert result.makespan == 32.0
+    assert scale.longest_sum(schedule, result) == 2.0
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from tests.plan.oobleck import every_template
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     out = tmp_path_factory.mktemp("scheduling") / "scheduling.json"
-    found = scheduling.main(["--quick", "--out", str(out)])
-    assert json.loads(out.read_text()) == json.loads(json.dumps(found))
-    return found
+    result = scheduling.main(["--quick", "--out", str(out)])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
+    return result
 
 
 @pytest.mark.slow
@@ -212,11 +212,11 @@ def test_orchestration_bounds(seed, memory, vpp):
         name: plan.ModuleWork(list(rng.uniform(1, 9) / tp**0.8), depth, *rng.uniform(0.1, 3, 3))
         for name, depth in zip(names, layers)
     }
-    found = plan.orchestrate(works, 24, 12, tp=tp, vpp=vpp, gpu_memory=memory).iteration_time
+    result = plan.orchestrate(works, 24, 12, tp=tp, vpp=vpp, gpu_memory=memory).iteration_time
     forward = [work.forward for work in works.values()]
     held = [(work.weight_bytes, work.optimizer_bytes, work.activation_bytes) for work in works.values()]
     best = scheduling_bounds.orchestration_of_layers(forward, layers, held, 1, tp, 24, 12, vpp, memory)
-    assert found == pytest.approx(best, rel=1e-12)
+    assert result == pytest.approx(best, rel=1e-12)
     assert 0 < scheduling_bounds.orchestration(forward, 1, tp, 24, 12, vpp) <= best
 
 
@@ -241,8 +241,8 @@ def test_milp_peers():
     sizes, each = np.array([2, 3, 4]), np.array([3.1, 2.2, 1.7])
     mixes = [np.repeat(each, c) for c in itertools.product(range(6), repeat=3) if np.dot(c, sizes) == 11 and sum(c) > 1]
     time_of = lambda mix: float((plan.split_batch(mix, 20) * mix).max())  # noqa: E731
-    found = scheduling_peers.milp_instantiate(sizes, each, 11, 2, 20)
-    assert found.value == pytest.approx(min(map(time_of, mixes)), rel=1e-6) and found.bound <= found.value
+    result = scheduling_peers.milp_instantiate(sizes, each, 11, 2, 20)
+    assert result.value == pytest.approx(min(map(time_of, mixes)), rel=1e-6) and result.bound <= result.value
 
 
 def test_scipy_peers():

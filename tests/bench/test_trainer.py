@@ -25,5 +25,5 @@ def test_layouts_beside_the_plain_loops(tmp_path, monkeypatch):
 
 
 def test_the_sizes_are_what_they_are_called():
-    found = [trainer.parameters_of(size) for size in trainer.SIZES]
-    assert found == [pytest.approx(count, rel=0.1) for count in (1.6e6, 37e6, 150e6)]
+    result = [trainer.parameters_of(size) for size in trainer.SIZES]
+    assert result == [pytest.approx(count, rel=0.1) for count in (1.6e6, 37e6, 150e6)]

@@ -64,11 +64,11 @@ def test_nothing_is_compiled_where_the_pack_lies(tmp_path):
         [group] = [name for name in packed.getnames() if name.endswith("__grp__copy_kernel.json")]
         assert str(tmp_path).encode() not in packed.extractfile(group).read()
     made.rename(tmp_path / "gone")
-    said = run(variables, "bash", "bench/pack_gpu.sh", "unpack", str(pack), str(there))
-    assert "another build" not in said and (there / "site" / "carried.py").exists()
+    output = run(variables, "bash", "bench/pack_gpu.sh", "unpack", str(pack), str(there))
+    assert "another build" not in output and (there / "site" / "carried.py").exists()
     (pack / "triton.build").write_text("another\n")
-    said = run(variables, "bash", "bench/pack_gpu.sh", "unpack", str(pack), str(tmp_path / "elsewhere"))
-    assert "Triton is another build here" in said
+    output = run(variables, "bash", "bench/pack_gpu.sh", "unpack", str(pack), str(tmp_path / "elsewhere"))
+    assert "Triton is another build here" in output
 
     ptxas, blackwell = run(variables, sys.executable, "-c", TOOLS).split()
     poisoned = {"TRITON_PTXAS_PATH": refusing(ptxas, tmp_path)}

@@ -200,8 +200,8 @@ OWN: list[tuple[Callable[..., None], dict[str, Any]]] = [
 
 def connected(kind: str, group: Transport | None, timeout: float) -> Transport:
     """A transport of this kind, over `group` if ranks are threads."""
-    found = group if group is not None else connect(transport=kind.removeprefix("emulated "), timeout=timeout)
-    return EmulatedTransport(found, bandwidth=1e9) if kind.startswith("emulated") else found
+    result = group if group is not None else connect(transport=kind.removeprefix("emulated "), timeout=timeout)
+    return EmulatedTransport(result, bandwidth=1e9) if kind.startswith("emulated") else result
 
 
 def told(group: Transport, number: int) -> str:
@@ -217,11 +217,11 @@ def told(group: Transport, number: int) -> str:
 
 def all_told(rank: int, kind: str, numbers: Sequence[int], timeout: float) -> list[str]:
     """For a process: its error in each case, each on a transport of its own."""
-    said = []
+    lines = []
     for number in numbers:
         with connected(kind, None, timeout) as group:
-            said.append(told(group, number))
-    return said
+            lines.append(told(group, number))
+    return lines
 
 
 def works(group: Transport) -> int:

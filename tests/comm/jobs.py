@@ -127,8 +127,8 @@ def batches(group: Transport, count: int) -> None:
 
         def then(batch: int = batch, incoming: list[Copy] = incoming) -> None:
             for peer in peers:
-                found = [tensor for source, tensor in incoming if source == peer]
-                assert all(same_bits(a, b) for a, b in zip(found, parcels(peer, group.rank, batch))), (batch, peer)
+                result = [tensor for source, tensor in incoming if source == peer]
+                assert all(same_bits(a, b) for a, b in zip(result, parcels(peer, group.rank, batch))), (batch, peer)
             arrived.append(batch)
 
         received.append(incoming)

@@ -65,19 +65,19 @@ def test_what_differs_is_named_on_every_rank(pool: Any, kind: str, numbers: rang
         cases = list(zip(*ranks, strict=True))
     for number, told in zip(numbers, cases, strict=True):
         assert all(told), (named(number), told)
-        found = [re.search(DIFFERENT[number][2], text) is not None for text in told]
+        result = [re.search(DIFFERENT[number][2], text) is not None for text in told]
         # Over gloo a closing connection may lose data already sent: then one rank reports the difference.
-        assert any(found) if kind == "gloo" else all(found), (named(number), told)
+        assert any(result) if kind == "gloo" else all(result), (named(number), told)
     assert time.monotonic() - start < TIMEOUT * len(numbers) / 4  # reported, not by timeout
 
 
 @pytest.mark.parametrize("kind", WORLD)
 def test_what_is_each_ranks_own_may_differ(pool: Any, kind: str) -> None:
     if "local" in kind:
-        found = run_local(WORLD[kind], lambda g: disagreements.works(connected(kind, g, TIMEOUT)))
+        result = run_local(WORLD[kind], lambda g: disagreements.works(connected(kind, g, TIMEOUT)))
     else:
-        found = pool.returned(WORLD[kind], disagreements.all_work, kind, TIMEOUT)
-    assert found == [len(disagreements.OWN) + len(DIFFERENT)] * WORLD[kind]
+        result = pool.returned(WORLD[kind], disagreements.all_work, kind, TIMEOUT)
+    assert result == [len(disagreements.OWN) + len(DIFFERENT)] * WORLD[kind]
 
 
 # ---------------------------------------------------------------------- any two sets of arguments
@@ -100,30 +100,30 @@ def ran(group: Transport, call: tuple[Any, ...]) -> tuple[torch.Tensor | None, t
     mine = inputs[group.rank].clone()
     try:
         if name == "gather":
-            found, wanted = torch.empty(group.world, *mine.shape, dtype=dtype), torch.stack(inputs)
-            all_gather_into_tensor(found, mine, group)
+            result, wanted = torch.empty(group.world, *mine.shape, dtype=dtype), torch.stack(inputs)
+            all_gather_into_tensor(result, mine, group)
         elif name == "reduce":
-            found, wanted = mine, reduced(inputs, op[0])
-            all_reduce(found, OPS[op[0]], group)
+            result, wanted = mine, reduced(inputs, op[0])
+            all_reduce(result, OPS[op[0]], group)
         elif name == "scatter":
-            found, wanted = torch.empty_like(mine[0]), reduced(inputs, op[0])[group.rank]
-            reduce_scatter_tensor(found, mine, OPS[op[0]], group)
+            result, wanted = torch.empty_like(mine[0]), reduced(inputs, op[0])[group.rank]
+            reduce_scatter_tensor(result, mine, OPS[op[0]], group)
         else:
-            found, wanted = torch.empty_like(mine), torch.stack([x[group.rank] for x in inputs])
-            all_to_all_single(found, mine, group=group)
+            result, wanted = torch.empty_like(mine), torch.stack([x[group.rank] for x in inputs])
+            all_to_all_single(result, mine, group=group)
         group.barrier()
     except CommError as error:
         return None, None, str(error)
-    return found, wanted, ""
+    return result, wanted, ""
 
 
 @given_by_tier(40, 150, COLLECTIVES, COLLECTIVES, st.booleans())
 def test_calls_are_correct_if_equal_else_refused_on_both_ranks(first: Any, second: Any, same: bool) -> None:
     calls = (first, first if same else second)
     results = run_local(2, lambda group: ran(group, calls[group.rank]), timeout=TIMEOUT)
-    for rank, (found, wanted, error) in enumerate(results):
+    for rank, (result, wanted, error) in enumerate(results):
         if calls[0] == calls[1]:
-            assert not error and same_bits(found, wanted), (calls, error)
+            assert not error and same_bits(result, wanted), (calls, error)
         else:
             assert re.match(rf"rank {rank}\b", error) and "no answer" not in error, (calls, error)
 
@@ -180,9 +180,9 @@ def test_a_header_shows_every_argument_that_differs() -> None:
         "scale is 0.5 here but not given there",
         "softcap is not given here but None there",
     ]
-    expected, found = (header_of(3, "an operation", each, [torch.empty(2)]) for each in (mine, other))
+    expected, result = (header_of(3, "an operation", each, [torch.empty(2)]) for each in (mine, other))
     with pytest.raises(CommError, match="rank 0, an operation: op is sum here but max on rank 1; scale is"):
-        check_packed(0, 1, expected, pack(found))
+        check_packed(0, 1, expected, pack(result))
 
 
 def test_arguments_too_long_to_show_are_compared_whole() -> None:
@@ -191,10 +191,10 @@ def test_arguments_too_long_to_show_are_compared_whole() -> None:
         ({**long, "name199": 0}, "an operation: arguments of rank 1 differ after the part that fits in a header"),
         ({**long, "name3": 0}, "an operation: name3 is 3 here but 0 on rank 1: every"),
     ]:
-        expected, found = (header_of(3, "an operation", Arguments(**each), []) for each in (long, changed))
+        expected, result = (header_of(3, "an operation", Arguments(**each), []) for each in (long, changed))
         with pytest.raises(CommError, match=says):
-            check_packed(0, 1, expected, pack(found))
-        check_packed(0, 1, found, pack(found))
+            check_packed(0, 1, expected, pack(result))
+        check_packed(0, 1, result, pack(result))
 
 
 @settings(max_examples=300)

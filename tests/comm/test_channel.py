@@ -249,11 +249,11 @@ def any_header(rank: int) -> None:
 
         here._receive_into = come  # type: ignore[method-assign]
         try:
-            found = here.receive(1, DUE)
+            result = here.receive(1, DUE)
         except CommError:
             return
         *_, dtype, dims = numbers[:8]
-        assert found.dtype is DTYPES[dtype] and list(found.shape) == numbers[8 : 8 + dims]
+        assert result.dtype is DTYPES[dtype] and list(result.shape) == numbers[8 : 8 + dims]
 
     test()
 
@@ -269,7 +269,7 @@ def step(rank: int) -> list[Any]:
     """A ring of tensors of every dtype and unusual shapes, with several sums and gathers in flight; twice."""
     here = channel()
     here.add_groups([[0, 1, 2], [0, 2], [1]])
-    left, right, found = (rank - 1) % 3, (rank + 1) % 3, []
+    left, right, result = (rank - 1) % 3, (rank + 1) % 3, []
     for number in range(2):
         here.begin(DIGEST + number)
         gathered = here.start_all_gather(torch.tensor([rank, number], dtype=torch.float64), "times")
@@ -301,12 +301,12 @@ def step(rank: int) -> list[Any]:
         assert scattered.wait().tolist() == [12.0 * rank, 12.0 * rank + 6.0] and scattered.wait() is scattered.wait()
         assert [total.unique().tolist() for total in sums] == [[3.0 + 3 * i] for i in range(6)]
         nothing = here.start_all_gather(torch.zeros(0, dtype=torch.float64), "end", compare_sums=True).wait()
-        found.append([gathered.wait().tolist(), list(nothing.shape), here.exchange({"rank": rank}, "values")])
+        result.append([gathered.wait().tolist(), list(nothing.shape), here.exchange({"rank": rank}, "values")])
         assert alone.item() == rank and gathered.wait() is gathered.wait()
     events = here.recorder.events()
     assert {event["kind"] for event in events} == set(KINDS.split())
     assert all(event["state"] == "done" for event in events)
-    return [here.collectives, *found]
+    return [here.collectives, *result]
 
 
 def test_a_step_between_processes(pool: Any) -> None:
@@ -384,15 +384,15 @@ def test_mismatched_sums_are_reported_at_the_next_exchange(pool: Any, keys: list
 
 
 def different(rank: int) -> list[str]:
-    said = []
+    lines = []
     for way in ("digest", "what", "count"):
         here = channel()
         if way == "digest":
             here.begin(DIGEST + rank)
         numbers = torch.zeros(2 + rank if way == "count" else 2, dtype=torch.float64)
         what = f"the {'norm' if rank else 'loss'}" if way == "what" else "the loss"
-        said.append(told(lambda here=here, n=numbers, w=what: here.start_all_gather(n, w).wait()))
-    return said
+        lines.append(told(lambda here=here, n=numbers, w=what: here.start_all_gather(n, w).wait()))
+    return lines
 
 
 def test_a_gather_compares_what_it_is_about(pool: Any) -> None:

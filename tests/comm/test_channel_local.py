@@ -94,9 +94,9 @@ def test_reduce_scatter_and_gather_follow_rank_order() -> None:
         mine = torch.tensor([float(here.rank)])
         scattered, brought = here.start_reduce_scatter(rows, [0, 2], "a"), here.start_gather(mine, [0, 2], "b")
         mine.zero_()  # the receiver has a copy
-        found = scattered.wait().tolist(), brought.wait().tolist()
+        result = scattered.wait().tolist(), brought.wait().tolist()
         scattered.wait().zero_()  # owned by this rank alone
-        return found
+        return result
 
     assert play(3, step) == [([2.0, 4.0], [[0.0], [2.0]]), None, ([6.0, 8.0], [[0.0], [2.0]])]
 

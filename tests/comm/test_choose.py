@@ -30,11 +30,11 @@ from tests.comm.jobs import TIMEOUT, grown, used
 def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, list[str]]:
     """The name of the chosen transport or the error, and the log. `changes` emulate a different machine on some
     ranks."""
-    said: list[str] = []
+    lines: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            lines.append(record.getMessage())
 
     listener = Listener()
     logging.getLogger(choose.__name__).addHandler(listener)
@@ -53,9 +53,9 @@ def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tup
             mine = {name: value[rank] if isinstance(value, list) else value for name, value in arguments.items()}
             with connect(timeout=TIMEOUT, **mine) as group:
                 all_gather_into_tensor(torch.empty(group.world), torch.ones(1), group)
-                return group.name, said
+                return group.name, lines
     except (ValueError, CommError) as error:
-        return f"{type(error).__name__}: {error}", said
+        return f"{type(error).__name__}: {error}", lines
     finally:
         logging.getLogger(choose.__name__).removeHandler(listener)
 
@@ -63,8 +63,8 @@ def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tup
 def _break(patch: pytest.MonkeyPatch, name: str, why: str) -> None:
     """Makes a transport unavailable in this process, with a reason."""
     transport = choose._class_of(name)
-    found = transport.capabilities()
-    broken = type(found)(**{**vars(found), "missing": why})
+    result = transport.capabilities()
+    broken = type(result)(**{**vars(result), "missing": why})
     patch.setattr(transport, "capabilities", classmethod(lambda cls: broken))
 
 
@@ -272,15 +272,15 @@ def test_groups_keep_their_transports(pool: Any) -> None:
 
 def again(rank: int, rounds: int) -> list[float]:
     """Repeatedly created and destroyed groups of the same ranks."""
-    found = []
+    result = []
     for n in range(rounds):
         group = dist.new_group([0, 1])
         x = torch.full((1,), float(n + rank))
         all_reduce(x, group=group)
-        found.append(x.item())
+        result.append(x.item())
         disconnect(group)
         dist.destroy_process_group(group)
-    return found
+    return result
 
 
 def test_a_group_made_anew_is_connected_anew(pool: Any) -> None:
@@ -317,9 +317,9 @@ def test_inside_virtual_ranks_none_means_this_rank() -> None:
 
 
 def test_every_transport_says_what_it_can_do_here() -> None:
-    found = capabilities()
-    assert list(found) == ["local", "cuda_ipc", "symm_mem", "nccl", "shm", "gloo"]
-    assert all(name == each.name for name, each in found.items())
-    assert not found["local"].missing and not found["gloo"].missing and found["shm"].one_host
+    result = capabilities()
+    assert list(result) == ["local", "cuda_ipc", "symm_mem", "nccl", "shm", "gloo"]
+    assert all(name == each.name for name, each in result.items())
+    assert not result["local"].missing and not result["gloo"].missing and result["shm"].one_host
     if not torch.cuda.is_available():
-        assert all(each.missing for each in found.values() if each.device == "cuda")
+        assert all(each.missing for each in result.values() if each.device == "cuda")

@@ -151,9 +151,9 @@ def test_all_to_all_of_any_split(rows: list[list[int]]) -> None:
         all_to_all_single(output, inputs[group.rank], takes, rows[group.rank], group)
         return output
 
-    for to, found in enumerate(run_local(world, rank)):
+    for to, result in enumerate(run_local(world, rank)):
         wanted = [value for source in range(world) for value in inputs[source].split(rows[source])[to].tolist()]
-        assert found.tolist() == wanted
+        assert result.tolist() == wanted
 
 
 def test_all_to_all_of_equal_pieces_needs_no_sizes() -> None:
@@ -238,13 +238,13 @@ def derivatives(group: Transport, function: Callable[[Tensor, Transport], Tensor
     directions = data(group.rank, (4, 2), torch.float64, seed=4) / 50
 
     def loss(x: Tensor) -> Tensor:
-        found = function(x * x, group)
-        return (found.sin() * data(group.rank, found.shape, torch.float64, seed=5)).sum()
+        result = function(x * x, group)
+        return (result.sin() * data(group.rank, result.shape, torch.float64, seed=5)).sum()
 
     def gradient(x: Tensor, again: bool) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
-        (found,) = torch.autograd.grad(loss(x), x, create_graph=again)
-        return x, found
+        (result,) = torch.autograd.grad(loss(x), x, create_graph=again)
+        return x, result
 
     def moved(rank: int, index: int, step: float) -> Tensor:
         shifted = x.clone()
@@ -281,9 +281,9 @@ def all_derivatives(group: Transport) -> list[tuple[Tensor, ...]]:
 )
 def test_first_and_second_derivatives(pool: Any, kind: str, world: int) -> None:
     ranks = on_ranks(pool, kind, world, all_derivatives)
-    for function, *found in zip(DIFFERENTIABLE, *ranks):
-        first, second = (torch.stack([rank[n].reshape(-1) for rank in found]) for n in (0, 1))
-        first_by_steps, second_by_steps = (sum(rank[n] for rank in found) for n in (2, 3))
+    for function, *result in zip(DIFFERENTIABLE, *ranks):
+        first, second = (torch.stack([rank[n].reshape(-1) for rank in result]) for n in (0, 1))
+        first_by_steps, second_by_steps = (sum(rank[n] for rank in result) for n in (2, 3))
         assert first.abs().max() > 1e-3 and second.abs().max() > 1e-3, function
         torch.testing.assert_close(first, first_by_steps, rtol=1e-6, atol=1e-7, msg=function.__name__)
         torch.testing.assert_close(second, second_by_steps, rtol=1e-6, atol=1e-7, msg=function.__name__)

@@ -116,8 +116,8 @@ def test_what_padding_holds_is_not_looked_at(poison):
 
         return run_local(3, rank, timeout=20)
 
-    for (clean, inside), (found, _) in zip(results(0.0), results(poison)):
-        for one, other in zip(clean, found):
+    for (clean, inside), (result, _) in zip(results(0.0), results(poison)):
+        for one, other in zip(clean, result):
             assert torch.equal(one, other) and not other.transpose(1, 2)[~inside].any()
 
 

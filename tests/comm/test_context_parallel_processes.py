@@ -26,12 +26,12 @@ def attend(group) -> list[torch.Tensor]:
 
 
 def on_processes(rank: int) -> dict[str, list[torch.Tensor]]:
-    found = {"chosen": attend(None)}
+    result = {"chosen": attend(None)}
     for name in TRANSPORTS:
         with connect(transport=name, timeout=30) as transport:
             assert transport.name == name
-            found[name] = attend(transport)
-    return found
+            result[name] = attend(transport)
+    return result
 
 
 def test_processes_give_the_bits_of_virtual_ranks():

@@ -264,7 +264,7 @@ def test_registered_memory_is_read_before_it_is_written_anew(ranks, skips_waits)
         device.drain()
         assert [transport.paths["x"] for transport in transports] == [{"cuda_ipc copy engines, registered memory"}] * 3
         pairs = [(arrived[rank][peer], wanted[peer]) for rank in range(3) for peer in peers_of(rank, 3)]
-        wrong = not all(torch.equal(found, right) for found, right in pairs)
+        wrong = not all(torch.equal(result, right) for result, right in pairs)
         if wrong:
             break
     assert wrong == skips_waits
@@ -341,7 +341,7 @@ def test_memory_is_freed_only_after_peers_have_read_it(ranks, monkeypatch):
     transports[0].close()
     assert slow.is_set()
     device.drain()
-    assert all(torch.equal(found, source) for found in arrived)
+    assert all(torch.equal(result, source) for result in arrived)
 
 
 # ---------------------------------------------------------------------- connecting
@@ -395,9 +395,9 @@ class Table(Rendezvous):
         self.round += 1
         self.board[self.round, self.rank] = what, json.loads(json.dumps(value))
         self.barrier.wait(20)
-        found = [self.board[self.round, rank] for rank in range(self.world)]
-        assert {theirs for theirs, _ in found} == {what}
-        return [value for _, value in found]
+        result = [self.board[self.round, rank] for rank in range(self.world)]
+        assert {theirs for theirs, _ in result} == {what}
+        return [value for _, value in result]
 
 
 def connected(monkeypatch: Any, runtime: Runtime, world: int = 3) -> list[Any]:

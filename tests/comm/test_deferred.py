@@ -59,7 +59,7 @@ def test_both_halves_have_the_bits_of_a_whole_backward(
         layer.bias.data.normal_()
         layer.bias.requires_grad_(trains_bias)
     given_x = laid_out(torch.randn(shape, dtype=dtype), layout)
-    found = []
+    result = []
     for split in (False, True):
         layer.zero_grad()
         deferral = Deferral()
@@ -73,8 +73,8 @@ def test_both_halves_have_the_bits_of_a_whole_backward(
             halves(y, dy, deferral, [p for p in layer.parameters() if p.requires_grad])
         else:
             y.backward(dy)
-        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
-    for whole, half in zip(*found, strict=True):
+        result.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for whole, half in zip(*result, strict=True):
         assert (whole is None) == (half is None)
         if whole is not None:
             assert whole.dtype is half.dtype and whole.stride() == half.stride() and torch.equal(whole, half)
@@ -85,7 +85,7 @@ def test_weight_used_three_times_is_summed_as_in_autograd() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 6))
     chunks = [torch.randn(5, 6) for _ in range(4)]
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for split in (False, True):
         weight.grad = None
         deferral, later = Deferral(), []
@@ -99,8 +99,8 @@ def test_weight_used_three_times_is_summed_as_in_autograd() -> None:
         for gradients in later:
             gradients.compute()
         assert weight.grad is not None
-        found.append(weight.grad)
-    assert torch.equal(*found)
+        result.append(weight.grad)
+    assert torch.equal(*result)
 
 
 def test_hooks_of_a_weight_run_once_with_its_whole_gradient() -> None:
@@ -201,7 +201,7 @@ def test_products_of_a_lane_put_off_what_they_otherwise_make(kind: str, autocast
         return [sum_of_products(x, weights[0], ranks, 2, deferral)]
 
     def rank(group: Any) -> list[list[Tensor | None]]:
-        found: list[list[Tensor | None]] = []
+        result: list[list[Tensor | None]] = []
         for split in (False, True):
             weights = [nn.Parameter(w.clone()) for w in made[group.rank]]
             deferral, later, here = Deferral(), [], []
@@ -218,8 +218,8 @@ def test_products_of_a_lane_put_off_what_they_otherwise_make(kind: str, autocast
                 assert all(weight.grad is None for weight in weights) and len(later[0]) == len(used)
                 for gradients in later:
                     gradients.compute()
-            found.append([*here, *(weight.grad for weight in weights)])
-        return found
+            result.append([*here, *(weight.grad for weight in weights)])
+        return result
 
     for whole, half in run_local(world, rank, timeout=20):
         for a, b in zip(whole, half, strict=True):

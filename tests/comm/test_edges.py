@@ -140,10 +140,10 @@ WHY = {
 @pytest.mark.parametrize("how", WHY)
 def test_a_peer_lost_within_a_message_is_named(pool: Any, victim: str, how: str) -> None:
     lost = 0 if victim == "sender" else 1
-    kind, said, seconds = pool.run(2, lose, victim, how, stopped=[lost])[1 - lost]
+    kind, output, seconds = pool.run(2, lose, victim, how, stopped=[lost])[1 - lost]
     what = "RECV" if victim == "sender" else "SEND"
-    assert kind == "returned" and seconds < 50, (kind, said, seconds)
-    assert re.fullmatch(rf"rank {1 - lost}, {what} a\[0\] chunk 0: lost rank {lost} \({WHY[how]}\)", said), said
+    assert kind == "returned" and seconds < 50, (kind, output, seconds)
+    assert re.fullmatch(rf"rank {1 - lost}, {what} a\[0\] chunk 0: lost rank {lost} \({WHY[how]}\)", output), output
 
 
 # ---------------------------------------------------------------------- selection

@@ -162,7 +162,7 @@ def _breaks(trial: Trial) -> Any:
 def check(pool: Any, trial: Trial) -> None:
     stopped = [trial.victim] if trial.fault == "stop" else []
     outcomes = pool.run(WORLD, run_trial, trial, timeout=3 * TIMEOUT, stopped=stopped)
-    told = []
+    lines = []
     for rank, outcome in enumerate(outcomes):
         if rank == trial.victim and trial.fault in ("kill", "stop"):
             assert (outcome.kind, outcome.value) == ("died", -signal.SIGKILL) or stopped, outcome
@@ -181,10 +181,10 @@ def check(pool: Any, trial: Trial) -> None:
             continue
         assert [n for n in range(WORLD) if n != rank and _names(text, n)], (trial, rank, text)
         if rank != trial.victim:
-            told.append(text)
+            lines.append(text)
     # Over gloo a rank may first see that an informed rank left: at least one rank reports the cause.
-    named = [text for text in told if _names(text, trial.victim)]
-    assert len(named) == len(told) if trial.transport == "shm" else named, (trial, told)
+    named = [text for text in lines if _names(text, trial.victim)]
+    assert len(named) == len(lines) if trial.transport == "shm" else named, (trial, lines)
 
 
 def _names(text: str, rank: int) -> bool:
@@ -193,7 +193,7 @@ def _names(text: str, rank: int) -> bool:
 
 def trials() -> list[Trial]:
     """Every fault at every step of every operation, by each rank in turn, early and late in the operation."""
-    found = []
+    result = []
     victims, counts = itertools.cycle(range(WORLD)), itertools.cycle((0, 1, 3))
     for transport, operation in itertools.product(STEPS, OPERATIONS):
         steps = STEPS[transport] if operation != "barrier" else ["barrier"]
@@ -201,12 +201,12 @@ def trials() -> list[Trial]:
         for fault, step in itertools.product((*kills, "stop", "raise"), steps):
             many = step == "stage" or (step == "take" and transport == "shm")  # one for each piece
             if (fault, step) != ("raise", "barrier"):  # an exception of the caller is no fault of the transport
-                found.append(Trial(transport, operation, fault, step, next(counts) if many else 0, next(victims)))
-        found.append(Trial(transport, operation, "sleep", steps[0], 0, next(victims)))
-        found.append(Trial(transport, operation, "leave", "", 0, next(victims)))
+                result.append(Trial(transport, operation, fault, step, next(counts) if many else 0, next(victims)))
+        result.append(Trial(transport, operation, "sleep", steps[0], 0, next(victims)))
+        result.append(Trial(transport, operation, "leave", "", 0, next(victims)))
         if operation != "barrier":
-            found.append(Trial(transport, operation, "shape", "", 0, next(victims)))
-    return found
+            result.append(Trial(transport, operation, "shape", "", 0, next(victims)))
+    return result
 
 
 FEW = [

@@ -88,7 +88,7 @@ class Executed:
 def hostile(rank: int, path: str) -> list[str]:
     """Rank 1 writes arbitrary data where rank 0 reads; returns rank 0's errors."""
     introduction: dict[str, Any] = {"wanted": "auto", "device": "cpu", "host": "here", "can": {}}
-    said: list[bytes] = [
+    lines: list[bytes] = [
         pickle.dumps(("choosing a transport", Executed(path))),
         encode("choosing a transport", [1, 2, 3]),
         encode("choosing a transport", introduction),
@@ -97,17 +97,17 @@ def hostile(rank: int, path: str) -> list[str]:
         b"[" * 100_000,
         b'["choosing a transport", "' + b"x" * (2 << 20) + b'"]',
     ]
-    told = []
-    for number, raw in enumerate(said):
+    lines = []
+    for number, raw in enumerate(lines):
         if rank == 1:
             store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
             dist.PrefixStore(f"interlace/connection/{number + 1}", store).set("round 1 of 1", raw)
         else:
             with pytest.raises(CommError, match=r"rank 0\b") as error:
                 connect(timeout=TIMEOUT)
-            told.append(str(error.value))
+            lines.append(str(error.value))
         dist.barrier()
-    return told
+    return lines
 
 
 def test_what_a_hostile_peer_says_is_not_executed(pool: Any) -> None:

@@ -40,8 +40,8 @@ def run(operation, case, chunks, layout, before=None):
                 outputs = [matmul_reduce_scatter(*leaves, num_chunks=chunks, layout=layout)]
                 grads = [case.rows(case.d_y, r)]
         with traced(group) as backward:
-            found = torch.autograd.grad(outputs, leaves, grads)
-        return forward, backward, [t.detach() for t in (*outputs, *found)]
+            result = torch.autograd.grad(outputs, leaves, grads)
+        return forward, backward, [t.detach() for t in (*outputs, *result)]
 
     return run_local(case.world, rank, before=before, timeout=3 * HELD)
 
@@ -70,9 +70,9 @@ def is_exact(operation, case, results):
 
 
 def one(trace, kind, ending):
-    found = [event for event in trace.of(kind) if event.label.endswith(ending)]
-    assert len(found) == 1, (kind, ending, [span.label for span in trace.spans])
-    return found[0]
+    result = [event for event in trace.of(kind) if event.label.endswith(ending)]
+    assert len(result) == 1, (kind, ending, [span.label for span in trace.spans])
+    return result[0]
 
 
 def chunks_of(trace, kind, chunks):

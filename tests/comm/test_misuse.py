@@ -117,7 +117,7 @@ def test_a_thread_of_autograd_is_refused_too() -> None:
 def one_after_the_other(group: Transport) -> list[float]:
     """The forward pass here, the backward pass in another thread, the next step in a third; async work that
     overlaps."""
-    found: list[float] = []
+    result: list[float] = []
 
     def do(function: Callable[[], object]) -> None:
         thread = threading.Thread(target=function)
@@ -134,18 +134,18 @@ def one_after_the_other(group: Transport) -> list[float]:
             all_reduce(y, group=group)
             work.wait()
             (output * torch.arange(output.numel())).sum().backward()
-            found.extend(y.tolist())
+            result.extend(y.tolist())
 
         do(ahead)
-        found.extend(x.grad.tolist())
+        result.extend(x.grad.tolist())
         do(group.barrier)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("kind", ["local", "shm", "gloo"])
 def test_threads_may_use_a_transport_one_after_the_other(pool: Any, kind: str) -> None:
-    for rank, found in enumerate(on_ranks(pool, kind, 2, one_after_the_other)):
-        assert found == [2.0, 2.0, *(2.0 * (4 * rank + n) for n in range(4))] * 3
+    for rank, result in enumerate(on_ranks(pool, kind, 2, one_after_the_other)):
+        assert result == [2.0, 2.0, *(2.0 * (4 * rank + n) for n in range(4))] * 3
 
 
 def test_alone_any_threads_may() -> None:

@@ -28,8 +28,8 @@ def test_the_ring_holds_the_last_events(capacity: int, steps: list[int]) -> None
         elif len(expected) >= -step:
             recorder.end(len(expected) + step)
             expected[step][3] = "done"
-    found = [[event["id"], event["what"], event["ranks"], event["state"]] for event in recorder.events()]
-    assert found == expected[-capacity:]
+    result = [[event["id"], event["what"], event["ranks"], event["state"]] for event in recorder.events()]
+    assert result == expected[-capacity:]
     for event in recorder.events():
         assert event["kind"] == "compute" and abs(event["begin"] - time.time()) < 60
         assert (event["end"] is None) == (event["state"] == "waiting")

@@ -157,9 +157,9 @@ def test_shm_without_memory_fails_on_all_ranks_or_falls_back(pool: Any) -> None:
 
 def ends(world: int = 2, slot_bytes: int = 4096) -> list[Exchange]:
     descriptor = Segment.create(world, slot_bytes)
-    found = [Segment(world, slot_bytes, descriptor).exchange(rank) for rank in range(world)]
+    result = [Segment(world, slot_bytes, descriptor).exchange(rank) for rank in range(world)]
     os.close(descriptor)
-    return found
+    return result
 
 
 def test_an_exchange_refuses_what_it_cannot_use() -> None:
@@ -216,8 +216,8 @@ def test_allocated_tensors_are_read_where_they_lie() -> None:
             arrived = {peer: torch.empty(3, 20_000) for peer in peers}
             outgoing = [Copy(peer, mine[1:4]) for peer in peers]
             group.copy_batch(outgoing, [Copy(*each) for each in arrived.items()], f"turn {turn}").wait()
-            for peer, found in arrived.items():
-                assert torch.equal(found, data(peer, (5, 20_000), torch.float32, turn)[1:4])
+            for peer, result in arrived.items():
+                assert torch.equal(result, data(peer, (5, 20_000), torch.float32, turn)[1:4])
             assert group.paths[f"turn {turn}"] == {"shm, registered memory"}
             del mine, outgoing
         assert len(places) == 1 and not staged
@@ -258,10 +258,10 @@ def test_paths_are_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> Non
         return group.paths
 
     with caplog.at_level("INFO", logger="interlace.comm"):
-        found = on_shm_threads(2, rank)
-    assert found == [{"all_gather_into_tensor": {"shm"}, "all_reduce": {"shm"}}] * 2
-    said = [record.getMessage() for record in caplog.records if record.name == "interlace.comm"]
-    assert said == ["all_gather_into_tensor: shm", "all_reduce: shm"]  # by rank 0 alone
+        result = on_shm_threads(2, rank)
+    assert result == [{"all_gather_into_tensor": {"shm"}, "all_reduce": {"shm"}}] * 2
+    output = [record.getMessage() for record in caplog.records if record.name == "interlace.comm"]
+    assert output == ["all_gather_into_tensor: shm", "all_reduce: shm"]  # by rank 0 alone
 
 
 def test_a_process_is_known_by_its_start() -> None:

@@ -46,7 +46,7 @@ def test_pieces_of_any_tensors_pass_through_few_slots(draw: Any) -> None:
         incoming = [Copy(peer, torch.full_like(tensor, -1)) for peer, tensor in wanted]
         for _ in range(2):
             group.copy_batch(outgoing, incoming, "any").wait()
-        return all(torch.equal(found, tensor) for (_, found), (_, tensor) in zip(incoming, wanted))
+        return all(torch.equal(result, tensor) for (_, result), (_, tensor) in zip(incoming, wanted))
 
     assert on_shm_threads(world, rank) == [True] * world
 

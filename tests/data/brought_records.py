@@ -32,8 +32,8 @@ def cases(folder: Path) -> list[Case]:
     _noise(30, 30).save(buffer, "PNG")
     inline = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     cat = ("A cat.",)
-    found = [Case(name, _ask(name), cat) for name in ("one.png", "cmyk.jpg", "rgb48.png", "moving.gif", "turned.jpg")]
-    found.append(Case("rgba.png", _ask("rgba.png"), cat))
+    result = [Case(name, _ask(name), cat) for name in ("one.png", "cmyk.jpg", "rgb48.png", "moving.gif", "turned.jpg")]
+    result.append(Case("rgba.png", _ask("rgba.png"), cat))
     for name, kind in (
         ("grey16.png", "broken file"),
         ("cut.jpg", "broken file"),
@@ -41,7 +41,7 @@ def cases(folder: Path) -> list[Case]:
         ("empty.png", "broken file"),
         ("gone.png", "missing file"),
     ):
-        found.append(Case(name, _ask(name), refused=(kind, name)))
+        result.append(Case(name, _ask(name), refused=(kind, name)))
     rounds = [user("One?"), said("Yes."), user("Two?"), said("No.")]
     bad = [user("a"), said("Bad.", loss=False), user("b"), said("Good.")]
     light = [user("a"), said("Bad.", weight=0), user("b"), said("Good.")]
@@ -50,7 +50,7 @@ def cases(folder: Path) -> list[Case]:
     told = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A bee."}]
     record = ("record", "has neither messages nor conversations")
     return [
-        *found,
+        *result,
         Case("two rounds", {"messages": rounds}, ("Yes.", "No.")),
         Case("turn not to be learnt", {"messages": bad}, ("Good.",)),
         Case("turn of weight 0", {"messages": light}, ("Good.",)),

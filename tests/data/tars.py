@@ -53,8 +53,8 @@ def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.P
 
 def captioned(count: int, start: int = 0) -> dict[str, bytes]:
     """Members of `count` samples: an image of its own colour and size, and a caption."""
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     for number in range(start, start + count):
-        found[f"{number:04d}.png"] = picture(16 + 8 * (number % 4), 24, (number % 256, 10, 200))
-        found[f"{number:04d}.txt"] = f"this is number {number}".encode()
-    return found
+        result[f"{number:04d}.png"] = picture(16 + 8 * (number % 4), 24, (number % 256, 10, 200))
+        result[f"{number:04d}.txt"] = f"this is number {number}".encode()
+    return result

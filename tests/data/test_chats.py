@@ -289,10 +289,10 @@ def test_json_and_json_lines_give_the_same(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(records, indent=1))
     (tmp_path / "c.json").write_text(lines)
     made = chats()
-    found = [prepare([tmp_path / name], made, Rules(), tmp_path / "cache") for name in ("a.jsonl", "b.json", "c.json")]
-    assert len({store.fingerprint for store in found}) == 1
-    assert [store.where(2).rpartition(":")[2] for store in found] == ["5", "3", "5"]
-    for store in found:
+    result = [prepare([tmp_path / name], made, Rules(), tmp_path / "cache") for name in ("a.jsonl", "b.json", "c.json")]
+    assert len({store.fingerprint for store in result}) == 1
+    assert [store.where(2).rpartition(":")[2] for store in result] == ["5", "3", "5"]
+    for store in result:
         assert store.chat(4) == parse(records[4], tmp_path)
         assert pickle.loads(pickle.dumps(store)).chat(0) == parse(records[0], tmp_path)
 
@@ -351,14 +351,14 @@ def test_media_are_compared_with_what_they_were(tmp_path: Path) -> None:
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
     assert len(prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")) == 1
     Image.new("RGB", (40, 24), "red").save(tmp_path / "b.png")  # the missing file exists now
-    found = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
-    assert len(found) == 2 and not found.left_out
-    inode = (found.folder / "ids.bin").stat().st_ino
+    result = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
+    assert len(result) == 2 and not result.left_out
+    inode = (result.folder / "ids.bin").stat().st_ino
     Image.new("RGB", (24, 40), "red").save(tmp_path / "a.png")
     again = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
     assert [item.shape for i in range(2) for item in again.encoded(i).items] == [(3, 40, 24), (3, 24, 40)]
     assert (again.folder / "ids.bin").stat().st_ino != inode
-    assert found.encoded(0).items[0].shape == (3, 24, 40)  # a reader of the old one keeps it
+    assert result.encoded(0).items[0].shape == (3, 24, 40)  # a reader of the old one keeps it
 
 
 def test_other_counts_of_tokens_are_prepared_anew(tmp_path: Path) -> None:

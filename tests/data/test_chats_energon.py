@@ -35,9 +35,11 @@ def energon(folder: Path, dataset: dict[str, Any], splits: dict[str, Any], shard
 
 
 def _texts(path: Path, prompt: str | None = None) -> list[list[str]]:
-    found = list(examine(find([path]), chats(), Rules(prompt=prompt), path.parent.parent / "media"))
-    assert all(one.broken is None for one in found), [str(one.broken) for one in found]
-    return [[part.text or member_of(part.path).name for turn in one.chat.turns for part in turn.parts] for one in found]
+    result = list(examine(find([path]), chats(), Rules(prompt=prompt), path.parent.parent / "media"))
+    assert all(one.broken is None for one in result), [str(one.broken) for one in result]
+    return [
+        [part.text or member_of(part.path).name for turn in one.chat.turns for part in turn.parts] for one in result
+    ]
 
 
 def test_parts_have_their_tars_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
@@ -69,8 +71,8 @@ def test_questions_choices_and_crude_samples(tmp_path: Path) -> None:
         "sample_type": {"__class__": "MultiChoiceVQASample"},
         "field_map": fields | {"choices": "json[c]", "correct_choice_idx": "json[n]"},
     }
-    found = _texts(energon(tmp_path / "picks", picks, splits, [shard]) / "train")
-    assert found == [["a.png", "what?\nA. one\nB. two", "B. two"]]
+    result = _texts(energon(tmp_path / "picks", picks, splits, [shard]) / "train")
+    assert result == [["a.png", "what?\nA. one\nB. two", "B. two"]]
     turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}]
     crude = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
     shard = {"a.jpg": picture(kind="JPEG"), "a.json": text(turns)}

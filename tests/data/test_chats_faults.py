@@ -40,8 +40,8 @@ def _planted(folder: Path) -> Path:
 
 def test_every_fault_is_found_and_costs_its_record_alone(folder: Path) -> None:
     path = _planted(folder)
-    found = list(examine([path], chats(), Rules(max_tokens=512), folder / "media"))
-    by_line = {one.raw.number: one for one in found}
+    result = list(examine([path], chats(), Rules(max_tokens=512), folder / "media"))
+    by_line = {one.raw.number: one for one in result}
     for number, (kind, words, line) in enumerate(FAULTS, 5):
         broken = by_line[number].broken
         assert broken is not None and broken.kind == kind and words in str(broken), (kind, line[:200], broken)
@@ -206,10 +206,10 @@ def test_template_mismatch_raises_instead_of_skipping_samples(folder: Path) -> N
 def test_check_reports_and_writes_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, page = _planted(folder), folder / "page.html"
     assert cli.main(["data", "check", str(path), "--out", str(page)]) == 1
-    told = capsys.readouterr().out
-    assert f"{len(FAULTS) + 5} records" in told
+    output = capsys.readouterr().out
+    assert f"{len(FAULTS) + 5} records" in output
     for kind in {"json", "order", "missing file", "broken file", "media count", "url"}:
-        assert f"x {kind} ({BROKEN[kind]})" in told, kind
+        assert f"x {kind} ({BROKEN[kind]})" in output, kind
     shown = page.read_text()
     assert shown.count("<section>") >= 4 and "data:image/jpeg;base64," in shown and "chats.jsonl:5" in shown
     good = folder / "good.jsonl"
@@ -238,9 +238,9 @@ def test_what_is_too_long_is_broken_where_it_is_an_error(folder: Path) -> None:
     path.write_text(GOOD)
     [one] = examine([path], chats(), Rules(max_tokens=8, on_too_long="error"), folder)
     for strict in (False, True):
-        found = Findings(strict)
-        found.add(one)
-        assert len(found.broken) == strict
+        result = Findings(strict)
+        result.add(one)
+        assert len(result.broken) == strict
 
 
 @pytest.mark.parametrize("record", [None, 3, "x", {}, {"messages": {}}, {"messages": [None]}])

@@ -40,11 +40,11 @@ def test_names_of_sub_folders_are_answers(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "cat" / ".hidden.png").write_text("no picture")
     out = tmp_path / "chats.jsonl"
     assert main(["data", "folder", str(tmp_path), "--out", str(out), "--held-out", "0.2", "--question", "Who?"]) == 0
-    told = capsys.readouterr().out
-    assert "2 different ones; 0 pictures left out" in told and "1 other files are no pictures" in told
+    output = capsys.readouterr().out
+    assert "2 different ones; 0 pictures left out" in output and "1 other files are no pictures" in output
     kept = tmp_path / "chats.held-out.jsonl"
-    found = answers(out) | answers(kept)
-    assert found == {
+    result = answers(out) | answers(kept)
+    assert result == {
         str(path): "cat" if path.parent.name == "cat" else "sea lion"
         for path in tmp_path.rglob("*.*")
         if path.suffix in (".PNG", ".jpg")
@@ -67,8 +67,8 @@ def test_texts_beside_pictures_are_answers(tmp_path: Path, capsys: pytest.Captur
         )
     picture(folder / "part-2" / "alone.png", 9)
     assert main(["data", "folder", str(folder), "--out", str(out)]) == 1
-    told = capsys.readouterr().out
-    assert "alone.png: has no alone.txt beside it, as other pictures have" in told
+    output = capsys.readouterr().out
+    assert "alone.png: has no alone.txt beside it, as other pictures have" in output
     assert answers(out) == {str(folder / "part-1" / f"{n}.png"): f"A cat, {n}." for n in range(3)}
     assert records(out)[0]["messages"][0]["content"] == "<image>Describe the picture."
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_used_is_left_out_by_name(tmp_path: Path, capsys: pytest.
     (folder / "odd" / "loop.png").unlink()  # never listed as a file
     out = tmp_path / "chats.jsonl"
     assert main(["data", "folder", str(folder), "--out", str(out)]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "torn.jpg: image file is truncated",
         "empty.png: cannot identify image file",
@@ -96,7 +96,7 @@ def test_what_cannot_be_used_is_left_out_by_name(tmp_path: Path, capsys: pytest.
         "4.png: its answer has <image> in it",
         "5.png: lies in no sub-folder that says what it is",
     ):
-        assert words in told, words
+        assert words in output, words
     assert set(answers(out).values()) == {"odd"} and len(answers(out)) >= 8
     assert main(["data", "check", str(out), "--samples", "0"]) == 0
 
@@ -164,8 +164,8 @@ def test_refusals(arguments: list[str], words: str, tmp_path: Path, capsys: pyte
     given = [each.replace("{at}", str(tmp_path)) for each in arguments]
     given += [] if "--out" in given else ["--out", str(tmp_path / "new.jsonl")]
     assert main(["data", "folder", *given]) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert words in output and len(output.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -40,11 +40,11 @@ def test_clips_are_those_of_huggingface(tmp_path: Path, count: int) -> None:
     rng = random.Random(0)
     paths = chat_families.clips(tmp_path / "clips", 12)
     records = [chat_families.chat(rng, paths, "audio") for _ in range(count)]
-    found = dataset(family, written(tmp_path / "data", records))
-    assert len(found) == count
+    result = dataset(family, written(tmp_path / "data", records))
+    assert len(result) == count
     heard = 0
     for index, record in enumerate(records):
-        sample, out = found.sample(index), chat_families.own(family.processor, record)
+        sample, out = result.sample(index), chat_families.own(family.processor, record)
         assert sample.input_ids.tolist() == out["input_ids"][0].tolist()
         items = sample.media.get("audio", [])
         heard += len(items)
@@ -122,11 +122,11 @@ def test_videos_are_those_of_huggingface(name: str, fps: float | None, tmp_path:
         records.append(chat_families.chat(rng, [moving[number % 4]], "video"))
         if number % 2 and name != "smolvlm":  # it returns a chat's videos in place of its images
             records[-1]["messages"][-2]["content"].append({"type": "image", "image": str(still[number % 6])})
-    found = dataset(family, written(tmp_path / "data", records), fps)
-    assert len(found) == count, found.report()
+    result = dataset(family, written(tmp_path / "data", records), fps)
+    assert len(result) == count, result.report()
     items = 0
     for index, record in enumerate(records):
-        sample, out = found.sample(index), chat_families.own(family.processor, record, fps)
+        sample, out = result.sample(index), chat_families.own(family.processor, record, fps)
         assert sample.input_ids.tolist() == out["input_ids"][0].tolist()
         media = sample.media.get("vision", [])
         items += len(media)

@@ -146,13 +146,13 @@ def test_pieces_of_any_size_have_each_line_once(
         patch.setattr(chats_files, "PIECE", piece)
         if path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return
-        found = list(records(path, path.parent))
+        result = list(records(path, path.parent))
     with path.open("rb") as file:
         whole = [(number, line) for number, line in enumerate(file, 1)]
     whole = [(n, line[3:] if n == 1 and line.startswith(b"\xef\xbb\xbf") else line) for n, line in whole]
-    assert [(raw.number, raw.line) for raw in found] == [(n, line) for n, line in whole if line.strip()]
+    assert [(raw.number, raw.line) for raw in result] == [(n, line) for n, line in whole if line.strip()]
     data = path.read_bytes()
-    assert all(data[raw.offset : raw.offset + len(raw.line)] == raw.line for raw in found)
+    assert all(data[raw.offset : raw.offset + len(raw.line)] == raw.line for raw in result)
 
 
 # --- changes ----------------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ def test_sizes_of_records_open_no_file_and_give_the_same_tokens(
     files = [one.encoded for one in examine([tmp_path / "a.jsonl"], chats(), Rules(), tmp_path / "m")]
     (tmp_path / "p.png").unlink()
     trusting = Rules(sizes="records")
-    found = list(examine([tmp_path / "a.jsonl"], chats(), trusting, tmp_path / "m"))
-    assert [one.encoded for one in found] == files and all(one.media == {} for one in found)
+    result = list(examine([tmp_path / "a.jsonl"], chats(), trusting, tmp_path / "m"))
+    assert [one.encoded for one in result] == files and all(one.media == {} for one in result)
     broken = [one.broken for one in examine([tmp_path / "a.jsonl"], chats(), Rules(), tmp_path / "m")]
     assert all(one is not None and one.kind == "missing file" for one in broken)
 

@@ -246,8 +246,8 @@ def test_what_the_project_writes_itself_has_no_unknown_key(folder: Path, tmp_pat
         Image.new("RGB", (40, 24), (200, number, 9)).save(pictures / f"{number}.png")
     assert cli.main(["data", "folder", str(pictures.parent), "--out", str(tmp_path / "a.jsonl")]) == 0
     for file in (tmp_path / "a.jsonl", folder / SPLITS[0]):
-        found = [one for one in examine([file], None, Rules(decode=False), tmp_path / "media")]
-        assert found and all(one.broken is None and one.chat is not None and not one.chat.ignored for one in found)
+        result = [one for one in examine([file], None, Rules(decode=False), tmp_path / "media")]
+        assert result and all(one.broken is None and one.chat is not None and not one.chat.ignored for one in result)
 
 
 def test_the_docs_records_have_no_unknown_key() -> None:
@@ -271,20 +271,20 @@ def test_check_lists_what_is_ignored_and_left_out(tmp_path: Path, capsys: pytest
     path, page = tmp_path / "a.jsonl", tmp_path / "a.html"
     path.write_text("\n".join(lines))
     assert cli.main(["data", "check", str(path), "--out", str(page)]) == 1
-    told = capsys.readouterr().out
-    assert "keys that are ignored (records): messages[].mood (3), key" in told and " and 19 more, e.g. " in told
-    assert "250 x record" in told and "1 x key" in told and len(told.splitlines()) < 20
+    output = capsys.readouterr().out
+    assert "keys that are ignored (records): messages[].mood (3), key" in output and " and 19 more, e.g. " in output
+    assert "250 x record" in output and "1 x key" in output and len(output.splitlines()) < 20
     assert cli.main(["data", "check", str(path), "--samples", "0", "--list"]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for number, line in enumerate(lines, 1):
         record = json.loads(line)
         if "text" in record:
-            assert f"{path}:{number}: record: has neither" in told
+            assert f"{path}:{number}: record: has neither" in output
         elif "tools" in record:
-            assert f"{path}:{number}: key: has tools: " in told
+            assert f"{path}:{number}: key: has tools: " in output
         elif "mood" not in record["messages"][1]:
             [key] = record.keys() - {"messages"}
-            assert f"{path}:{number}: key that is ignored: {key} (records: 1)" in told
-    assert "key that is ignored: messages[].mood (records: 3)" in told
+            assert f"{path}:{number}: key that is ignored: {key} (records: 1)" in output
+    assert "key that is ignored: messages[].mood (records: 3)" in output
     rows = page.read_text()
     assert rows.count("<td>record<td>") == 250 and rows.count("<td>key<td>") == 1

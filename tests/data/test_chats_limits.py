@@ -77,8 +77,8 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
     lines.append(talk(user("<image>what?"), said("b"), images=[{"path": "a.png", **limits[1]}]))
     lines.append(talk(user([{"type": "image", **limits[1]}]), said("b"), images=["a.png"]))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found, _ = load_chats([tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(qwen), Rules(), cache=tmp_path / "cache")
-    assert len(found) == len(lines), found.report()
+    result, _ = load_chats([tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(qwen), Rules(), cache=tmp_path / "cache")
+    assert len(result) == len(lines), result.report()
 
     reader = type(qwen.processor.image_processor)  # the torchvision version, if installed
 
@@ -91,7 +91,7 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
 
     wanted = [own(image, **each) for each in limits]
     wanted.append(own(image.resize((4 * FACTOR, 2 * FACTOR), Image.Resampling.BICUBIC)))  # the nearest multiples
-    sample = found.sample(0)
+    sample = result.sample(0)
     for item, other in zip(sample.media["vision"], wanted, strict=True):
         assert list(item.about["grid_thw"]) == other["image_grid_thw"][0].tolist()
         assert torch.equal(item.data, other["pixel_values"])
@@ -99,7 +99,7 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
     assert [item.tokens for item in sample.media["vision"]] == tokens and len(set(tokens)) > 4
     assert int((sample.input_ids == qwen.placeholder).sum()) == sum(tokens)
     for index in (1, 2):
-        [item] = pickle.loads(pickle.dumps(found)).sample(index).media["vision"]  # as in a worker process
+        [item] = pickle.loads(pickle.dumps(result)).sample(index).media["vision"]  # as in a worker process
         assert torch.equal(item.data, wanted[1]["pixel_values"])
 
 
@@ -192,9 +192,11 @@ def test_videos_of_processors_show_what_is_asked_for(tmp_path: Path) -> None:
     ]
     line = asked(*(video(**limits) for limits, _, _ in cases))
     (tmp_path / "a.jsonl").write_text(line)
-    found, _ = load_chats([tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(family), Rules(), cache=tmp_path / "cache")
-    items = found.sample(0).media["vision"]
-    assert found.report().endswith("every sample could be used") and len(items) == len(cases)
+    result, _ = load_chats(
+        [tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(family), Rules(), cache=tmp_path / "cache"
+    )
+    items = result.sample(0).media["vision"]
+    assert result.report().endswith("every sample could be used") and len(items) == len(cases)
     for item, (_, part, said_) in zip(items, cases, strict=True):
         reader = family.processor.video_processor
         settings = {**chat_families.SIZE, **({"longest_edge": said_["max"]} if "max" in said_ else {})}

@@ -108,8 +108,8 @@ def _compare_media(items: list[Media], out: Any) -> None:
     if not items:
         assert "pixel_values" not in out
         return
-    found = [item.data if len(item.shape) in (2, 4) else item.data[None] for item in items]
-    assert torch.equal(torch.cat(found), _pixels(out))
+    result = [item.data if len(item.shape) in (2, 4) else item.data[None] for item in items]
+    assert torch.equal(torch.cat(result), _pixels(out))
     for key, told in (("image_grid_thw", "grid_thw"), ("image_sizes", "image_sizes")):
         if key in out:
             assert [list(item.about[told]) for item in items] == out[key].tolist()

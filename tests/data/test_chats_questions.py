@@ -38,12 +38,12 @@ def dataset(tmp_path: Path) -> ChatDataset:
 
 
 def test_questions_are_those_that_name_their_kind(dataset: ChatDataset) -> None:
-    found = dataset.questions()
-    assert {kind: [each.index for each in asked] for kind, asked in found.items()} == {
+    result = dataset.questions()
+    assert {kind: [each.index for each in asked] for kind, asked in result.items()} == {
         "colour": [0, 2, 4], "which": [6], "sum": [7],
     }  # fmt: skip
-    assert [each.answer.strip() for each in found["colour"]] == [f"It is {colour}." for colour in SIZES]  # the first
-    assert [asked[0].takes for asked in found.values()] == [("image",), ("image", "image"), ()]
+    assert [each.answer.strip() for each in result["colour"]] == [f"It is {colour}." for colour in SIZES]  # the first
+    assert [asked[0].takes for asked in result.values()] == [("image",), ("image", "image"), ()]
     assert [dataset.kind(index) for index in (0, 1, 6, 7)] == ["colour", "vision", "which", "sum"]
 
 

@@ -117,9 +117,9 @@ def test_frames_of_a_video_are_those_at_their_times(tmp_path: Path) -> None:
     path = str(_video(tmp_path / "a.mp4", 5))
     assert video_size(path, decode=True) == (40, 24, 5.0)
     for count in (1, 2, 5, 7, 20, 33):
-        found = [np.asarray(image).mean((0, 1)) for image in read_frames(path, count)]
+        result = [np.asarray(image).mean((0, 1)) for image in read_frames(path, count)]
         wanted = [COLOURS[int((k + 0.5) * 5 / count)] for k in range(count)]
-        assert np.abs(np.array(found) - wanted).max() < 12
+        assert np.abs(np.array(result) - wanted).max() < 12
 
 
 def test_videos_that_cannot_be_read(tmp_path: Path) -> None:

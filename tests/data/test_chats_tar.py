@@ -165,11 +165,11 @@ def test_broken_members_cost_their_sample_alone(
     tmp_path: Path, members: dict[str, bytes], kind: str, words: str
 ) -> None:
     path = write_tar(tmp_path / "s.tar", {**GOOD, **members, "c.png": picture(), "c.txt": b"c"})
-    found = list(examine([path], chats(), Rules(), tmp_path / "media"))
-    assert [one.broken is None for one in found] == [True, False, True]
-    broken = found[1].broken
+    result = list(examine([path], chats(), Rules(), tmp_path / "media"))
+    assert [one.broken is None for one in result] == [True, False, True]
+    broken = result[1].broken
     assert broken is not None and broken.kind == kind and words in str(broken), broken
-    assert found[1].raw.where == f"{path}:2"
+    assert result[1].raw.where == f"{path}:2"
 
 
 def test_members_in_two_places_are_told(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_tar_that_was_cut_or_damaged_never_ends_in_silence(tmp_path_factory: A
         path.write_bytes(whole[:start] + b"\x55" * 512 + whole[start + 512 :])
     else:
         return
-    found = list(examine([path], chats(), Rules(), folder / "media"))
-    good = [one for one in found if one.broken is None]
+    result = list(examine([path], chats(), Rules(), folder / "media"))
+    good = [one for one in result if one.broken is None]
     complete = sum(infos[2 * n + 1].offset_data + infos[2 * n + 1].size <= at for n in range(6))
     assert len(good) <= complete + (at >= infos[-1].offset_data + infos[-1].size)
     if len(good) < 6:
-        assert any(one.broken is not None for one in found), (at, cut)
+        assert any(one.broken is not None for one in result), (at, cut)
     if at < infos[-1].offset_data + infos[-1].size:
         assert len(good) < 6 and len(good) >= complete - 1
 

@@ -95,8 +95,8 @@ def test_the_last_user_removes_the_folder(where):
     one.mark_broken((2,), "three died of it")
     one.close()
     one.close()
-    found = other.get((1,))
-    assert found is not None and found.tolist() == [1, 1, 1]
+    result = other.get((1,))
+    assert result is not None and result.tolist() == [1, 1, 1]
     assert other.broken((2,)) == "three died of it" and other.broken((1,)) is None
     other.close()
     assert not where.folder.exists()

@@ -56,8 +56,8 @@ def test_copies_for_training_are_distorted_a_little(tmp_path: Path) -> None:
     assert len(train) == 2 * len({number_of(record) for record in train})
     plain = {number_of(record): picture(tmp_path / "digits", record) / 255.0 for record in train[: len(train) // 2]}
     for record in train[len(train) // 2 :][:20]:
-        found = picture(tmp_path / "digits", record) / 255.0
-        distances = {number: np.square(found - other).mean() for number, other in plain.items()}
+        result = picture(tmp_path / "digits", record) / 255.0
+        distances = {number: np.square(result - other).mean() for number, other in plain.items()}
         assert 0 < distances[number_of(record)] < np.median(list(distances.values()))
 
 

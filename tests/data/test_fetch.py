@@ -148,8 +148,8 @@ def test_two_processes_fetch_once(archive, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(fetch_module.__file__).parents[3]))
     command = [sys.executable, "-c", "from interlace.data.builtin.fetch import fetch_stamps; print(fetch_stamps())"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = {process.communicate(timeout=600)[0].strip() for process in processes}
-    assert found == {str(tmp_path / "cache/stamps/1_2.0/stamps")}
+    result = {process.communicate(timeout=600)[0].strip() for process in processes}
+    assert result == {str(tmp_path / "cache/stamps/1_2.0/stamps")}
     assert (archive / "calls").read_text().count(" download ") == 1
 
 

@@ -61,15 +61,15 @@ def test_mixture_shares_are_exact_and_samples_repeat_evenly(
         for index in order.tolist():
             place, own = mixed.sample(index)  # type: ignore[misc]
             drawn[place].append(own)
-        for place, found in enumerate(drawn):
+        for place, result in enumerate(drawn):
             expected = (epoch + 1) * sum(sizes) * exact[place] / sum(exact)
-            assert abs(len(found) - expected) <= len(sizes), "rounded once, not once an epoch"
-            assert mixed.drawn(epoch + 1)[place] == len(found)
-    for size, found in zip(sizes, drawn, strict=True):
-        counts = Counter(found)
+            assert abs(len(result) - expected) <= len(sizes), "rounded once, not once an epoch"
+            assert mixed.drawn(epoch + 1)[place] == len(result)
+    for size, result in zip(sizes, drawn, strict=True):
+        counts = Counter(result)
         assert max(counts.values(), default=0) - min((counts[k] for k in range(size)), default=0) <= 1
-        for start in range(0, len(found) - size + 1, size):
-            assert sorted(found[start : start + size]) == list(range(size))
+        for start in range(0, len(result) - size + 1, size):
+            assert sorted(result[start : start + size]) == list(range(size))
 
 
 def test_one_source_is_in_the_order_of_a_dataset_alone() -> None:
@@ -119,11 +119,11 @@ def test_batches_say_which_source_their_samples_are_of() -> None:
     mixed = _mixed([30, 11, 5], [1, 2.5, 0.5])
     loader = Loader(mixed, 8, ahead=ReadAhead(prefetch=0, wanted=lambda batch: []))
     batch = next(loader)
-    found = dict(by_source(mixed, loader.indices(0, 0), batch))
-    assert {name: {place for place, _ in part} for name, part in found.items()} == {
+    result = dict(by_source(mixed, loader.indices(0, 0), batch))
+    assert {name: {place for place, _ in part} for name, part in result.items()} == {
         f"s{p}": {p} for p in {p for p, _ in batch}
     }
-    assert sum(map(len, found.values())) == 8 and loader.drawn(0, 0) == 8
+    assert sum(map(len, result.values())) == 8 and loader.drawn(0, 0) == 8
     assert list(by_source(_mixed([3], [1]), [0, 1], "ab")) == [("", ["a", "b"])]
 
 

@@ -95,13 +95,13 @@ def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
         Loader(one, 6, seed=1, ahead=ReadAhead(producers=tasks, held_out=other))
         for one, other in zip(sets, held_out, strict=True)
     ]
-    found: dict[int, list[Any]] = {}
+    result: dict[int, list[Any]] = {}
 
     def run(rank: int) -> None:
         of = HeldOut(loaders[rank].producers, held_out[rank], range(6))
         items = [item for sample in of.samples for items in sample.media.values() for item in items]
         of.ask(items)
-        found[rank] = [item.data.tolist() for item in items] + take(loaders[rank], 8)
+        result[rank] = [item.data.tolist() for item in items] + take(loaders[rank], 8)
 
     for loader in loaders:
         loader.begin()
@@ -116,7 +116,7 @@ def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
         assert each[0].read_items + each[1].read_items == len(every)
     here = [Pictures(6, tmp_path, side=9).sample(index, 0) for index in range(6)]
     own = [item.data.tolist() for sample in here for items in sample.media.values() for item in items]
-    assert found[0] == found[1] and found[0][: len(own)] == own
+    assert result[0] == result[1] and result[0][: len(own)] == own
     for loader in reversed(loaders):
         loader.close()
 
@@ -161,14 +161,14 @@ def test_what_dies_costs_nothing(cluster, tasks, tmp_path, monkeypatch):
     loaders = [Loader(one, 5, seed=4, ahead=ReadAhead(producers=partial(tasks, at=None))) for one in sets]
     for loader in loaders:
         loader.begin()
-    found = [take(loader, 2) for loader in loaders]
+    result = [take(loader, 2) for loader in loaders]
     (keeper,) = (pid for pid, name in children(raylet(node)) if name.startswith("ray::Keeper"))
     os.kill(keeper, signal.SIGKILL)
     cluster.remove(node)
     for _ in range(2, 6):
-        for batches, loader in zip(found, loaders, strict=True):
+        for batches, loader in zip(result, loaders, strict=True):
             batches.append(numbers(next(loader)))
-    assert found == [expected, expected]
+    assert result == [expected, expected]
     assert [one.blank_items for one in sets] == [0, 0]
     first, second = (loader.producers.keeper for loader in loaders)
     assert first.number >= 1 and first.actor == second.actor

@@ -74,17 +74,17 @@ def kind_of(record: Any) -> str:
 @settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from(KINDS), st.floats(0.01, 9), min_size=1), st.integers(1, 5000))
 def test_records_are_as_many_of_each_kind_as_its_share_says(mixture: dict[str, float], records: int) -> None:
-    found = shares(mixture, records)
-    assert sum(found.values()) == records
-    assert all(abs(count - records * mixture[k] / sum(mixture.values())) < 1 for k, count in found.items())
+    result = shares(mixture, records)
+    assert sum(result.values()) == records
+    assert all(abs(count - records * mixture[k] / sum(mixture.values())) < 1 for k, count in result.items())
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 9))
 def test_nothing_comes_again_before_all_have_come(size: int, count: int, seed: int) -> None:
-    found = walk(size, count, [seed])
-    assert len(found) == count and found == walk(size, count, [seed])
-    assert all(len(set(found[at : at + size])) == len(found[at : at + size]) for at in range(0, count, size))
+    result = walk(size, count, [seed])
+    assert len(result) == count and result == walk(size, count, [seed])
+    assert all(len(set(result[at : at + size])) == len(result[at : at + size]) for at in range(0, count, size))
 
 
 def test_the_mixture_of_kinds_and_what_they_ask(package: Path, folder: Path) -> None:
@@ -125,13 +125,13 @@ def test_no_stamp_is_on_both_sides_in_any_kind(package: Path, folder: Path) -> N
 
 
 def test_broken_files_are_named_and_in_no_record(folder: Path) -> None:
-    told = (folder / stamps_folder.README).read_text("utf-8")
+    output = (folder / stamps_folder.README).read_text("utf-8")
     for path in BROKEN - {"broken/fonts.svg"}:  # a PNG replaces it, if it is shown at all
         stem = path.partition(".")[0]
-        assert f"- {path}: " in told, path
+        assert f"- {path}: " in output, path
         assert not any(stem in name for record in read(folder, "train") for name in media_of(record)) or "fonts" in stem
-    assert "odd/long_desc.ogg: shorter than 0.1 s or longer than 4 s" in told
-    assert "odd/wordy.txt [en]: a caption of more than 80 characters" in told
+    assert "odd/long_desc.ogg: shorter than 0.1 s or longer than 4 s" in output
+    assert "odd/wordy.txt [en]: a caption of more than 80 characters" in output
     for name in {name for split in ("train", "validation") for r in read(folder, split) for name in media_of(r)}:
         assert (folder / name).stat().st_size > 50, name
 

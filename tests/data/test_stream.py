@@ -22,10 +22,10 @@ def stream_of(counts: list[int]) -> IterableStream:
 
 
 def names(reader: Reader, count: int | None = None) -> list[str]:
-    found: list[str] = []
-    while (count is None or len(found) < count) and (sample := reader.next()) is not None:
-        found.append(sample.name)
-    return found
+    result: list[str] = []
+    while (count is None or len(result) < count) and (sample := reader.next()) is not None:
+        result.append(sample.name)
+    return result
 
 
 def all_names(counts: list[int]) -> Counter[str]:
@@ -55,7 +55,7 @@ def test_a_buffer_mixes_and_none_keeps_the_order() -> None:
 
 def test_epochs_deal_the_shards_anew() -> None:
     dealings = [[unit[1] for unit in dealt(20, epoch, 0, 0, 2)] for epoch in range(3)]
-    assert len({tuple(found) for found in dealings}) == 3 and all(len(found) == 10 for found in dealings)
+    assert len({tuple(result) for result in dealings}) == 3 and all(len(result) == 10 for result in dealings)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,10 +90,10 @@ def test_another_number_of_readers_loses_and_doubles_nothing(
     epochs = 1
     for reader, count in zip(each, taken, strict=True):
         reader.coming(data.draw(st.integers(0, 4)))
-        found = names(reader, count)
+        result = names(reader, count)
         reader.coming(data.draw(st.integers(0, 4)))
-        seen.update(found)
-        if len(found) < count and data.draw(st.booleans()):
+        seen.update(result)
+        if len(result) < count and data.draw(st.booleans()):
             reader.advance()
             epochs = 2
             seen.update(names(reader, 2))

@@ -142,12 +142,12 @@ def test_twenty_kills_lose_and_double_nothing(parallel: Any, tmp_path: Path) -> 
     # Kills hit random tasks; a separate test checks that several kills at one task make a sample broken.
     with loader_of(stream, parallel, 3, deaths=100) as loader:
         loader.begin()
-        steps, found, killer = set(draw.sample(range(40), 20)), [], Killer(loader.producers, draw)
+        steps, result, killer = set(draw.sample(range(40), 20)), [], Killer(loader.producers, draw)
         for step in range(40):
             time.sleep(draw.uniform(0, 0.05))
             if step in steps:
                 killer.kill()
-            found.append(numbers(next(loader)))
-        assert found == expected and not stream.left
+            result.append(numbers(next(loader)))
+        assert result == expected and not stream.left
         killer.wait()
         assert loader.producers.restarts == 20

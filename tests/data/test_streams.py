@@ -168,11 +168,11 @@ def test_a_run_goes_on_where_it_was_saved(parallel, readers: int, again: int) ->
         rest = taken(loader, 6)
     with loader_of(data, parallel, 5, readers=again, buffer=3, seed=2) as other:
         other.load_state_dict(state)
-        found = taken(other, 6)
+        result = taken(other, 6)
     if again == readers:
-        assert found == rest
+        assert result == rest
     # With any readers, an epoch has every sample once: 22, of which 15 were taken before.
-    flat = list(itertools.chain.from_iterable([*begun, *found]))
+    flat = list(itertools.chain.from_iterable([*begun, *result]))
     assert Counter(flat[:22]) == Counter(list(data.whole)) and Counter(flat[22:44]) == Counter(list(data.whole))
 
 

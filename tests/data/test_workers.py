@@ -124,17 +124,17 @@ def test_two_ranks_of_a_node_decode_an_item_once(tmp_path):
     """Two loaders with workers of their own, as on two ranks: their workers decode in parallel, nothing twice."""
     sets = [Pictures(24, tmp_path, seconds=0.01) for _ in range(2)]
     loaders = [Loader(one, 6, seed=1, ahead=ReadAhead(producers=pooled(tmp_path))) for one in sets]
-    found: dict[int, list[Any]] = {}
+    result: dict[int, list[Any]] = {}
 
     def run(rank: int) -> None:
-        found[rank] = take(loaders[rank], 8)
+        result[rank] = take(loaders[rank], 8)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found[0] == found[1]
+    assert result[0] == result[1]
     every = [line[:1] + line[2:4] for line in sets[0].decoded()]
     assert len(every) == len(set(every)) == sum(index % 3 + 1 for index in range(24))
     assert sets[0].read_items + sets[1].read_items == len(every)
@@ -156,14 +156,14 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path):
     with Loader(
         Pictures(30, tmp_path, seconds=0.005), 5, seed=4, ahead=ReadAhead(producers=pooled(tmp_path))
     ) as loader:
-        found = []
+        result = []
         for step in range(12):
-            found.append(numbers(next(loader)))
+            result.append(numbers(next(loader)))
             if step == 0:
                 killer = Killer(loader.producers, random.Random(1))
             if step % 3 == 0:
                 killer.kill()
-        assert found == expected
+        assert result == expected
         killer.wait()
 
 
@@ -183,9 +183,9 @@ def test_sample_is_blanked_only_after_three_worker_deaths(tmp_path, caplog):
         dataset.blank_items == 1
         and "3 worker processes were lost at sample 7 of epoch 0" in dataset.failures["pictures:7"]
     )
-    told = [record.message for record in caplog.records]
-    assert sum("was killed by SIGKILL (out of memory?) at sample 7" in line for line in told) == 3
-    assert any("pictures:7 can no longer be read, blank used instead" in line for line in told)
+    output = [record.message for record in caplog.records]
+    assert sum("was killed by SIGKILL (out of memory?) at sample 7" in line for line in output) == 3
+    assert any("pictures:7 can no longer be read, blank used instead" in line for line in output)
 
 
 def test_what_cannot_be_read_is_counted_by_the_trainer(tmp_path):
@@ -329,13 +329,13 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path, limit):
         dataset, 6, seed=5, ahead=ReadAhead(wanted=seen, producers=pooled(tmp_path, 3, limit, deaths=100))
     ) as loader:
         loader.begin()
-        steps, found, killer = set(draw.sample(range(60), 20)), [], Killer(loader.producers, draw)
+        steps, result, killer = set(draw.sample(range(60), 20)), [], Killer(loader.producers, draw)
         for step in range(60):
             time.sleep(draw.uniform(0, 0.05))
             if step in steps:
                 killer.kill()
-            found.append(numbers(next(loader)))
-        assert found == expected and dataset.blank_items == 0
+            result.append(numbers(next(loader)))
+        assert result == expected and dataset.blank_items == 0
         killer.wait()
         assert loader.producers.restarts == 20
 

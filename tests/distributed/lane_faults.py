@@ -128,11 +128,11 @@ def undisturbed(layout: str) -> tuple[float, list[list[str]]]:
 def faults(layout: str, events: list[list[str]], count: int, seed: int = 0) -> list[Fault]:
     """This many faults, each kind and each rank in turn, at random events; no event twice in a kind."""
     rng = random.Random(seed)
-    found: dict[Fault, None] = {}
-    while len(found) < count:
-        kind, victim = KINDS[len(found) % len(KINDS)], len(found) // len(KINDS) % WORLD
-        found[Fault(layout, kind, victim, rng.randrange(len(events[victim])))] = None
-    return list(found)
+    result: dict[Fault, None] = {}
+    while len(result) < count:
+        kind, victim = KINDS[len(result) % len(KINDS)], len(result) // len(KINDS) % WORLD
+        result[Fault(layout, kind, victim, rng.randrange(len(events[victim])))] = None
+    return list(result)
 
 
 def _named() -> set[str]:

@@ -34,9 +34,9 @@ def balanced(rank: int) -> tuple[int, int, list[dict[str, int]]]:
 
 @pytest.mark.slow
 def test_per_module_balance_on_two_processes_equals_one_process() -> None:
-    found = run_ranks(2, balanced)
-    assert [kind for kind, _ in found] == ["returned"] * 2, found
-    (_, first), (_, second) = found
+    result = run_ranks(2, balanced)
+    assert [kind for kind, _ in result] == ["returned"] * 2, result
+    (_, first), (_, second) = result
     assert first == second
     _, moved, counts = first
     assert moved > 0  # rows of features that moved; "none" leaves them in place

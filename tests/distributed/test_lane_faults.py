@@ -18,8 +18,8 @@ ROWS = TABLE["rows"]
 
 def test_table_covers_every_layout_fault_kind_and_rank() -> None:
     assert len(ROWS) == TABLE["faults"] >= 100 and TABLE["troubled"] == sum(bool(row["trouble"]) for row in ROWS) == 0
-    found = {(row["layout"], row["kind"], row["victim"]) for row in ROWS}
-    assert found == set(itertools.product(LAYOUTS, KINDS, range(WORLD)))
+    result = {(row["layout"], row["kind"], row["victim"]) for row in ROWS}
+    assert result == set(itertools.product(LAYOUTS, KINDS, range(WORLD)))
     assert {"compute", "send", "receive", "wait"} | {"lane: post", "lane: take"} <= {row["event"] for row in ROWS}
     assert all(row["seconds"] < 2 * TABLE["timeout"] + lane_faults.SLACK for row in ROWS)
 

@@ -87,9 +87,9 @@ def deferral(rank: int, world: int, methods: list[str]) -> int:
 
 @pytest.mark.slow
 def test_deferred_samples_on_gloo_ranks_equal_one_process():
-    found = run_ranks(4, deferral, 4, ["stratified", "entrain", "as_printed"])
-    assert [kind for kind, _ in found] == ["returned"] * 4, found
-    assert len({value for _, value in found}) == 1 and found[0][1] >= 2
+    result = run_ranks(4, deferral, 4, ["stratified", "entrain", "as_printed"])
+    assert [kind for kind, _ in result] == ["returned"] * 4, result
+    assert len({value for _, value in result}) == 1 and result[0][1] >= 2
 
 
 def replicas(rank: int) -> float:
@@ -243,10 +243,10 @@ def test_lost_peer_is_named_within_the_timeout(world, how, tmp_path):
         message, seconds = value
         assert "lost rank 1 " in message and "start of the step" in message, message
         assert seconds < 50  # less than the previous timeout
-    found = crash.read(tmp_path)
-    assert sorted(found.dumps) == list(range(0, world, 2)) and found.missing == found.culprits == [1]
-    assert all(any(event.kind == "compute" for event in dump.events) for dump in found.dumps.values())
-    assert "likely cause: rank 1, which left no file" in crash.report(found)[0]
+    result = crash.read(tmp_path)
+    assert sorted(result.dumps) == list(range(0, world, 2)) and result.missing == result.culprits == [1]
+    assert all(any(event.kind == "compute" for event in dump.events) for dump in result.dumps.values())
+    assert "likely cause: rank 1, which left no file" in crash.report(result)[0]
 
 
 def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:

@@ -51,9 +51,9 @@ def same_as_one_process(rank: int) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 def test_three_processes_give_the_numbers_of_one() -> None:
-    found = run_ranks(3, same_as_one_process)
-    assert [kind for kind, _ in found] == ["returned"] * 3, found
-    assert found[0] == found[1] == found[2] and found[0][1][0] > 0
+    result = run_ranks(3, same_as_one_process)
+    assert [kind for kind, _ in result] == ["returned"] * 3, result
+    assert result[0] == result[1] == result[2] and result[0][1][0] > 0
 
 
 def dies(rank: int) -> str:

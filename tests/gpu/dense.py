@@ -152,7 +152,7 @@ def check(
         if dtype != torch.float32:
             judge(name, one, other, right)
         else:
-            found, bound = error(one, right), 2 * error(other, right) + 1e-5
-            assert found <= bound, f"{name} is off by {found:.2e}, allowed {bound:.2e}"
+            result, bound = error(one, right), 2 * error(other, right) + 1e-5
+            assert result <= bound, f"{name} is off by {result:.2e}, allowed {bound:.2e}"
     blind = ~dense.any(-1)[:, None].expand(got.lse.shape)
     assert not got.out[blind].any() and not got.dq[blind].any() and (got.lse[blind] == -torch.inf).all()

@@ -220,8 +220,8 @@ def check_no_part(deterministic, dtype, backend=None):
                     tensor.masked_fill_(rows, value)
                 x.dlse.masked_fill_(blind[..., 0], value)
             results.append(dense.ours(x, plan, with_lse=True, deterministic=deterministic, backend=backend))
-    for turn, found in enumerate(results[2:]):
-        for name, one, other in zip(found._fields, found, results[turn % 2]):
+    for turn, result in enumerate(results[2:]):
+        for name, one, other in zip(result._fields, result, results[turn % 2]):
             if name == "dq" and not deterministic:  # a sum of atomics
                 assert one.isfinite().all()
             else:

@@ -368,13 +368,13 @@ def interpret(kernel: JITFunction, machine: Machine, program: int, **others: str
 
     def module(name: str) -> dict[str, Any]:
         if name not in modules:
-            modules[name] = found = {"__builtins__": builtins}
+            modules[name] = result = {"__builtins__": builtins}
             here = [key for key in others if getattr(vars(sys.modules[name]).get(key), "__module__", None) == name]
             for key in here:
-                exec(others[key], found)
+                exec(others[key], result)
             for key, value in vars(sys.modules[name]).items():
                 if key not in here:
-                    found[key] = names.get(key, plain(value)) if not key.startswith("__") else value
+                    result[key] = names.get(key, plain(value)) if not key.startswith("__") else value
         return modules[name]
 
     def plain(value: Any) -> Any:

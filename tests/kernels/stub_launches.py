@@ -61,7 +61,7 @@ def record(run: Callable[[], Any], names: dict[int, str]) -> list[Any]:
 
 
 def cases() -> dict[str, tuple[Callable[[], Any], dict[int, str]]]:
-    found = {}
+    result = {}
     for name, plan in plans().items():
         for backend, dim, options in (
             ("triton", 128, {}), ("triton", 64, {"softcap": 2.0}), ("triton", 256, {}), ("triton", 64, {"float": True}),
@@ -88,20 +88,20 @@ def cases() -> dict[str, tuple[Callable[[], Any], dict[int, str]]]:
             ):  # one tensor as queries and keys, on the previous plan
                 alike = torch.zeros(1, 4, plan.q_len, dim, dtype=dtype)
                 once = Attention(alike, alike, alike, plan, 0.5, None)
-                found[f"{title}, one tensor"] = (
+                result[f"{title}, one tensor"] = (
                     lambda job=once: triton_backend.forward(job),
                     names | {alike.data_ptr(): "x"},
                 )
                 others = [torch.zeros_like(alike) for _ in range(3)]
                 told = names | {x.data_ptr(): name for x, name in zip(others, "qkv")}
                 apart = Attention(*others, plan, 0.5, None)
-                found[f"{title}, three tensors"] = (lambda job=apart: triton_backend.forward(job), told)
-            found[f"{title}, forward"] = (lambda job=job, module=module: module.forward(job), names)
+                result[f"{title}, three tensors"] = (lambda job=apart: triton_backend.forward(job), told)
+            result[f"{title}, forward"] = (lambda job=job, module=module: module.forward(job), names)
             for dlse, wide in ((None, False), (tensors["dlse"], True)):
                 given = (job, out, lse, dout, dlse, wide)
                 run = lambda given=given, module=module: module.backward(*given)  # noqa: E731
-                found[f"{title}, backward, {wide}"] = (run, names)
-    return found
+                result[f"{title}, backward, {wide}"] = (run, names)
+    return result
 
 
 def main() -> None:

@@ -122,8 +122,8 @@ WHERE = Configuration(90, 128, "bfloat16")
     ],
 )
 def test_problems_of_a_kernel(kernel, change, problem, figure):
-    found = kernel_exceptions.problems({WHERE: {kernel: {**USED, **change}}}, "3.9.0")
-    assert found == {Problem(kernel, "90", "128", "bfloat16", "plain", "", problem): figure}
+    result = kernel_exceptions.problems({WHERE: {kernel: {**USED, **change}}}, "3.9.0")
+    assert result == {Problem(kernel, "90", "128", "bfloat16", "plain", "", problem): figure}
 
 
 def test_kernels_without_problems():
@@ -156,8 +156,8 @@ def test_the_gate_fails_on_every_change():
 def test_full_loops_issue_no_more_than_before():
     """Instruction counts of the main shapes do not exceed the former ones; a forward of 4,000 per iteration does."""
     change = {"tile": used()["tile"], "loops": used(instructions=4000)["loops"]}
-    found = kernel_exceptions.problems({WHERE: {"forward_kernel": {**USED, **change}}}, "3.9.0")
-    assert [(problem.loop, problem.problem) for problem in found] == [("FULL", "instructions over before")]
+    result = kernel_exceptions.problems({WHERE: {"forward_kernel": {**USED, **change}}}, "3.9.0")
+    assert [(problem.loop, problem.problem) for problem in result] == [("FULL", "instructions over before")]
     assert {row.configuration for rows in kernel_report.read_before().values() for row in rows} == {
         *kernel_report.main_shapes()
     }

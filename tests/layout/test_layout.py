@@ -99,8 +99,8 @@ def test_what_is_where(layout):
         for name in layout.modules:
             replicas = {r for module, _, r, _, other in everything if (module, other) == (name, rank)} or {None}
             assert {layout.replica(rank, name)} == replicas
-    found = [lane for stage in layout.stages() for lane in stage.lanes]
-    assert set(layout.lanes()) == set(found) and len(set(layout.lanes())) == len(layout.lanes())
+    result = [lane for stage in layout.stages() for lane in stage.lanes]
+    assert set(layout.lanes()) == set(result) and len(set(layout.lanes())) == len(layout.lanes())
     assert [layout.lane_number(lane) for lane in layout.lanes()] == list(range(len(layout.lanes())))
     assert layout.pipelines() == tuple(p for name in layout.modules for p in layout.pipelines(name))
     assert layout.data_parallel == {name: len(layout.pipelines(name)) for name in layout.modules}
@@ -183,8 +183,8 @@ def test_in_part_weights_reduce_over_whole_lanes_for_any_cut():
         pipeline("m", 0, (0, 2, (0, 1)), (2, 3, (2, 3))), pipeline("m", 1, (0, 1, (4, 5)), (1, 3, (4, 5))),
         world=6, tp=2, pp=2,
     )  # fmt: skip
-    found = [reduction for reduction in layout.reduce_groups({"m"}) if reduction.in_part]
-    assert [(r.start, r.stop, r.ranks) for r in found] == [
+    result = [reduction for reduction in layout.reduce_groups({"m"}) if reduction.in_part]
+    assert [(r.start, r.stop, r.ranks) for r in result] == [
         (0, 1, (0, 1, 4, 5)),
         (1, 2, (0, 1, 4, 5)),
         (2, 3, (2, 3, 4, 5)),

@@ -65,10 +65,10 @@ def field_of(setting: str) -> str:
 
 def values(setting: str) -> list[int]:
     """All values of a setting that occur in the table, BASE first."""
-    found = [BASE[setting]]
+    result = [BASE[setting]]
     for row in ROWS:
-        found += [change[setting] for change in (row.given, row.seen, row.hidden) if setting in change]
-    return list(dict.fromkeys(found))
+        result += [change[setting] for change in (row.given, row.seen, row.hidden) if setting in change]
+    return list(dict.fromkeys(result))
 
 
 def case(row: Row, seen: bool) -> tuple[BitfieldMask, BitfieldMask]:
@@ -89,7 +89,7 @@ def decisive() -> dict[str, Tensor]:
     unread = torch.tensor(NO_WINDOW)
     q, k = (Tokens(*(columns.get(f"{side}_{name}", unread) for name in Tokens._fields)) for side in "qk")
     result = torch.stack([visible(q, k, number) for number in sinks], -1)
-    result = result.view([len(found) for found in (*lists, sinks)])
+    result = result.view([len(result) for result in (*lists, sinks)])
     found = {field: torch.zeros_like(result) for field in FIELDS}
     for axis, name in enumerate(SETTINGS):
         found[field_of(name)] |= result.any(axis, keepdim=True) & ~result.all(axis, keepdim=True)

@@ -41,8 +41,8 @@ def test_rows_are_decided_by_their_field(row):
 
 def test_each_two_fields_decide_together():
     """For any two fields there is a pair of tokens whose result either of them changes."""
-    found = table.decisive()
-    alone = [pair for pair in itertools.combinations(table.FIELDS, 2) if not (found[pair[0]] & found[pair[1]]).any()]
+    result = table.decisive()
+    alone = [pair for pair in itertools.combinations(table.FIELDS, 2) if not (result[pair[0]] & result[pair[1]]).any()]
     assert alone == []
 
 

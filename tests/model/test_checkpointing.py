@@ -97,9 +97,9 @@ def forward(model: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def gradients(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
     forward(model, dtype).float().square().sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
+    result = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("attention", ["interlace", "sdpa", "eager"])
@@ -119,8 +119,8 @@ def test_selective_keeps_more_than_full_and_less_than_none(make: Callable[..., n
     assert again["selective"] == again["none"] < again["full"]
     if (make, attention) == (llama, "interlace"):  # as documented, except for tensors outside the layers
         row = TOKENS * HIDDEN * 4 * len(layers_of(model))
-        found = {mode: kept[mode] / row for mode in MODES}
-        assert found == pytest.approx({"none": 11 + 4 * 4, "full": 1, "selective": 7 + 2 * 4}, abs=2)
+        result = {mode: kept[mode] / row for mode in MODES}
+        assert result == pytest.approx({"none": 11 + 4 * 4, "full": 1, "selective": 7 + 2 * 4}, abs=2)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -149,13 +149,13 @@ def test_gradients_are_the_same_bits(data: st.DataObject) -> None:
     wanted = gradients(model, dtype)
     for mode in ("full", "selective"):
         set_checkpointing(layers_of(model), mode)
-        found = gradients(copy.deepcopy(model), dtype)
-        assert wanted.keys() == found.keys()
+        result = gradients(copy.deepcopy(model), dtype)
+        assert wanted.keys() == result.keys()
         for name, expected in wanted.items():
             if expected is None:
-                assert found[name] is None, name
+                assert result[name] is None, name
             else:
-                torch.testing.assert_close(found[name], expected, rtol=0, atol=0, msg=f"{mode} {name}")
+                torch.testing.assert_close(result[name], expected, rtol=0, atol=0, msg=f"{mode} {name}")
 
 
 def granite() -> MultimodalModel:
@@ -189,16 +189,16 @@ def test_no_cache_is_kept(make: Callable[[], tuple[nn.Module, Callable[[], torch
     """A recomputed layer would find its keys in a cache a second time."""
     torch.manual_seed(0)
     model, loss = make()
-    found = {}
+    result = {}
     for mode in MODES:
         layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
         set_checkpointing(layers, mode)
         model.zero_grad()
         loss().backward()
-        found[mode] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        result[mode] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for mode in ("full", "selective"):
-        assert found[mode].keys() == found["none"].keys()
-        assert all(torch.equal(found[mode][name], want) for name, want in found["none"].items())
+        assert result[mode].keys() == result["none"].keys()
+        assert all(torch.equal(result[mode][name], want) for name, want in result["none"].items())
 
 
 class Counting(Forwarding):
@@ -214,7 +214,7 @@ class Counting(Forwarding):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_meet_no_more_often_than_without(sequence_parallel: bool) -> None:
     """And the parts of a sum are not kept beside the sum."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     whole, x = llama(attn_implementation="interlace"), torch.randn(1, TOKENS, HIDDEN)
     for mode in MODES:
 
@@ -230,8 +230,8 @@ def test_ranks_meet_no_more_often_than_without(sequence_parallel: bool) -> None:
             grads = {name: p.grad for name, p in model.named_parameters()}
             return kept, watch.count["interlace::collective"], watch.costly(), grads, group.batches
 
-        found[mode] = run_local(2, rank)
-    none, full, selective = (found[mode] for mode in MODES)
+        result[mode] = run_local(2, rank)
+    none, full, selective = (result[mode] for mode in MODES)
     row = TOKENS * HIDDEN * 4 * 2
     for i in range(2):
         assert full[i][0] < selective[i][0] < none[i][0]
@@ -305,6 +305,6 @@ def test_compiled_layers() -> None:
     wanted = gradients(model)
     set_checkpointing(layers_of(model), "selective")
     layers_of(model)[0].compile(backend="aot_eager")
-    for name, found in gradients(model).items():
+    for name, result in gradients(model).items():
         if (expected := wanted[name]) is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

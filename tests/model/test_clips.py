@@ -76,13 +76,13 @@ def test_features_and_gradients(name, cuts):
     media = clips(encoder, name)
     wanted = oracle.projector(torch.cat([oracle.module(one.data[None]).last_hidden_state[0] for one in media]))
     assert sum(one.tokens for one in media) == len(wanted)
-    found = None
+    result = None
     for start, stop in pairwise([0, *cuts, 3]):
-        found = mllm.slice("vision", start, stop)(encoder.collate(media), found)
+        result = mllm.slice("vision", start, stop)(encoder.collate(media), result)
         media = [one.without_data() for one in media]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    for output in (result, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
 

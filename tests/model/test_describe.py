@@ -64,15 +64,15 @@ def check_language(model: nn.Module, kind: str) -> None:
     if hasattr(eager, "set_experts_implementation"):
         eager.set_experts_implementation("eager")  # torch does not count grouped products
     mllm = MultimodalModel({}, model)
-    found = counted(mllm, LLM)
+    result = counted(mllm, LLM)
     per_token, per_pair = planned(mllm, LLM)
     if kind in NOT_COUNTED:
-        assert NOT_COUNTED[kind] in found.why and per_token > 0
+        assert NOT_COUNTED[kind] in result.why and per_token > 0
         return
-    assert not found.why
-    ids = prompts(eager)[0].repeat(1 + found.length)[: found.length]
-    square = per_pair * found.length**2  # eager attention computes the whole square
-    assert of_torch(lambda: eager_logits(eager, ids)) == pytest.approx(per_token * found.length + square, rel=1e-9)
+    assert not result.why
+    ids = prompts(eager)[0].repeat(1 + result.length)[: result.length]
+    square = per_pair * result.length**2  # eager attention computes the whole square
+    assert of_torch(lambda: eager_logits(eager, ids)) == pytest.approx(per_token * result.length + square, rel=1e-9)
     try:
         mfu = count_language(mllm, {})
     except Uncountable as error:
@@ -150,9 +150,9 @@ def test_planned_flops_of_whole_checkpoints(name: str) -> None:
     if name == "qwen3_vl":  # its mergers count as layers and are also used beside them: no count of the backward
         return
     item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
-    found, (per_token, per_pair) = Encoder(mllm, tower).of(item), planned(mllm, tower)
-    assert per_token * encoder.nominal_length == pytest.approx(found.products.forward, rel=1e-9)
-    assert per_pair == sum(kind.forward(1) for kind, _ in found.attention)
+    result, (per_token, per_pair) = Encoder(mllm, tower).of(item), planned(mllm, tower)
+    assert per_token * encoder.nominal_length == pytest.approx(result.products.forward, rel=1e-9)
+    assert per_pair == sum(kind.forward(1) for kind, _ in result.attention)
 
 
 # ---------------------------------------------------------------------- cuts
@@ -220,7 +220,7 @@ def test_settings_of_the_caller_do_not_count() -> None:
         inside = {name: counted(mllm, name) for name in mllm.modules_order()}
     mllm = tiny_mllm(seed=3, hidden=24)
     assert inside == {name: counted(mllm, name) for name in mllm.modules_order()}
-    assert not any(found.why for found in inside.values())
+    assert not any(result.why for result in inside.values())
 
 
 def test_module_that_cannot_be_counted_is_estimated_with_reason() -> None:

@@ -67,16 +67,16 @@ def test_features_and_gradients(name, cuts):
 
     if cuts:
         bounds = [0, *cuts, 3]
-        found = None
+        result = None
         for start, stop in pairwise(bounds):
             stage = mllm.slice("vision", start, stop)
-            found = stage(encoder.collate(items), found)
+            result = stage(encoder.collate(items), result)
             items = [Media(item.shape, item.tokens, None) for item in items]  # later stages get no pixels
     else:
-        found = encoder(**encoder.collate(items))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        result = encoder(**encoder.collate(items))
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    for output in (result, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
 

@@ -170,11 +170,11 @@ def test_checkpointing_with_dropout_repeats_the_same_mask():
 
     mllm = build(None, lambda: whisper(dropout=0.3)).train()
     batch = mllm.collate_module("audio", samples_of_audio(mllm))
-    found = []
+    result = []
     for checkpointing in ("none", "full", "selective"):
         torch.manual_seed(0)
         stage = mllm.slice("audio", 0, 3, copy=True, checkpointing=checkpointing)
         stage(batch).square().sum().backward()
-        found.append({name: p.grad for name, p in stage.named_parameters()})
-    assert_same_gradients(found[1], found[0], 1e-6)
-    assert_same_gradients(found[2], found[0], 1e-6)
+        result.append({name: p.grad for name, p in stage.named_parameters()})
+    assert_same_gradients(result[1], result[0], 1e-6)
+    assert_same_gradients(result[2], result[0], 1e-6)

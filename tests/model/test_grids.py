@@ -116,14 +116,14 @@ def test_features_and_gradients(name, cuts):
     media = items(encoder)
     wanted = oracle.projector(torch.cat([alone(oracle.module, item) for item in media]))
     assert sum(item.tokens for item in media) == len(wanted)
-    found = None
+    result = None
     for start, stop in pairwise([0, *cuts, 3]):
         stage = mllm.slice("vision", start, stop)
-        found = stage(encoder.collate(media), found)
+        result = stage(encoder.collate(media), result)
         media = [item.without_data() for item in media]  # later stages get no pixels
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    for output in (result, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
 
@@ -140,9 +140,9 @@ def test_any_grids(name, grids):
     mllm, oracle = MADE[name]
     media = items(mllm.encoders["vision"], grids, seed=len(grids))
     with torch.no_grad():
-        found = mllm.encoders["vision"](**mllm.encoders["vision"].collate(media))
+        result = mllm.encoders["vision"](**mllm.encoders["vision"].collate(media))
         wanted = oracle.projector(torch.cat([alone(oracle.module, item) for item in media]))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 def sample(encoder, media, text):
@@ -169,8 +169,8 @@ def test_cut_over_ranks(name, spec):
     loss.backward()
     layout = Layout.from_specs(mllm, {"vision": spec, "language_model": ParallelSpec(pp=2)})
     parallel = parallelize(mllm, layout, schedule="1f1b", transport="local")
-    found = parallel.step(samples, microbatches=2)
-    torch.testing.assert_close(torch.as_tensor(found), loss.detach(), rtol=0, atol=1e-5)
+    result = parallel.step(samples, microbatches=2)
+    torch.testing.assert_close(torch.as_tensor(result), loss.detach(), rtol=0, atol=1e-5)
     assert_same_gradients(parallel.full_gradients(), gradients(expected))
 
 
@@ -229,8 +229,8 @@ def test_checkpointing_recomputes_the_same():
     mllm.set_checkpointing("full")
     encoder = mllm.encoders["vision"]
     media = items(encoder)
-    found = encoder(**encoder.collate(media))
+    result = encoder(**encoder.collate(media))
     wanted = oracle.projector(torch.cat([alone(oracle.module, item) for item in media]))
-    for output in (found, wanted):
+    for output in (result, wanted):
         output.square().sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))

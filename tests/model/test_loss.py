@@ -58,9 +58,9 @@ def test_any_chunks_give_the_loss_and_gradients_of_whole_logits(rows, width, wor
     tensors = [hidden, *head.parameters()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "LOGITS_BYTES", 4 * words * at_once)
-        found = gradients(lambda: head_cross_entropy(hidden, head, targets), tensors, 0.3)
+        result = gradients(lambda: head_cross_entropy(hidden, head, targets), tensors, 0.3)
     expected = gradients(lambda: cross_entropy(head(hidden), targets, reduction="sum"), tensors, 0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

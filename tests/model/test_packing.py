@@ -158,7 +158,9 @@ def test_packed_as_before_it_would_leak(mixing):
     oracle = plain(mllm)
     mllm.language_settings.packing = "packed"
     with torch.no_grad():
-        errors = [(found - logits_plain(oracle, one)).abs().max() for found, one in zip(by_sample(mllm, batch), batch)]
+        errors = [
+            (result - logits_plain(oracle, one)).abs().max() for result, one in zip(by_sample(mllm, batch), batch)
+        ]
     assert max(errors) > 1e-2
 
 
@@ -170,10 +172,10 @@ def test_nan_of_one_sample_stays_there():
             clean = by_sample(mllm, batch)
             mllm.language_model.get_input_embeddings().weight[45] = torch.nan  # an id used nowhere else
             batch[1].input_ids[3] = 45
-            found = by_sample(mllm, batch)
-        assert found[1].isnan().any()
+            result = by_sample(mllm, batch)
+        assert result[1].isnan().any()
         for i in (0, 2):
-            torch.testing.assert_close(found[i], clean[i])
+            torch.testing.assert_close(result[i], clean[i])
 
 
 def by_sample(mllm, batch):
@@ -291,9 +293,9 @@ def test_pooling_after_the_layers_stays_inside_an_item():
     items = [torch.randn(MELS, 32) for _ in range(3)]
     media = [Media((MELS, 32), encoder.tokens((MELS, 32)), item) for item in items]
     assert media[0].tokens == 8  # of 16 tokens in the layers
-    found = encoder(**encoder.collate(media)).split([one.tokens for one in media])
+    result = encoder(**encoder.collate(media)).split([one.tokens for one in media])
     module.set_attn_implementation("eager")
-    for item, features in zip(items, found):
+    for item, features in zip(items, result):
         expected = module(input_features=item[None]).last_hidden_state[0]
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
 
@@ -308,9 +310,9 @@ def test_an_encoder_that_mixes_items_gets_them_one_by_one():
         assert encoder.packing == packing
         items = [torch.randn(3, *size) for size in ((8, 12), (16, 16), (8, 12))]
         media = [Media(tuple(item.shape), encoder.tokens(tuple(item.shape)), item) for item in items]
-        found = encoder(**encoder.collate(media)).split([one.tokens for one in media])
+        result = encoder(**encoder.collate(media)).split([one.tokens for one in media])
         module.set_attn_implementation("eager")
-        for item, features in zip(items, found):
+        for item, features in zip(items, result):
             expected = module(pixel_values=item[None], interpolate_pos_encoding=True).last_hidden_state[0]
             torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
 

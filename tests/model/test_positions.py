@@ -35,14 +35,14 @@ NAMES = {
 @pytest.fixture(scope="module")
 def indexes() -> dict[str, RopeIndex]:
     """Positions of models without weights: they follow from the config alone."""
-    found = {}
+    result = {}
     for family, name in NAMES.items():
         config = getattr(transformers, f"{name}Config")(image_token_id=wholes.TOKEN, video_token_id=wholes.VIDEO)
         config.text_config.num_hidden_layers = config.vision_config.depth = 1
         with torch.device("meta"):
             base = getattr(transformers, f"{name}Model")(config)
-        found[family] = RopeIndex(base, "vision", (wholes.TOKEN, wholes.VIDEO))
-    return found
+        result[family] = RopeIndex(base, "vision", (wholes.TOKEN, wholes.VIDEO))
+    return result
 
 
 def sample_of(case: dict[str, Any]) -> Sample:

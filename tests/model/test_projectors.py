@@ -42,7 +42,7 @@ def test_pixel_shuffle_joins_the_neighbours_of_each_image(sizes: list[tuple[int,
     projector = PixelShuffleProjector(5, 7, scale=scale).double()
     grids = [(rows * scale, columns * scale) for rows, columns in sizes]
     images = [torch.randn(rows * columns, 5, dtype=torch.float64) for rows, columns in grids]
-    found = projector(torch.cat(images), [len(image) for image in images], grids)
+    result = projector(torch.cat(images), [len(image) for image in images], grids)
     wanted = []
     for image, (rows, columns) in zip(images, grids, strict=True):
         for top in range(0, rows, scale):
@@ -50,8 +50,8 @@ def test_pixel_shuffle_joins_the_neighbours_of_each_image(sizes: list[tuple[int,
                 places = [(top + r) * columns + left + c for r in range(scale) for c in range(scale)]
                 wanted.append(torch.cat([image[place] for place in places]))
     joined = projector.norm(torch.stack(wanted))
-    torch.testing.assert_close(found, projector.down(nn.functional.gelu(projector.up(joined))))
-    assert len(found) == sum(projector.tokens(len(i), g) for i, g in zip(images, grids, strict=True))
+    torch.testing.assert_close(result, projector.down(nn.functional.gelu(projector.up(joined))))
+    assert len(result) == sum(projector.tokens(len(i), g) for i, g in zip(images, grids, strict=True))
 
 
 def build(projector: Any, config: dict[str, Any] | None = None, *, seed: int = 0) -> MultimodalModel:

@@ -269,4 +269,4 @@ def test_counts_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("_language", "_encoder"):
         monkeypatch.setattr(f"interlace.model.counting.layers.{where}", never)
     assert {name: counted(tiny_mllm(), name) for name in tiny_mllm().modules_order()} == first
-    assert not any(found.why for found in first.values())
+    assert not any(result.why for result in first.values())

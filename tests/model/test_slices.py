@@ -19,12 +19,12 @@ def splits(layers):
 
 
 def by_name(stages):
-    found = {}
+    result = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            assert name not in found, f"{name} is on two stages"
-            found[name] = parameter
-    return found
+            assert name not in result, f"{name} is on two stages"
+            result[name] = parameter
+    return result
 
 
 @pytest.mark.parametrize("family", (*VISION, "whisper"))

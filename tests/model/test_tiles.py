@@ -86,10 +86,10 @@ def test_features_and_gradients(make):
     alone = [oracle.module(one.data, torch.tensor([one.about["image_sizes"]])).last_hidden_state[0] for one in media]
     assert [one.tokens for one in media] == [len(features) for features in alone]
     wanted = oracle.projector(torch.cat(alone))
-    found = encoder(**encoder.collate(media))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    result = encoder(**encoder.collate(media))
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    for output in (result, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
 

@@ -57,12 +57,12 @@ def read(name: str, folder: Path) -> Family:
 
 def compare(mllm: MultimodalModel, whole: nn.Module) -> None:
     expected = {name: p.grad for name, p in whole.named_parameters()}
-    found = {mllm.name_in_whole(name): p.grad for name, p in mllm.named_parameters()}
-    assert found.keys() == expected.keys()
+    result = {mllm.name_in_whole(name): p.grad for name, p in mllm.named_parameters()}
+    assert result.keys() == expected.keys()
     unused = {name for name, want in expected.items() if want is None or not want.any()}
     assert len(unused) < len(expected) / 3
-    assert all(found[name] is None or not found[name].any() for name in unused)
-    zoo.assert_same_gradients(found, {name: want for name, want in expected.items() if name not in unused})
+    assert all(result[name] is None or not result[name].any() for name in unused)
+    zoo.assert_same_gradients(result, {name: want for name, want in expected.items() if name not in unused})
 
 
 def test_same_as_huggingface(family: Family) -> None:
@@ -138,9 +138,9 @@ def test_frozen_parts(family: Family) -> None:
 def test_answers_are_huggingfaces(family: Family) -> None:
     """Token by token, packed and with a cache, against recomputation of the whole text for each token."""
     mllm, whole = family.mllm(), family.whole
-    found = [mllm.generate(sample, max_new_tokens=4) for sample in family.batch[1:]]
+    result = [mllm.generate(sample, max_new_tokens=4) for sample in family.batch[1:]]
     never = [wholes.TOKEN, *([wholes.VIDEO] if len(mllm.placeholders) and "qwen" in family.name else [])]
-    for number, (sample, answer) in enumerate(zip(family.batch[1:], found, strict=True), start=1):
+    for number, (sample, answer) in enumerate(zip(family.batch[1:], result, strict=True), start=1):
         ids = sample.input_ids
         for token in answer:
             longer = Sample(ids, torch.full_like(ids, -100), sample.media)
@@ -349,6 +349,6 @@ def test_what_comes_along_beside_the_weights(tmp_path: Path) -> None:
         (source / name).write_text("weights")
     (target / "config.json").write_text("target")
     copy_companions(source, target)
-    found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    assert found == ["additional_chat_templates/tool.jinja", "config.json", "tokenizer.json"]
+    result = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert result == ["additional_chat_templates/tool.jinja", "config.json", "tokenizer.json"]
     assert (target / "config.json").read_text() == "target"

@@ -324,7 +324,7 @@ def samples(name: str, mllm: MultimodalModel, seed: int = 0) -> list[Sample]:
     """A sample per list of items, with text around them."""
     g = torch.Generator().manual_seed(seed)
     [(encoder, given)] = mllm.placeholders.items()
-    found = []
+    result = []
     for number, items in enumerate(CASES[name].items):
         ids = torch.randint(3, 40, (4,), generator=g).tolist()
         media = []
@@ -335,8 +335,8 @@ def samples(name: str, mllm: MultimodalModel, seed: int = 0) -> list[Sample]:
             ids += [VIDEO if video else TOKEN] * count + torch.randint(3, 40, (3,), generator=g).tolist()
         labels = torch.tensor([*ids[1:], 2])
         labels[torch.isin(labels, torch.tensor(token_ids(given)))] = -100
-        found.append(Sample(torch.tensor(ids), labels, {encoder: media} if media else {}, f"{name}{number}"))
-    return found
+        result.append(Sample(torch.tensor(ids), labels, {encoder: media} if media else {}, f"{name}{number}"))
+    return result
 
 
 def positions(sample: Sample, tokens_per_second: int = 4) -> torch.Tensor:

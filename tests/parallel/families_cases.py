@@ -63,13 +63,13 @@ def language(name):
 def whole_gradients(module):
     """Full gradients, also of a sharded module. Collective."""
     owners = dict(module.named_modules())
-    found = {}
+    result = {}
     for name, parameter in module.named_parameters():
         path, _, key = name.rpartition(".")
         owner, gradient = owners[path], parameter.grad
         cut = gradient is not None and isinstance(owner, ParallelLinear)
-        found[name] = owner.gather(key, gradient) if cut else gradient
-    return found
+        result[name] = owner.gather(key, gradient) if cut else gradient
+    return result
 
 
 def assert_same(model, call, *, sequence_parallel, plan=None):
@@ -87,13 +87,13 @@ def assert_same(model, call, *, sequence_parallel, plan=None):
         (y * upstream).sum().backward()
         return y.detach(), whole_gradients(mine), full_state_dict(mine)
 
-    for y, found, given in run_local(2, rank):
+    for y, result, given in run_local(2, rank):
         assert_close(y, out.detach())
-        assert found.keys() == want.keys()
+        assert result.keys() == want.keys()
         for name, gradient in want.items():
-            assert (gradient is None) == (found[name] is None), name
+            assert (gradient is None) == (result[name] is None), name
             if gradient is not None:
-                assert_close(found[name], gradient, name)
+                assert_close(result[name], gradient, name)
         assert given.keys() == state.keys() and all(torch.equal(given[key], state[key]) for key in state)
 
 

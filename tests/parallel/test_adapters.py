@@ -41,8 +41,8 @@ def adapted(model, targets, **options):
 
 def linear_layers(model):
     """All of its nn.Linear except the head."""
-    found = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-    return [name for name in found if name != "lm_head"]
+    result = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+    return [name for name in result if name != "lm_head"]
 
 
 def some_slow(names):

@@ -26,8 +26,8 @@ def documents(lengths: list[int]) -> BitfieldMask:
 def test_every_token_is_one_rank_s_whatever_the_length(lengths: list[int], ranks: int, order: str) -> None:
     mask = documents(lengths)
     shards = assign_tokens(mask, ranks, order)
-    found = sorted(token for rank in range(ranks) for token in shards.tokens(rank)[0].tolist())
-    assert found == list(range(shards.padded_length)) and shards.padded_length >= mask.length
+    result = sorted(token for rank in range(ranks) for token in shards.tokens(rank)[0].tolist())
+    assert result == list(range(shards.padded_length)) and shards.padded_length >= mask.length
     again = assign_tokens(
         mask, ranks, order, AttentionPlan.build(mask)
     )  # a plan with other block sizes changes nothing
@@ -65,5 +65,5 @@ def test_attention_of_shares_is_attention(order: str) -> None:
             share.attend(*mine, AttentionPlan.build(mask), scale=None, softcap=None)
         return share.unshard(out.transpose(1, 2)).transpose(1, 2)
 
-    for found in run_local(3, rank):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for result in run_local(3, rank):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)

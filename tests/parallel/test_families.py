@@ -140,6 +140,6 @@ def test_scales_of_a_block_itself():
 
     results = run_local(2, rank)
     assert_close(torch.cat([y for y, _ in results], 1), out.detach())
-    for _, found in results:
+    for _, result in results:
         for name, gradient in want.items():
-            assert_close(found[name], gradient, name)
+            assert_close(result[name], gradient, name)

@@ -171,12 +171,12 @@ def test_layers_say_what_they_are():
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_pieces_make_the_whole(parts):
     torch.manual_seed(0)
-    whole, found = nn.Linear(5, 12), {"weight": torch.zeros(12, 5), "bias": torch.zeros(12)}
+    whole, result = nn.Linear(5, 12), {"weight": torch.zeros(12, 5), "bias": torch.zeros(12)}
     for place in range(2):
         layer = ColumnParallelLinear.from_linear(whole, Ranks.at(place, 2), sequence_parallel=False, parts=parts)
         for name, parameter in layer.named_parameters():
-            layer.region(name).put(found[name], parameter.detach())
-    assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+            layer.region(name).put(result[name], parameter.detach())
+    assert all(torch.equal(result[name], parameter) for name, parameter in whole.named_parameters())
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (2,), (2, 3)])
@@ -191,6 +191,6 @@ def test_rows_of_any_number_are_joined(leading):
         ranks.connect(group)
         return ranks.gather_rows(pieces[group.rank], counts)
 
-    for found in run_local(3, rank):
-        assert torch.equal(found, torch.cat(pieces, -2)) and found.is_contiguous()
+    for result in run_local(3, rank):
+        assert torch.equal(result, torch.cat(pieces, -2)) and result.is_contiguous()
     assert Ranks.at(0, 1).gather_rows(pieces[0], counts) is pieces[0]

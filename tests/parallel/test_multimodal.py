@@ -35,8 +35,8 @@ def test_every_rank_has_the_loss_and_its_share_of_the_gradients(sequence_paralle
         return loss.detach(), gradients(mine)
 
     results = run_local(2, rank)
-    for found, _ in results:
-        assert_close(found, loss.detach())
+    for result, _ in results:
+        assert_close(result, loss.detach())
     assert_same_gradients(want, [grads for _, grads in results])
 
 

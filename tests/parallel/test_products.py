@@ -43,10 +43,10 @@ def columns(world, leading, width, outs, chunks, trained, uses_rows, seed=0, bef
         r = group.rank
         mine = x.detach().requires_grad_(trained[0])
         cut = [w.detach().requires_grad_(trained[1]) for w in weights[r]]
-        rows, found = copied_products(mine, cut, Ranks(group), chunks)
+        rows, result = copied_products(mine, cut, Ranks(group), chunks)
         assert torch.equal(rows, mine) and rows.requires_grad == trained[0]
-        assert all(torch.equal(have, want) for have, want in zip(found, wanted[r], strict=True))
-        loss = sum((y * d).sum() for y, d in zip(found, due[r]))
+        assert all(torch.equal(have, want) for have, want in zip(result, wanted[r], strict=True))
+        loss = sum((y * d).sum() for y, d in zip(result, due[r]))
         if uses_rows:
             loss = loss + (rows * due_rows[r]).sum()
         with traced(group) as trace:
@@ -166,13 +166,13 @@ def test_compiled_code_stops_at_them_and_goes_on_behind():
             _, (inner,) = copied_products(rows * 2, [into], Ranks(group), 2)
             return sum_of_products(inner + 1, back, Ranks(group), 2) - 1
 
-        found = []
+        result = []
         for function in (block, torch.compile(block, backend="eager")):
             mine = x.clone().requires_grad_()
             y = function(mine)
             y.sum().backward()
-            found.append((y.detach(), mine.grad))
-        assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
+            result.append((y.detach(), mine.grad))
+        assert all(torch.equal(plain, compiled) for plain, compiled in zip(*result, strict=True))
 
     run_local(2, rank)
 

@@ -15,24 +15,24 @@ SIZES = st.integers(1, 9)
 
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers: int) -> None:
-    found = parts_of_regions((rows,), senders, receivers, receives=True)
-    assert [row for part in found for row in range(part.start, part.stop)] == list(range(rows))
-    assert [part.receiver for part in found] == sorted(part.receiver for part in found)
-    assert tuple((part.sender, part.receiver) for part in found) == pairs(senders, receivers)
-    counts = rows_per_receiver(found, receivers)
+    result = parts_of_regions((rows,), senders, receivers, receives=True)
+    assert [row for part in result for row in range(part.start, part.stop)] == list(range(rows))
+    assert [part.receiver for part in result] == sorted(part.receiver for part in result)
+    assert tuple((part.sender, part.receiver) for part in result) == pairs(senders, receivers)
+    counts = rows_per_receiver(result, receivers)
     assert len(counts) == receivers and sum(counts) == rows
     for place, count in enumerate(counts):
-        assert count == sum(part.stop - part.start for part in found if part.receiver == place)
+        assert count == sum(part.stop - part.start for part in result if part.receiver == place)
 
 
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_work_is_shared_out(rows: int, senders: int, receivers: int) -> None:
     """All places get a part, no two are assigned the same rows, and parts differ by at most one row."""
-    found = parts_of_regions((rows,), senders, receivers, receives=True)
-    assert len(found) == max(senders, receivers) == len(set(pairs(senders, receivers)))
-    assert {part.sender for part in found} == set(range(senders))
-    assert {part.receiver for part in found} == set(range(receivers))
-    sizes = [part.stop - part.start for part in found]
+    result = parts_of_regions((rows,), senders, receivers, receives=True)
+    assert len(result) == max(senders, receivers) == len(set(pairs(senders, receivers)))
+    assert {part.sender for part in result} == set(range(senders))
+    assert {part.receiver for part in result} == set(range(receivers))
+    sizes = [part.stop - part.start for part in result]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -46,17 +46,17 @@ def test_a_gradient_goes_back_the_way_its_rows_came(rows: int, senders: int, rec
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 3), SIZES)
 def test_regions_travel_to_the_ranks_that_have_them_and_back(regions: list[int], tp: int, others: int) -> None:
     lane, ends = tp * len(regions), np.cumsum(regions).tolist()
-    found = parts_of_regions(tuple(regions), others, lane, receives=True)
-    assert [row for part in found for row in range(part.start, part.stop)] == list(range(sum(regions)))
-    assert tuple((part.sender, part.receiver) for part in found) == pairs(others, lane)
-    counts = rows_per_receiver(found, lane)
+    result = parts_of_regions(tuple(regions), others, lane, receives=True)
+    assert [row for part in result for row in range(part.start, part.stop)] == list(range(sum(regions)))
+    assert tuple((part.sender, part.receiver) for part in result) == pairs(others, lane)
+    counts = rows_per_receiver(result, lane)
     for region, end in enumerate(ends):
         assert sum(counts[region * tp : (region + 1) * tp]) == regions[region]
-        for part in found:
+        for part in result:
             if part.start < part.stop and part.receiver // tp == region:
                 assert end - regions[region] <= part.start and part.stop <= end
     back = parts_of_regions(tuple(regions), lane, others, receives=False)
-    assert [(p.receiver, p.sender, p.start, p.stop) for p in back] == [tuple(part) for part in found]
+    assert [(p.receiver, p.sender, p.start, p.stop) for p in back] == [tuple(part) for part in result]
 
 
 @st.composite

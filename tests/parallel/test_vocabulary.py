@@ -58,16 +58,16 @@ def test_an_embedding_of_any_words_is_that_of_the_whole(world, more, width, kind
 
     def rank(group):
         cut = VocabularyEmbedding(whole, Ranks(group))
-        found = cut(ids)
-        assert torch.equal(found, expected.detach()) and found.requires_grad == trained
+        result = cut(ids)
+        assert torch.equal(result, expected.detach()) and result.requires_grad == trained
         if trained:
-            found.backward(upstream)
+            result.backward(upstream)
         for mine, due in both(cut, wanted):
             assert (mine is None) == (due is None)
             torch.testing.assert_close(mine, due)
         return cut.gather("weight", cut.weight)
 
-    assert all(torch.equal(found, whole.weight) for found in run_local(world, rank))
+    assert all(torch.equal(result, whole.weight) for result in run_local(world, rank))
 
 
 @given_by_tier(15, 60,
@@ -88,13 +88,13 @@ def test_sharded_loss_and_gradients_equal_the_whole_head(world, rows, width, mor
     def rank(group):
         cut = VocabularyHead.from_linear(whole, group)
         mine = hidden.detach().clone().requires_grad_(trained[1])
-        found = head_cross_entropy(mine, cut, targets)
+        result = head_cross_entropy(mine, cut, targets)
         if any(trained):
-            (0.3 * found).backward()
+            (0.3 * result).backward()
         for have, due in both(cut, wanted):
             assert (have is None) == (due is None)
             torch.testing.assert_close(have, due, rtol=1e-5, atol=1e-5)
-        return found.detach(), mine.grad
+        return result.detach(), mine.grad
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "LOGITS_BYTES", 4 * -(-words // world) * at_once)
@@ -131,8 +131,8 @@ def test_bf16_loss_is_as_exact_as_with_whole_logits(monkeypatch, autocast):
 
     whole = [p.grad for p in head.parameters()] + [mine.grad]
     best = [p.grad for p in exact.parameters()] + [right.grad]
-    for found in run_local(3, rank):
-        for a, b, c in zip(whole, found, best, strict=True):
+    for result in run_local(3, rank):
+        for a, b, c in zip(whole, result, best, strict=True):
             # Hidden states are three rounded sums here, and one in the unsharded layer.
             assert (b.double() - c).norm() <= 1.5 * (a.double() - c).norm() + 1e-3 * c.norm()
 
@@ -160,9 +160,9 @@ def test_gradients_of_hidden_states_are_summed_part_by_part(monkeypatch):
 
     def rank(group):
         cut, mine = VocabularyHead.from_linear(whole, group), hidden.detach().clone().requires_grad_()
-        found = head_cross_entropy(mine, cut, targets)
+        result = head_cross_entropy(mine, cut, targets)
         with traced(group) as trace:
-            found.backward()
+            result.backward()
         torch.testing.assert_close(mine.grad, hidden.grad, rtol=1e-5, atol=1e-6)
         return [event.label for event in trace.of("issue")]
 
@@ -179,9 +179,9 @@ def test_forward_of_the_head_gives_whole_logits_on_every_rank(bias):
 
     def rank(group):
         cut, mine = VocabularyHead.from_linear(whole, group), x.detach().requires_grad_()
-        found = cut(mine)
-        (found**2).backward(upstream)
-        torch.testing.assert_close(found, expected)
+        result = cut(mine)
+        (result**2).backward(upstream)
+        torch.testing.assert_close(result, expected)
         torch.testing.assert_close(mine.grad, x.grad)
         for have, due in both(cut, gradients(whole)):
             torch.testing.assert_close(have, due)
@@ -255,15 +255,15 @@ class Mesh:
 
 def test_pieces_make_the_whole():
     torch.manual_seed(0)
-    whole, found = nn.Linear(3, 11), {"weight": torch.zeros(11, 3), "bias": torch.zeros(11)}
+    whole, result = nn.Linear(3, 11), {"weight": torch.zeros(11, 3), "bias": torch.zeros(11)}
     spans = []
     for place in range(4):
         cut = VocabularyHead.from_linear(whole, Ranks.at(place, 4))
         spans.append((cut.first, len(cut.weight)))
         for name, parameter in cut.named_parameters():
-            cut.region(name).put(found[name], parameter.detach())
+            cut.region(name).put(result[name], parameter.detach())
     assert spans == [(0, 3), (3, 3), (6, 3), (9, 2)]
-    assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+    assert all(torch.equal(result[name], parameter) for name, parameter in whole.named_parameters())
 
 
 # ---------------------------------------------------------------------- refused

@@ -27,15 +27,15 @@ class Model:
 
     def seconds(self, name, frozen_aware=True, recompute=False):
         """1F + 1B of every layer: input and weight gradient each cost one forward, recomputation one more."""
-        found = []
+        result = []
         before = name == LLM and any(
             trained for other in self.given if other != name for _, trained in self.given[other]
         )
         for forward, trained in self.given[name]:
             passes = 1 + trained + before if frozen_aware else 3
-            found.append(forward * (passes + (recompute and passes > 1)))
+            result.append(forward * (passes + (recompute and passes > 1)))
             before = before or trained
-        return found
+        return result
 
 
 def model(**layers):

@@ -103,13 +103,15 @@ def test_stable_batch_size_grows_with_spread_and_repeats():
     even = np.stack([np.full(500, 2.43), np.ones(500)], axis=-1)
     assert plan.stable_batch_size(even, 16).size == 1
     spread = np.stack([rng.lognormal(0, 1.2, 5000), np.ones(5000)], axis=-1)
-    found = plan.stable_batch_size(spread, 8, seed=1)
+    result = plan.stable_batch_size(spread, 8, seed=1)
     again = plan.stable_batch_size(spread, 8, seed=1)
-    assert found.size == again.size > 1 and found.trials == 59
+    assert result.size == again.size > 1 and result.trials == 59
     # guarantee: fresh batches of that size disagree in 5 % of cases at most (here with a margin for chance)
     fresh = np.random.default_rng(9)
     other = sum(
-        (plan.proportional_allocation(8, spread[fresh.integers(0, 5000, found.size)].sum(0)) != found.allocation).any()
+        (
+            plan.proportional_allocation(8, spread[fresh.integers(0, 5000, result.size)].sum(0)) != result.allocation
+        ).any()
         for _ in range(400)
     )
     assert other <= 0.08 * 400

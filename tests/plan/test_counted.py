@@ -22,11 +22,11 @@ def test_a_chunk_costs_its_flops(rows: float, keys: float) -> None:
     want = analytic_costs(model, dict.fromkeys(NAMES, rows), context=dict.fromkeys(NAMES, keys))
     for name in NAMES:
         tp = 2 if name == "language_model" else 1
-        found = counted.of(name, Size(rows, rows * keys), tp)
+        result = counted.of(name, Size(rows, rows * keys), tp)
         times = want[name].per_layer(trainable_before=True) / 1e9 / tp
-        assert np.allclose(found.per_layer(trainable_before=True), times, rtol=1e-12)
+        assert np.allclose(result.per_layer(trainable_before=True), times, rtol=1e-12)
         forward = np.bincount(want[name].layer, want[name].times.forward) / 1e9 / tp
-        assert np.allclose(found.times.forward, forward, rtol=1e-12)
+        assert np.allclose(result.times.forward, forward, rtol=1e-12)
 
 
 def test_ranks_of_a_lane_gather_and_scatter_rows() -> None:
@@ -52,8 +52,8 @@ def test_every_tp_that_is_asked_for_is_counted() -> None:
     link, size = Link(LinkModel(1.0, 0.5)), Size(10.0, 20.0)
     for tp in (1, 2, 4):
         alone = counted_costs(model, 1e9, tp={"language_model": tp}, row_bytes=rows)
-        found, want = (each.of("language_model", size, tp, 1, link).times for each in (several, alone))
-        assert all(np.array_equal(getattr(found, part), getattr(want, part)) for part in PARTS)
+        result, want = (each.of("language_model", size, tp, 1, link).times for each in (several, alone))
+        assert all(np.array_equal(getattr(result, part), getattr(want, part)) for part in PARTS)
 
 
 def test_context_parallel_ranks_tell_each_other_keys_and_values() -> None:

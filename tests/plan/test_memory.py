@@ -270,7 +270,7 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     loads = loads_of(mllm, schedule.table, samples)
     largest = {n: max(loads[i] for i, c in enumerate(schedule.table.chunks) if c.module == n) for n in layout.modules}
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
-    held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
+    held = [(result.in_flight, result.bytes) for result in (peak(actions, sizes) for actions in schedule.actions)]
     weights = weights_of(mllm, layout, sequence_parallel=case.sequence_parallel)
     rows = [(rank, action) for rank, actions in enumerate(schedule.actions) for action in actions]
     by_layer = {(rank, action.module) for rank, action in rows if action.op is Op.UNSHARD_LAYERS}
@@ -299,18 +299,18 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
     estimate = estimated(name)
     outcomes = pool.run(len(estimate), train, name)
     assert (raised := [o.value for o in outcomes if o.kind == "raised"]) == [], "\n".join(raised)
-    for found, outcome in zip(estimate, outcomes, strict=True):
+    for result, outcome in zip(estimate, outcomes, strict=True):
         real = outcome.value
-        where = f"rank {found.rank}: {found}, not {real}"
-        state = found.weights_run, found.gradients_run, found.optimizer
+        where = f"rank {result.rank}: {result}, not {real}"
+        state = result.weights_run, result.gradients_run, result.optimizer
         assert state == (real.weights, real.gradients, real.optimizer), where
         if name.startswith("sharded"):  # one half of each weight
-            assert real.parameters == found.weights_once // 3
+            assert real.parameters == result.weights_once // 3
             assert real.after <= real.parameters + 100 * 4  # each whole reads as one number
         else:
-            assert real.after == found.weights, where
-        assert found.in_flight == real.in_flight, where
-        assert found.activations == pytest.approx(real.activations, rel=0.1), where
+            assert real.after == result.weights, where
+        assert result.in_flight == real.in_flight, where
+        assert result.activations == pytest.approx(real.activations, rel=0.1), where
 
 
 # ---------------------------------------------------------------------- without processes
@@ -322,7 +322,7 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
 )
 def test_memory_kept_for_weight_gradients_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that the executor keeps for every chunk: to the byte, except rows that pad blocks and lanes."""
-    case, found = CASES[name], {}
+    case, result = CASES[name], {}
     mllm = case.model("cpu")
     layout, samples = case.layout(mllm), case.batch(mllm)[:2]
     options: dict[str, Any] = {"checkpointing": case.checkpointing, "autocast": case.autocast}
@@ -334,20 +334,20 @@ def test_memory_kept_for_weight_gradients_is_counted(name: str, monkeypatch: pyt
         if (value := action[:3]) in self._put_off:
             storages = [operand.untyped_storage() for _, operand in self._put_off[value].operands()]
             size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-            found[value] = max(size, found.get(value, 0))
+            result[value] = max(size, result.get(value, 0))
 
     monkeypatch.setattr(Executor, "_backward", noted)
     table = parallel.step(samples, 2).table
-    assert table is not None and {module for module, *_ in found} == set(layout.modules)
+    assert table is not None and {module for module, *_ in result} == set(layout.modules)
     activations = activations_of(case.model("meta"), layout, **options, split=True)
     loads = loads_of(mllm, table, samples)
     sizes = activation_bytes(layout, activations, table.chunks, loads, deferred=True)
-    assert {value: sizes[value] for value in found} == pytest.approx(
-        found, rel=0.03 if name in ("selective", "tokens dealt") else 1e-6
+    assert {value: sizes[value] for value in result} == pytest.approx(
+        result, rel=0.03 if name in ("selective", "tokens dealt") else 1e-6
     )
     before = activation_bytes(layout, activations, table.chunks, loads)
     if case.checkpointing == "full":  # a layer keeps its input; the weights are counted separately
-        assert all(sizes[value] > 3 * before[value] for value in found if value[:2] == (LLM, 0))
+        assert all(sizes[value] > 3 * before[value] for value in result if value[:2] == (LLM, 0))
 
 
 def test_held_memory_changes_between_halves_of_a_backward() -> None:
@@ -367,8 +367,8 @@ def small(**specs: ParallelSpec) -> tuple[MultimodalModel, Layout]:
 def test_logits_in_parts_are_not_kept(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case({LLM: ParallelSpec()})
     mllm = case.model("meta")
-    found = activations_of(mllm, case.layout(mllm))[LLM]
-    limit = 4 * found.words * 10 if in_parts else loss.LOGITS_BYTES
+    result = activations_of(mllm, case.layout(mllm))[LLM]
+    limit = 4 * result.words * 10 if in_parts else loss.LOGITS_BYTES
     monkeypatch.setattr(loss, "LOGITS_BYTES", limit)
     real, samples = case.model("cpu"), case.batch(mllm)[:2]
     stage, inputs = real.slice(LLM, 0, 3), real.collate_module(LLM, samples)
@@ -379,11 +379,11 @@ def test_logits_in_parts_are_not_kept(in_parts: bool, monkeypatch: pytest.Monkey
     assert total.requires_grad
     load = Load(sum(map(len, samples)), sum(int((sample.labels != IGNORE).sum()) for sample in samples))
     assert load.targets > 10
-    assert replace(found, logits_bytes=limit).of_stage(0, 3, load) == pytest.approx(alive.bytes(), rel=0.02)
+    assert replace(result, logits_bytes=limit).of_stage(0, 3, load) == pytest.approx(alive.bytes(), rel=0.02)
     whole, parts = (
-        replace(found, logits_bytes=each).workspace(0, 3, load) for each in (math.inf, 4 * found.words * 10)
+        replace(result, logits_bytes=each).workspace(0, 3, load) for each in (math.inf, 4 * result.words * 10)
     )
-    assert (whole, parts) == (2 * 4 * load.targets * found.words, 2 * 4 * 10 * found.words)
+    assert (whole, parts) == (2 * 4 * load.targets * result.words, 2 * 4 * 10 * result.words)
 
 
 @given(
@@ -406,7 +406,7 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
     ]
     by_layer = data.draw(st.sets(st.integers(0, dp - 1)))
     idle = Activations((), (0.0,) * (len(layers) + 1), (False,) * len(layers))
-    found = rank_memory(
+    result = rank_memory(
         layout,
         weights,
         {"only": idle},
@@ -418,7 +418,7 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
     part = [4 * max(len(range(i, n, sharing)) for i in range(sharing)) for n, _ in layers]
     trained = [i for i, (_, is_trained) in enumerate(layers) if is_trained]
     whole = [4 * n for n, _ in layers]
-    for memory in found:
+    for memory in result:
         moments = part if shard != "none" else whole
         assert memory.optimizer == sum(2 * moments[i] + 4 for i in trained)
         if shard == "full" and sharing > 1:
@@ -455,13 +455,13 @@ def test_pieces_of_words_and_weights_used_in_part(sequence_parallel: bool) -> No
     These norms are not sharded while they are trained.
     """
     config = LlamaConfig(vocab_size=49, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for device in ("cpu", "meta"):
         with torch.device(device):
-            found[device] = MultimodalModel({}, LlamaForCausalLM(config), placeholders={})
-    layout = Layout.from_specs(found["meta"], {LLM: ParallelSpec(tp=2, dp=2, shard="full")})
-    parallel = parallelize(found["cpu"], layout, transport="local", sequence_parallel=sequence_parallel)
-    weights = weights_of(found["meta"], layout, sequence_parallel=sequence_parallel)
+            result[device] = MultimodalModel({}, LlamaForCausalLM(config), placeholders={})
+    layout = Layout.from_specs(result["meta"], {LLM: ParallelSpec(tp=2, dp=2, shard="full")})
+    parallel = parallelize(result["cpu"], layout, transport="local", sequence_parallel=sequence_parallel)
+    weights = weights_of(result["meta"], layout, sequence_parallel=sequence_parallel)
     assert {weight.name for weight in weights if weight.in_part} == parallel._ranks[0]._in_part
     idle = Activations((), (0.0,) * 3, (False,) * 2)
     for memory in rank_memory(layout, weights, {LLM: idle}, {}, [(0, 0.0)] * 4, bucket_bytes=BUCKET_BYTES):

@@ -32,14 +32,14 @@ def check_template(case):
         with pytest.raises(ValueError, match="no stages use all"):
             plan.pipeline_template(costs, nodes, gpus, widths=widths, microbatches_per_stage=per_stage)
         return
-    found = plan.pipeline_template(costs, nodes, gpus, widths=widths, microbatches_per_stage=per_stage)
-    assert found.iteration_time == best
-    assert found.boundaries[0] == 0 and found.boundaries[-1] == len(costs) and (np.diff(found.boundaries) > 0).all()
-    assert tuple(found.gpus) in set(stage_widths(nodes, gpus, widths))
+    result = plan.pipeline_template(costs, nodes, gpus, widths=widths, microbatches_per_stage=per_stage)
+    assert result.iteration_time == best
+    assert result.boundaries[0] == 0 and result.boundaries[-1] == len(costs) and (np.diff(result.boundaries) > 0).all()
+    assert tuple(result.gpus) in set(stage_widths(nodes, gpus, widths))
     table = np.array(costs)
     stages = [
         float(table[a:b, widths.index(w)].sum())
-        for a, b, w in zip(found.boundaries, found.boundaries[1:], found.gpus, strict=False)
+        for a, b, w in zip(result.boundaries, result.boundaries[1:], result.gpus, strict=False)
     ]
     assert iteration_time(stages, per_stage * len(stages)) == best
 
@@ -86,16 +86,16 @@ def best_deep_template(costs, gpus, widths, per_stage):
 @given(deep_templates())
 def test_deep_template_is_the_best_of_all(case):
     costs, gpus, widths, per_stage = case
-    found = plan.pipeline_template(costs, 1, gpus, widths=widths, microbatches_per_stage=per_stage)
-    assert found.iteration_time == best_deep_template(costs, gpus, widths, per_stage)
+    result = plan.pipeline_template(costs, 1, gpus, widths=widths, microbatches_per_stage=per_stage)
+    assert result.iteration_time == best_deep_template(costs, gpus, widths, per_stage)
 
 
 def test_template_of_a_thousand_gpus_per_node_takes_seconds():
     """A quarter of 1,600 layers on 2,000 GPUs: slow if each pass looks at every stage."""
     rng = np.random.default_rng(0)
     costs = rng.lognormal(0, 0.3, (400, 1)) / np.array([1, 2, 4, 8]) ** 0.8
-    found = plan.pipeline_template(costs, 2, 250, widths=[1, 2, 4, 8])
-    assert found.gpus.sum() == 500 and found.boundaries[-1] == 400
+    result = plan.pipeline_template(costs, 2, 250, widths=[1, 2, 4, 8])
+    assert result.gpus.sum() == 500 and result.boundaries[-1] == 400
     with pytest.raises(ValueError, match=r"256 layers on 131072 GPUs with 500 widths are more than 2\^28 steps"):
         plan.pipeline_template(np.ones((256, 500)), 128, 1024, widths=range(1, 501))
 
@@ -143,8 +143,8 @@ def test_node_counts_cover_every_number_of_nodes_up_to_500():
 def test_figure_2_7():
     assert set(plan.combinations([2, 3, 4], 7)) == {(2, 1, 0), (0, 1, 1)}
     assert list(plan.combinations([2, 3, 4], 7, 3)) == [(2, 1, 0)]
-    found = plan.instantiate([2, 3, 4], [6.0, 4.0, 3.0], 7, faults=2, microbatches=12)
-    assert tuple(found.counts) == (2, 1, 0) and found.microbatches.sum() == 12
+    result = plan.instantiate([2, 3, 4], [6.0, 4.0, 3.0], 7, faults=2, microbatches=12)
+    assert tuple(result.counts) == (2, 1, 0) and result.microbatches.sum() == 12
 
 
 def every_split(times, microbatches, objective):
@@ -171,8 +171,8 @@ def check_split(case):
     for objective, measure in (("min_max", np.max), ("variance", spread)):
         counts = plan.split_batch(times, microbatches, objective=objective)
         assert counts.sum() == microbatches and counts.min() >= 1
-        found, best = measure(counts * np.asarray(times)), every_split(times, microbatches, measure)
-        assert found == best if objective == "min_max" else found <= best * (1 + 1e-9) + 1e-12
+        result, best = measure(counts * np.asarray(times)), every_split(times, microbatches, measure)
+        assert result == best if objective == "min_max" else result <= best * (1 + 1e-9) + 1e-12
 
 
 @given(splits())
@@ -205,10 +205,10 @@ def check_instantiate(case):
         with pytest.raises(ValueError, match="no combination"):
             plan.instantiate(sizes, times, nodes, faults=faults, microbatches=microbatches)
         return
-    found = plan.instantiate(sizes, times, nodes, faults=faults, microbatches=microbatches)
-    assert found.time == best and found.counts @ np.array(sizes) == nodes and found.counts.sum() > faults
-    assert found.microbatches.sum() == microbatches and found.microbatches.min() >= 1
-    assert (found.microbatches * np.repeat(times, found.counts)).max() == best
+    result = plan.instantiate(sizes, times, nodes, faults=faults, microbatches=microbatches)
+    assert result.time == best and result.counts @ np.array(sizes) == nodes and result.counts.sum() > faults
+    assert result.microbatches.sum() == microbatches and result.microbatches.min() >= 1
+    assert (result.microbatches * np.repeat(times, result.counts)).max() == best
 
 
 @given(instances())
@@ -232,15 +232,15 @@ def least_time(sizes, times, nodes, pipelines, microbatches):
         runs = [int((np.arange(1, microbatches + 1) * t <= candidates[middle]).sum()) for t in times]
         best = np.full(nodes + 1, -np.inf)
         best[0] = 0
-        found = False
+        result = False
         for count in range(1, microbatches + 1):
             after = np.full(nodes + 1, -np.inf)
             for size, run in zip(sizes, runs, strict=True):
                 if run and size <= nodes:
                     after[size:] = np.maximum(after[size:], best[: nodes + 1 - size] + run)
             best = after
-            found = found or (count >= pipelines and best[nodes] >= microbatches)
-        low, high = (low, middle) if found else (middle + 1, high)
+            result = result or (count >= pipelines and best[nodes] >= microbatches)
+        low, high = (low, middle) if result else (middle + 1, high)
     return candidates[low] if low < len(candidates) else math.inf
 
 
@@ -256,10 +256,10 @@ def check_many_pipelines(seed):
         with pytest.raises(ValueError, match="no combination"):
             plan.instantiate(sizes, times, nodes, faults=pipelines - 1, microbatches=microbatches)
         return
-    found = plan.instantiate(sizes, times, nodes, faults=pipelines - 1, microbatches=microbatches)
-    assert found.time == best and found.counts @ sizes == nodes
-    assert pipelines <= found.counts.sum() <= microbatches
-    assert (found.microbatches * np.repeat(times, found.counts)).max() == best
+    result = plan.instantiate(sizes, times, nodes, faults=pipelines - 1, microbatches=microbatches)
+    assert result.time == best and result.counts @ sizes == nodes
+    assert pipelines <= result.counts.sum() <= microbatches
+    assert (result.microbatches * np.repeat(times, result.counts)).max() == best
 
 
 @pytest.mark.parametrize("seed", range(40))

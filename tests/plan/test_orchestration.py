@@ -89,13 +89,13 @@ def check(case):
         with pytest.raises(ValueError, match="no degrees fit"):
             plan.orchestrate(modules, gpus, batch, tp=tp, vpp=vpp, gpu_memory=memory, **links)
         return
-    found = plan.orchestrate(modules, gpus, batch, tp=tp, vpp=vpp, gpu_memory=memory, **links)
-    assert found.iteration_time == pytest.approx(best, rel=1e-12)
-    assert sum(found.gpus.values()) <= gpus
-    choice = [(tp.index(spec.tp), spec.dp, spec.pp) for spec in found.specs.values()]
-    dp = found.specs["language_model"].dp
+    result = plan.orchestrate(modules, gpus, batch, tp=tp, vpp=vpp, gpu_memory=memory, **links)
+    assert result.iteration_time == pytest.approx(best, rel=1e-12)
+    assert sum(result.gpus.values()) <= gpus
+    choice = [(tp.index(spec.tp), spec.dp, spec.pp) for spec in result.specs.values()]
+    dp = result.specs["language_model"].dp
     given = iteration(works, choice, tp, dp, batch // dp, vpp, memory, stage_link, data_link)
-    assert found.iteration_time == pytest.approx(given, rel=1e-12)
+    assert result.iteration_time == pytest.approx(given, rel=1e-12)
 
 
 @settings(max_examples=120)
@@ -118,17 +118,17 @@ def test_communication_changes_the_answer():
     link = plan.LinkModel(1e-5, 1e-9)
     degrees = []
     for links in ({}, {"data_link": link}, {"data_link": link, "stage_link": plan.LinkModel(1e-5, 1e-4)}):
-        found = plan.orchestrate(modules, 8, 8, tp=(1,), **links)
-        degrees.append((found.specs["language_model"].dp, found.specs["language_model"].pp))
+        result = plan.orchestrate(modules, 8, 8, tp=(1,), **links)
+        degrees.append((result.specs["language_model"].dp, result.specs["language_model"].pp))
     assert degrees == [(8, 1), (1, 8), (1, 1)]
 
 
 def test_replicas_need_not_divide_those_of_the_language_model():
     """DistTrain 4.1's own example: 2 replicas of the encoder for 3 of the language model."""
     modules = {"vision": plan.ModuleWork([1.0]), "language_model": plan.ModuleWork([2.0])}
-    found = plan.orchestrate(modules, 5, 6, tp=(1,))
-    assert (found.specs["vision"].dp, found.specs["language_model"].dp) == (2, 3)
-    assert found.iteration_time == 2 + 2 + (6 / 3 - 1) * 2  # a replica of the encoder has 2 of 3 samples
+    result = plan.orchestrate(modules, 5, 6, tp=(1,))
+    assert (result.specs["vision"].dp, result.specs["language_model"].dp) == (2, 3)
+    assert result.iteration_time == 2 + 2 + (6 / 3 - 1) * 2  # a replica of the encoder has 2 of 3 samples
 
 
 @pytest.mark.parametrize(

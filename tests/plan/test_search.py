@@ -75,9 +75,9 @@ class Problem:
             max(math.fsum(seconds[a:b]) for a, b in itertools.pairwise((0, *inner, len(seconds))))
             for inner in itertools.combinations(range(1, len(seconds)), pp - 1)
         )
-        found = [(int(a), int(b), math.fsum(seconds[a:b])) for a, b in itertools.pairwise(bounds)]
-        assert max(s for *_, s in found) <= min(every) * (1 + 1e-12)
-        return found
+        result = [(int(a), int(b), math.fsum(seconds[a:b])) for a, b in itertools.pairwise(bounds)]
+        assert max(s for *_, s in result) <= min(every) * (1 + 1e-12)
+        return result
 
     def peaks(self, chosen, placement, dp):
         """Bytes of the fullest GPU of every module; colocated encoders share theirs."""
@@ -193,16 +193,16 @@ def check(problem):
         with pytest.raises(ValueError, match="no configuration fits"):
             problem.search()
         return
-    found = problem.search()
-    assert found.iteration_time == pytest.approx(best, rel=1e-12)
-    assert found.throughput == (pytest.approx(problem.batch / best) if best else math.inf)
+    result = problem.search()
+    assert result.iteration_time == pytest.approx(best, rel=1e-12)
+    assert result.throughput == (pytest.approx(problem.batch / best) if best else math.inf)
     # The reported cost is the actual cost.
-    dp = found.layout.data_parallel[LLM]
-    chosen = {name: (s.tp, s.cp, s.pp, found.recompute[name]) for name, s in found.specs.items()}
-    assert problem.time(chosen, found.layout.placement, dp) == pytest.approx(best, rel=1e-12)
-    assert found.peak_bytes == pytest.approx(problem.peaks(chosen, found.layout.placement, dp))
-    assert found.microbatches * dp * problem.microbatch == problem.batch
-    check_layout(problem, found, chosen)
+    dp = result.layout.data_parallel[LLM]
+    chosen = {name: (s.tp, s.cp, s.pp, result.recompute[name]) for name, s in result.specs.items()}
+    assert problem.time(chosen, result.layout.placement, dp) == pytest.approx(best, rel=1e-12)
+    assert result.peak_bytes == pytest.approx(problem.peaks(chosen, result.layout.placement, dp))
+    assert result.microbatches * dp * problem.microbatch == problem.batch
+    check_layout(problem, result, chosen)
 
 
 def check_layout(problem, found, chosen):
@@ -298,8 +298,8 @@ def test_every_term_of_the_cost_can_decide():
 
     def chosen(forward, backward, *, gpus=2, batch=4, microbatch=1, reduces=0.0, activation=1.0, **options):
         only = plan.SearchModule(forward, backward, one, one, one, one * activation, one, one * reduces)
-        found = plan.search_configuration({LLM: only}, gpus, batch, microbatch, **options)
-        return found.specs[LLM], found.recompute[LLM], found.iteration_time
+        result = plan.search_configuration({LLM: only}, gpus, batch, microbatch, **options)
+        return result.specs[LLM], result.recompute[LLM], result.iteration_time
 
     split = {(1, 1): one * 4, (2, 1): one * 2}
     # Two replicas and one tensor-parallel pair both take 2 microbatches of 12 or 4 of 6 seconds; ties go to fewer dp.

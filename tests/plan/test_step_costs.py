@@ -110,19 +110,19 @@ def costs_of_two() -> FittedCosts:
 
 def test_layers_cost_what_their_kinds_do() -> None:
     costs = costs_of_two()
-    found = costs.of("m", Size(2, 0))
-    assert found.times.forward.tolist() == [2, 20, 20]
-    assert found.times.input_grad.tolist() == [4, 40, 40]
-    assert found.times.weight_grad.tolist() == [6, 60, 60]
-    assert found.times.weight_only.tolist() == [8, 80, 80]
-    assert found.trainable.tolist() == [False, True, True]
+    result = costs.of("m", Size(2, 0))
+    assert result.times.forward.tolist() == [2, 20, 20]
+    assert result.times.input_grad.tolist() == [4, 40, 40]
+    assert result.times.weight_grad.tolist() == [6, 60, 60]
+    assert result.times.weight_only.tolist() == [8, 80, 80]
+    assert result.trainable.tolist() == [False, True, True]
     assert costs.beside("m", Size(2, 0)) == (0.5 + 7.0, 5.0)
     # cp = 4: a fourth of 8 rows; tp = 2: over a link of 1 s and 0.1 s a byte 2 + 2 s, and 4 + 4 s back.
     link = Link(message=LinkModel(1.0, 0.1))
-    found = costs.of("m", Size(8, 0), tp=2, cp=4, link=link)
-    assert found.times.forward.tolist() == [1 + 4] * 3
-    assert found.times.input_grad.tolist() == [2 + 8] * 3
-    assert found.times.weight_only.tolist() == [4 + 8] * 3
+    result = costs.of("m", Size(8, 0), tp=2, cp=4, link=link)
+    assert result.times.forward.tolist() == [1 + 4] * 3
+    assert result.times.input_grad.tolist() == [2 + 8] * 3
+    assert result.times.weight_only.tolist() == [4 + 8] * 3
     assert costs.beside("m", Size(8, 0), tp=2, cp=4, link=link) == (2.0 + 7.0 + 1.0, 5.0 + 1.0)
 
 
@@ -137,8 +137,8 @@ def test_one_chunk_is_scaled_by_its_rows() -> None:
     ones = np.ones(3)
     cost = ModuleCosts(np.array([0, 0, 1]), LayerTimes(ones, 2 * ones, 3 * ones, 4 * ones), np.array([True] * 3))
     costs = ScaledCosts({"m": cost}, {"m": 100.0})
-    found = costs.of("m", Size(50, 1e9), tp=2)
-    assert found.times.weight_only.tolist() == [1.0] * 3 and found.num_layers == 2
+    result = costs.of("m", Size(50, 1e9), tp=2)
+    assert result.times.weight_only.tolist() == [1.0] * 3 and result.num_layers == 2
     assert costs.beside("m", Size(50, 0)) == (0.0, 0.0)
 
 
@@ -147,8 +147,8 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
     around = HostOverhead(0.25, 0.5, {"m": 0.125}, 0.0625)
     costs = replace(costs, modules={"m": replace(costs.modules["m"], key_bytes=12.0)}, host_overhead=around)
     path.write_text(costs_text(costs, links={"a": 1}))
-    found, table = read_costs(path)
-    assert found == costs and table["links"] == {"a": 1}
+    result, table = read_costs(path)
+    assert result == costs and table["links"] == {"a": 1}
 
 
 def changed(table: dict[str, Any], change: str) -> Any:

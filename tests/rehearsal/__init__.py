@@ -87,12 +87,12 @@ def library() -> Path:
 @contextmanager
 def record() -> Iterator[list[Seen]]:
     """What is noticed inside, of all threads; the list is filled at the end."""
-    found: list[Seen] = []
+    result: list[Seen] = []
     begin = len(_seen)
     try:
-        yield found
+        yield result
     finally:
-        found += _seen[begin:]
+        result += _seen[begin:]
 
 
 def run(script: str, *arguments: str) -> Any:
@@ -133,8 +133,8 @@ def _device_module() -> ModuleType:
     module, own = ModuleType(f"torch.{NAME}"), torch.ops.rehearsal
 
     def index(device: Any) -> int:
-        found = device if isinstance(device, int) else None if device is None else torch.device(device).index
-        return torch.accelerator.current_device_index() if found is None else found
+        result = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return torch.accelerator.current_device_index() if result is None else result
 
     vars(module).update(
         is_available=lambda: True,

@@ -118,8 +118,8 @@ def tensors_keep_their_memory() -> bool:
     torch.save(x, stored)
     stored.seek(0)
     right = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
-    found = [parameter.detach(), out - 1, torch.load(stored), copy.deepcopy(parameter.detach())]
-    return all(each.device == x.device and torch.equal(each.cpu(), right) for each in found)
+    result = [parameter.detach(), out - 1, torch.load(stored), copy.deepcopy(parameter.detach())]
+    return all(each.device == x.device and torch.equal(each.cpu(), right) for each in result)
 
 
 def its_generator_is_its_own() -> bool:

@@ -49,11 +49,11 @@ PARTS = {
 
 def main(names: list[str]) -> None:
     rehearsal.start()
-    found: dict[str, Any] = {"device": checks()}
+    result: dict[str, Any] = {"device": checks()}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = whole(name, Path(folder)) if name != "modules" else modules(Path(folder))
-    print(json.dumps(found))
+            result[name] = whole(name, Path(folder)) if name != "modules" else modules(Path(folder))
+    print(json.dumps(result))
 
 
 def modules(folder: Path) -> dict[str, list[dict[str, int]]]:

@@ -231,12 +231,12 @@ class Cluster:
     def until(self, happened: Callable[[], Any], what: str) -> Any:
         """Waits until `happened` returns a true value, and returns it."""
         deadline = time.monotonic() + PATIENCE
-        while not (found := happened()):
+        while not (result := happened()):
             if time.monotonic() > deadline:
-                said = {path.name: path.read_text()[-600:] for path in self.folder.glob("supervisor-*")}
-                raise AssertionError(f"no {what} in {PATIENCE} s: {self.journal()[-5:]}, {said}")
+                output = {path.name: path.read_text()[-600:] for path in self.folder.glob("supervisor-*")}
+                raise AssertionError(f"no {what} in {PATIENCE} s: {self.journal()[-5:]}, {output}")
             time.sleep(0.01)
-        return found
+        return result
 
     def end(self) -> int:
         """Waits until the run is over; returns the coordinator's exit code."""
@@ -249,11 +249,11 @@ class Cluster:
 
     def ranks(self) -> dict[str, list[int]]:
         """Process ids of ranks that have trained, by node."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for name in noted(self.folder / "ranks"):
             node, _, process = name.rpartition("-")
-            found.setdefault(node, []).append(int(process))
-        return found
+            result.setdefault(node, []).append(int(process))
+        return result
 
     def go_on(self) -> None:
         """Removes the end of the run. To be called before ranks start."""
@@ -292,10 +292,10 @@ class Cluster:
             for note in notes:
                 if "step" in note:
                     answers.setdefault((note["generation"], note["step"]), set()).add(note["answer"])
-        assert all(len(found) == 1 for found in answers.values()), answers
+        assert all(len(result) == 1 for result in answers.values()), answers
         counted: dict[int, int] = {}
-        for (generation, step), found in answers.items():
-            if found != {"abort"}:
+        for (generation, step), result in answers.items():
+            if result != {"abort"}:
                 assert step not in counted, f"step {step} counts in generations {counted[step]} and {generation}"
                 counted[step] = generation
         assert sorted(counted) == list(range(len(counted) if steps is None else steps))

@@ -190,12 +190,12 @@ class Cluster:
 
     def events(self, what: str | None = None) -> list[dict[str, Any]]:
         """The coordinator's journal."""
-        found = []
+        result = []
         for line in self.journal.read_text().splitlines() if self.journal.exists() else ():
             event = json.loads(line)
             if what is None or event["what"] == what:
-                found.append(event)
-        return found
+                result.append(event)
+        return result
 
     def steps(self) -> list[dict[str, Any]]:
         """Steps that counted, as written by every rank process that saw them."""
@@ -211,12 +211,12 @@ class Cluster:
 
     def received(self) -> Counter[int]:
         """Generation -> bytes of layers received by its ranks, as counted by the ranks."""
-        found = Counter[int]()
+        result = Counter[int]()
         for path in self.folder.glob("*.copied"):
             for line in path.read_text().splitlines():
                 generation, count = map(int, line.split())
-                found[generation] += count
-        return found
+                result[generation] += count
+        return result
 
     def reached(self, step: int, generation: int = 0, ranks: int = 1) -> Callable[[], bool]:
         """True if this many rank processes have seen a step count, in that generation or a later one."""

@@ -105,9 +105,9 @@ def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict
     """Checks a run that has ended successfully; returns its figures."""
     folder = cluster.run_folder()
     expected, samples = uninterrupted(made, cluster.folder / "alone")
-    found, steps = losses(folder), cluster.steps()
-    assert found.keys() == expected.keys()
-    worst = max(abs(found[step] - expected[step]) for step in expected)
+    result, steps = losses(folder), cluster.steps()
+    assert result.keys() == expected.keys()
+    worst = max(abs(result[step] - expected[step]) for step in expected)
     assert worst < 1e-5, worst
     # Every step counted once on all its ranks, with the samples of an uninterrupted run.
     assert {each["step"] for each in steps} == set(expected)

@@ -29,8 +29,8 @@ def test_a_run_outlives_a_node(tmp_path: Path) -> None:
         codes = cluster.end()
         living = [name for name in "abc" if codes[name] == 0]
         assert len(living) == 2, cluster.told()
-    found = check(cluster, made, living)
-    assert found["generations"] == 2 and found["false_alarms"] == 0
+    result = check(cluster, made, living)
+    assert result["generations"] == 2 and result["false_alarms"] == 0
 
 
 @pytest.mark.slow
@@ -47,12 +47,12 @@ def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
         cluster.hold(None)
         codes = cluster.end()
         assert [codes[name] for name in "bcd"] == [0, 0, 0], cluster.told()
-    found = check(cluster, made, ["b", "c", "d"])
-    assert found["generations"] == 3 and found["false_alarms"] == 0
+    result = check(cluster, made, ["b", "c", "d"])
+    assert result["generations"] == 3 and result["false_alarms"] == 0
     folder = cluster.run_folder()
     page, lines = (folder / "recovery.html").read_text(), json_lines(folder / "recovery.jsonl")
     bars = Bars(page)
-    assert bars.open == [] and bars.parts == list(PARTS) * (found["generations"] - 1)
+    assert bars.open == [] and bars.parts == list(PARTS) * (result["generations"] - 1)
     assert "death" in page and "join" in page
     curves = scalars(folder)
     changes = [line for line in lines if line["split"]]
@@ -90,8 +90,8 @@ def test_the_table_of_the_sweep_has_what_the_page_says() -> None:
 @pytest.mark.slow
 def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
     """An episode of the sweep on four nodes: pipelines of different depth; rank 0's node is among those that die."""
-    found = play(tmp_path, ["kill", "preempt", "stop"], seed=3, nodes=4, min_nodes=1, steps=150)
-    assert found["generations"] >= 4
+    result = play(tmp_path, ["kill", "preempt", "stop"], seed=3, nodes=4, min_nodes=1, steps=150)
+    assert result["generations"] >= 4
 
 
 @pytest.mark.slow
@@ -107,8 +107,8 @@ def test_packed_rows_outlive_a_node(tmp_path: Path) -> None:
         cluster.hold(None)
         codes = cluster.end()
         assert (codes["b"], codes["c"]) == (0, 0), cluster.told()
-    found = check(cluster, made, ["b", "c"])
-    assert found["generations"] == 2
+    result = check(cluster, made, ["b", "c"])
+    assert result["generations"] == 2
 
 
 class Bars(HTMLParser):

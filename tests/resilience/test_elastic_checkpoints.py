@@ -20,9 +20,9 @@ def check_unbroken(made: Mapping[str, Any], *clusters: Cluster) -> None:
     trained.
     """
     expected, samples = uninterrupted(made, clusters[0].folder / "alone")
-    found = losses(clusters[-1].run_folder())
-    assert found.keys() == expected.keys()
-    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    result = losses(clusters[-1].run_folder())
+    assert result.keys() == expected.keys()
+    assert max(abs(result[step] - expected[step]) for step in expected) < 1e-5
     steps = [step for cluster in clusters for step in cluster.steps()]
     assert {each["step"] for each in steps} == set(expected)
     assert all(each["samples"] == list(samples[each["step"]]) for each in steps)

@@ -29,8 +29,8 @@ LANES = {
 def test_all_fault_kinds_with_layers_shared_within_a_node(tmp_path: Path, lane: str) -> None:
     """Pipelines of two and of three nodes, each with two ranks that share each of its layers."""
     faults = ["kill", "stop", "preempt"] if lane == "pieces" else ["kill", "preempt"]
-    found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane=LANES[lane])
-    assert found["generations"] >= 4 and found["copied_mib"] > 0
+    result = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane=LANES[lane])
+    assert result["generations"] >= 4 and result["copied_mib"] > 0
 
 
 @pytest.mark.slow
@@ -54,8 +54,8 @@ def test_tied_embedding_on_one_rank_or_two_of_a_pipeline(tmp_path: Path, lane: d
         living = [name for name in "abcd" if name != victim]
         codes = cluster.end()
         assert [codes[name] for name in living] == [0, 0, 0], cluster.told()
-    found = check(cluster, made, living)
-    assert found["steps_of_depths"].keys() & {"1+2", "2+1"} and found["copied_mib"] > 0
+    result = check(cluster, made, living)
+    assert result["steps_of_depths"].keys() & {"1+2", "2+1"} and result["copied_mib"] > 0
 
 
 @pytest.mark.slow
@@ -108,5 +108,5 @@ def test_nodes_of_several_ranks_and_one_alone(
         living = list(names[faults:])
         codes = cluster.end()
         assert [codes[name] for name in living] == [0] * len(living), cluster.told()
-    found = check(cluster, made, living)
-    assert found["generations"] == 1 + faults
+    result = check(cluster, made, living)
+    assert result["generations"] == 1 + faults

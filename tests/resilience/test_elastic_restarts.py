@@ -26,8 +26,8 @@ def test_the_coordinator_dies_in_steps_and_in_votes(tmp_path: Path) -> None:
         codes = cluster.end()
         assert codes == {"a": 0, "b": 0, "c": 0}, cluster.told()
         assert len(cluster.events("taken up")) == 3 and cluster.events("lost") == []
-    found = check(cluster, made, ["a", "b", "c"])
-    assert found["generations"] == 1 and found["false_alarms"] == 0
+    result = check(cluster, made, ["a", "b", "c"])
+    assert result["generations"] == 1 and result["false_alarms"] == 0
 
 
 def test_a_node_dies_while_the_coordinator_is_away(tmp_path: Path) -> None:
@@ -44,5 +44,5 @@ def test_a_node_dies_while_the_coordinator_is_away(tmp_path: Path) -> None:
         assert [codes[name] for name in "acd"] == [0, 0, 0], cluster.told()
         (lost,) = cluster.events("lost")
         assert "did not reconnect within 8 s after the restart of the coordinator" in lost["detail"]
-    found = check(cluster, made, ["a", "c", "d"])
-    assert found["generations"] == 2 and found["false_alarms"] == 0
+    result = check(cluster, made, ["a", "c", "d"])
+    assert result["generations"] == 2 and result["false_alarms"] == 0

@@ -77,9 +77,9 @@ def test_against_a_search(stalled: dict[int, Stall]) -> None:
         for rank, each in stalled.items()
     }
     ends = {rank for rank in stalled if not waits[rank]}
-    found = culprits(stalled, HEARTBEAT)
+    result = culprits(stalled, HEARTBEAT)
     if ends:
-        assert found == ends
+        assert result == ends
         return
 
     def walk(rank: int) -> set[int]:
@@ -95,4 +95,4 @@ def test_against_a_search(stalled: dict[int, Stall]) -> None:
         if reached <= set(stalled) and all(walk(other) == reached for other in reached):
             if min(stalled[other].seconds for other in reached) >= CIRCLE * HEARTBEAT:
                 expected.add(max(sorted(reached), key=lambda other: stalled[other].seconds))
-    assert found == expected
+    assert result == expected

@@ -37,8 +37,8 @@ def test_a_cut_cable_is_found_by_heartbeat(tmp_path: Path, hosts: Hosts) -> None
         assert "no sign of life from its supervisor for 3 s" in run.journal("lost")[0]["detail"]
         nodes[1].join(60.0)
         assert nodes[1].exitcode == 1  # it has lost the coordinator, and ends its ranks
-        said = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
-        assert f"it lost the coordinator at {hosts.switch}" in said
+        output = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
+        assert f"it lost the coordinator at {hosts.switch}" in output
         assert not Path(f"/proc/{before[lost][0]}").exists()
         steps = run.finish()
         assert run.end() == 0
@@ -75,8 +75,8 @@ def test_training_continues_while_a_host_is_cut_off_and_returns(tmp_path: Path, 
         codes = run.end()
         living = sorted({"a", "b", "c", "d"} - {first})
         assert {codes[name] for name in living} == {0}, run.told()
-    found = check(run, made, living)
-    assert found["generations"] == 3 and found["false_alarms"] == 0
+    result = check(run, made, living)
+    assert result["generations"] == 3 and result["false_alarms"] == 0
     # Every host has read its own disk, and has written its index there.
     assert all(any((tmp_path / f"disk-{place}" / "cache").iterdir()) for place in range(3))
 
@@ -96,5 +96,5 @@ def test_new_coordinator_resumes_after_its_host_was_cut_off(tmp_path: Path, host
         codes = run.end()
         assert codes == {"a": 0, "b": 0, "c": 0}, run.told()
         assert run.events("lost") == [] and len(run.events("taken up")) == 1
-    found = check(run, made, ["a", "b", "c"])
-    assert found["generations"] == 1 and found["false_alarms"] == 0
+    result = check(run, made, ["a", "b", "c"])
+    assert result["generations"] == 1 and result["false_alarms"] == 0

@@ -182,8 +182,8 @@ def test_nodes_of_another_config_are_refused(tmp_path: Path) -> None:
         (other,) = run.start()
         other.join(60.0)
         assert other.exitcode == 3
-        said = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
-        assert "start all nodes with the same config" in said and len(run.journal("came")) == 1
+        output = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
+        assert "start all nodes with the same config" in output and len(run.journal("came")) == 1
 
 
 def give_up_once(folder: Path, steps: int) -> None:

@@ -176,11 +176,11 @@ class World:
         if rank.mode == "waits":
             newest = self.store.add(NEWEST, 0)
             if newest > rank.after:
-                found = Generation.from_json(self.store.get(f"{GENERATION}/{newest}"))
-                if rank.node in found.nodes:
-                    self.store.add(f"{prefix_of(found)}/{ENTERED}/{rank.node}", 1)
-                    rank.generation, rank.after, rank.mode = found, newest, "meets"
-                    self.store.set(f"{prefix_of(found)}/of ranks/{rank.node}", str(rank.step))
+                result = Generation.from_json(self.store.get(f"{GENERATION}/{newest}"))
+                if rank.node in result.nodes:
+                    self.store.add(f"{prefix_of(result)}/{ENTERED}/{rank.node}", 1)
+                    rank.generation, rank.after, rank.mode = result, newest, "meets"
+                    self.store.set(f"{prefix_of(result)}/of ranks/{rank.node}", str(rank.step))
             return
         assert generation is not None
         if rank.mode == "meets":

@@ -125,12 +125,12 @@ def test_all_that_is_missing_comes_once_from_one_that_has_it(needed, held, hosts
     came = [(t.to, name) for t in takeover.transfers for name in t.names]
     there = {(name, rank % lane) for rank, names in held.items() for name in names}
     missing = {(rank, name) for rank, names in needed.items() for name in names - held[rank]}
-    found = [(rank, name) for rank, name in missing if (name, rank % lane) in there]
-    assert sorted(came) == sorted(found)
+    result = [(rank, name) for rank, name in missing if (name, rank % lane) in there]
+    assert sorted(came) == sorted(result)
     assert all(name in held[t.source] and name not in held[t.to] for t in takeover.transfers for name in t.names)
     assert all(t.source % lane == t.to % lane for t in takeover.transfers)
     assert set(takeover.orphans) == {name for rank, name in missing if (name, rank % lane) not in there}
-    assert takeover.bytes(sizes) == sum(sizes[rank % lane][name] for rank, name in found)
+    assert takeover.bytes(sizes) == sum(sizes[rank % lane][name] for rank, name in result)
 
 
 def test_sources_share_the_work_and_near_ones_are_taken_first() -> None:

@@ -44,8 +44,8 @@ def test_a_page_says_what_was_written(page: tuple[ProgressPage, ProgressReader],
     elif do == "idle":
         what, seconds = data.draw(st.text("abcé ", max_size=20)), data.draw(st.floats(0, 1e6))
         writer.idle(what, seconds)
-        found = reader.read()
-        assert (found.state, found.what, found.allowed, found.ranks) == ("idle", what, seconds, ())
+        result = reader.read()
+        assert (result.state, result.what, result.allowed, result.ranks) == ("idle", what, seconds, ())
     elif do == "enter":
         writer.enter(7)
         assert (reader.read().state, reader.read().generation) == ("computing", 7)
@@ -81,10 +81,10 @@ def test_the_recorder_writes_the_page(page: tuple[ProgressPage, ProgressReader])
     token = recorder.begin("receive", "x", (3,))
     assert (reader.read().state, reader.read().ranks) == ("waiting", (3,))
     recorder.end(token)
-    found = reader.read()
-    assert found.state == "computing"
+    result = reader.read()
+    assert result.state == "computing"
     recorder.begin("send", "x", (3,))
-    assert reader.read().state == "computing" and reader.read().counter > found.counter
+    assert reader.read().state == "computing" and reader.read().counter > result.counter
 
 
 def test_work_of_a_lane_names_its_ranks(page: tuple[ProgressPage, ProgressReader]) -> None:
@@ -127,9 +127,9 @@ def at(counter: int, state: str, allowed: float = 0.0) -> Progress:
     ],
 )
 def test_how_long_a_rank_may_stand_still(state: str, look: Look, patience: float) -> None:
-    found = see([(at(1, state, 20.0), look)] * 400)
-    stalls = [each for each in found if each is not None]
-    assert [each is not None for each in found] == [place * 0.25 >= patience for place in range(400)]
+    result = see([(at(1, state, 20.0), look)] * 400)
+    stalls = [each for each in result if each is not None]
+    assert [each is not None for each in result] == [place * 0.25 >= patience for place in range(400)]
     assert stalls[0].stopped == (look.state == "T") and stalls[0].seconds == patience
 
 
@@ -169,5 +169,5 @@ def test_supervisors_load_no_torch(tmp_path: Path) -> None:
         "import sys, interlace.resilience.supervisor.process; "
         "print(sorted({'torch', 'numpy', 'pydantic'} & {*sys.modules}))"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -18,9 +18,9 @@ NAMES = ("vision", "audio", LLM)
 def batch_of(mllm: Any, kind: str, count: int = 11) -> list[Sample]:
     """uneven: many media in a few samples. one modality: no audio. text: no media."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    result = []
     for i in range(count):
         images = 0 if kind == "text" else (4 if i in (0, 1) else i % 3 % 2)
         clips = 0 if kind != "uneven" else (3 if i == 2 else i % 2)
-        found.append(random_sample(mllm, generator, images=images, clips=clips, text=3 + 7 * (i % 4)))
-    return found
+        result.append(random_sample(mllm, generator, images=images, clips=clips, text=3 + 7 * (i % 4)))
+    return result

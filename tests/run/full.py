@@ -78,5 +78,5 @@ def train(rank: int, name: str) -> int:
         samples = [[next(dealt) for _ in range(count)] for count in case.groups]
     check_training(parallel, alone, samples, f"{name}\n", **case.step)
     rows = [action for actions in parallel.schedule(parallel.table(samples, **case.step)).actions for action in actions]
-    found = {op: {action.module for action in rows if action.op is op} for op in (Op.UNSHARD, Op.UNSHARD_LAYERS)}
-    return len(found[Op.UNSHARD_LAYERS] - found[Op.UNSHARD])
+    result = {op: {action.module for action in rows if action.op is op} for op in (Op.UNSHARD, Op.UNSHARD_LAYERS)}
+    return len(result[Op.UNSHARD_LAYERS] - result[Op.UNSHARD])

@@ -81,9 +81,9 @@ def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
     used = sorted({rank for _, ps in made.values() for _, lanes, copies in ps for rank in (*lanes, *copies)})
     new = {rank: Lane((i,)) for i, rank in enumerate(used)}
     modules = {}
-    for name, (spec, found) in made.items():
+    for name, (spec, result) in made.items():
         pipelines = []
-        for replica, (cuts, lanes, copies) in enumerate(found):
+        for replica, (cuts, lanes, copies) in enumerate(result):
             stages = [
                 Stage(name, i, cuts[i], cuts[i + 1], new[lane], tuple(new[c] for c in copies))
                 for i, lane in enumerate(lanes)
@@ -95,33 +95,33 @@ def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
 
 def kinds(layout: Layout) -> set[str]:
     """Features of a layout: degrees of encoders and of the language model, and positions of their lanes."""
-    found, sizes = set(), {}
+    result, sizes = set(), {}
     for name, (spec, pipelines) in layout.modules.items():
         side = "language" if name == LANGUAGE else "encoder"
         degrees = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "dp": spec.dp}
-        found |= {f"{side} {degree}{count}" for degree, count in degrees.items() if count > 1}
-        found |= {f"{side} {spec.shard}"} if spec.shard != "none" else set()
-        found |= {"sets of slices"} if spec.shard_ranks else set()
-        found |= {"copies"} if any(stage.copies for p in pipelines for stage in p.stages) else set()
+        result |= {f"{side} {degree}{count}" for degree, count in degrees.items() if count > 1}
+        result |= {f"{side} {spec.shard}"} if spec.shard != "none" else set()
+        result |= {"sets of slices"} if spec.shard_ranks else set()
+        result |= {"copies"} if any(stage.copies for p in pipelines for stage in p.stages) else set()
         sizes[name] = spec.lane_size
     for name, size in sizes.items():
         less, more = sorted((size, sizes[LANGUAGE]))
         if name != LANGUAGE:
-            found.add("equal lanes" if less == more else f"lanes that {'do not ' if more % less else ''}divide")
+            result.add("equal lanes" if less == more else f"lanes that {'do not ' if more % less else ''}divide")
     ranks = [set(lane.ranks) for lane in layout.lanes()]
     pairs = [(a, b) for a in ranks for b in ranks if a & b and a != b]
-    found |= {"overlapping lanes"} if pairs else set()
-    found |= {"crossing lanes"} if any(a - b and b - a for a, b in pairs) else set()
-    return found
+    result |= {"overlapping lanes"} if pairs else set()
+    result |= {"crossing lanes"} if any(a - b and b - a for a, b in pairs) else set()
+    return result
 
 
 def sweep(check: Callable[[int], Collection[str]], seeds: Iterable[int], due: Collection[str]) -> None:
     """Checks the cases of the seeds and collects the kinds that they cover. Each required kind must occur twice. So a
     change of seeds or draws that loses a kind is noticed.
     """
-    found = Counter(kind for seed in seeds for kind in set(check(seed)))
-    seldom = sorted(kind for kind in due if found[kind] < 2)
-    assert not seldom, f"seldom or never met: {seldom} among {dict(found)}"
+    result = Counter(kind for seed in seeds for kind in set(check(seed)))
+    seldom = sorted(kind for kind in due if result[kind] < 2)
+    assert not seldom, f"seldom or never met: {seldom} among {dict(result)}"
 
 
 def random_checkpointing(rng: random.Random) -> Checkpointing:
@@ -214,8 +214,8 @@ def _pieces(
 ) -> dict[str, list[tuple[int, int, int, int, int]]]:
     """Encoder -> pieces that the chunks of the language model read of it."""
     *encoders, language = parallel.mllm.modules_order()
-    found: dict[str, list[tuple[int, int, int, int, int]]] = {name: [] for name in encoders}
-    for name, pieces in found.items():
+    result: dict[str, list[tuple[int, int, int, int, int]]] = {name: [] for name in encoders}
+    for name, pieces in result.items():
         for reader, (module, _, mine) in enumerate(chunks):
             row = 0
             for i in mine if module == language else ():
@@ -227,7 +227,7 @@ def _pieces(
                         pieces.append((source, first + start, reader, row + start, stop - start))
                 row += length
         rng.shuffle(pieces)
-    return found
+    return result
 
 
 def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]]) -> None:

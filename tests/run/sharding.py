@@ -115,8 +115,8 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)
     check_training(parallel, alone, samples, where, microbatches=rng.choice([1, 2, 3]))
     rows = [action for actions in parallel.schedule(parallel.table(samples)).actions for action in actions]
     full = [action.op for action in rows if action.op in GATHERED and parallel.graph.shards[action.other].full]
-    found = {placement, *what, *(f"{name}={value}" for name, value in options.items()), *(GATHERED[op] for op in full)}
-    return found | kinds(layout)
+    result = {placement, *what, *(f"{name}={value}" for name, value in options.items()), *(GATHERED[op] for op in full)}
+    return result | kinds(layout)
 
 
 def two_replicas(mllm: MultimodalModel, shard: str, **more: Any) -> Layout:

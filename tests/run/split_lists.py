@@ -35,11 +35,11 @@ def split_backwards(
     layered = {a.module for actions in lists for a in actions if a.op is Op.UNSHARD_LAYERS}
     lanes: dict[Lane, list[list[int]]] = defaultdict(list)  # per rank, its indices of the lane's compute actions
     for rank, actions in enumerate(lists):
-        found: dict[Lane, list[int]] = defaultdict(list)
+        result: dict[Lane, list[int]] = defaultdict(list)
         for place, action in enumerate(actions):
             if action.op in COMPUTE:
-                found[_lane(schedule, action, rank)].append(place)
-        for lane, places in found.items():
+                result[_lane(schedule, action, rank)].append(place)
+        for lane, places in result.items():
             lanes[lane].append(places)
     after: list[dict[int, list[Action]]] = [defaultdict(list) for _ in lists]  # index -> actions inserted after it
     for lane, by_rank in lanes.items():

@@ -121,8 +121,8 @@ def random_layout(rng: random.Random, mllm: MultimodalModel, placement: str) -> 
 
 def norm_of(gradients: dict[str, torch.Tensor | None], mllm: MultimodalModel) -> float:
     """Norm over the model's parameters, each counted once."""
-    found = [gradients[name] for name, _ in mllm.named_parameters()]
-    return sum(float(g.double().square().sum()) for g in found if g is not None) ** 0.5
+    result = [gradients[name] for name, _ in mllm.named_parameters()]
+    return sum(float(g.double().square().sum()) for g in result if g is not None) ** 0.5
 
 
 def compare_holders(parallel: ParallelModel) -> None:

@@ -97,10 +97,10 @@ def test_as_from_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Alike] = []
     filled = Alike.filled
     monkeypatch.setattr(Alike, "filled", lambda self, found: (measured.append(self), filled(self, found))[1])
-    found = CASES[name].found()
+    result = CASES[name].found()
     assert measured and all(each.skipped for each in measured)
     monkeypatch.setattr(traced, "Alike", Everything)
-    assert found == CASES[name].found()
+    assert result == CASES[name].found()
 
 
 class Everything(Alike):
@@ -127,11 +127,11 @@ def kinds(text: str) -> list[Any]:
     ],
 )
 def test_first_and_last_of_each_kind_are_run(text: str, run: set[int]) -> None:
-    found = Alike(kinds(text))
-    ran = set(range(len(text))) - found.skipped
+    result = Alike(kinds(text))
+    ran = set(range(len(text))) - result.skipped
     assert ran <= run
-    for layer in found.skipped:
-        like = found.like[layer]
+    for layer in result.skipped:
+        like = result.like[layer]
         assert {like, like - 1} <= ran and text[like - 1 : like + 1] == text[layer - 1 : layer + 1]
 
 
@@ -149,8 +149,8 @@ def given(**changes: Storage) -> list[Storage]:
 
 
 def test_what_is_copied_by_hand() -> None:
-    found = Alike(kinds("AAAAAAAAA")).filled(given())
-    seen = sorted((each.bytes, sorted(each.layers), each.edge) for each in found)
+    result = Alike(kinds("AAAAAAAAA")).filled(given())
+    seen = sorted((each.bytes, sorted(each.layers), each.edge) for each in result)
     expected = [(4, [i - 1, i], i) for i in range(1, 9)] + [(8, [i], -1) for i in range(9)]
     assert seen == sorted([*expected, (16, list(range(9)), -1)])
 

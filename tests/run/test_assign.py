@@ -66,26 +66,26 @@ def batches(draw: st.DrawFn) -> tuple[StageGraph, Assigner, Lengths, int]:
 @given(batches())
 def test_tables_have_the_chunks_of_the_plan_and_their_lists_run(batch: Any) -> None:
     graph, assigner, lengths, count = batch
-    found = assigner(lengths, count)
-    assert found is not None
-    table = step_table(graph.layout, lengths, assignment=found)
+    result = assigner(lengths, count)
+    assert result is not None
+    table = step_table(graph.layout, lengths, assignment=result)
     assert table.work is not None
     for name in graph.modules:
         mine = [(i, chunk) for i, chunk in enumerate(table.chunks) if chunk.module == name]
         reads = np.arange(len(lengths)) if name == LLM else np.flatnonzero(lengths.rows[name])
         assert sorted(s for _, chunk in mine for s in chunk.samples.tolist()) == reads.tolist()
         for i, chunk in mine:
-            assert (found.replica[chunk.samples] == chunk.replica).all()
-            assert table.work[i] == sum(found.work[name][s] for s in chunk.samples)
+            assert (result.replica[chunk.samples] == chunk.replica).all()
+            assert table.work[i] == sum(result.work[name][s] for s in chunk.samples)
         # Row by row and slot by slot: rows read in the slot come first, then rows read later, as a chunk of their own.
-        slot = found.llm_slot if name == LLM else found.encoder_slot
+        slot = result.llm_slot if name == LLM else result.encoder_slot
         members: dict[tuple[int, int, bool], list[int]] = {}
         for s in reads.tolist():
-            own_chunk = bool(name != LLM and found.llm_slot[s] > found.encoder_slot[s])
-            members.setdefault((int(found.replica[s]), int(slot[s]), own_chunk), []).append(s)
+            own_chunk = bool(name != LLM and result.llm_slot[s] > result.encoder_slot[s])
+            members.setdefault((int(result.replica[s]), int(slot[s]), own_chunk), []).append(s)
         wanted = [(key[0], members[key]) for key in sorted(members)]
         assert [(chunk.replica, sorted(chunk.samples.tolist())) for _, chunk in mine] == wanted
-    late = found.llm_slot - found.encoder_slot
+    late = result.llm_slot - result.encoder_slot
     assert late.min() >= 0 and late.max() <= 1
     assert max(chunk.index for chunk in table.chunks if chunk.module == LLM) < count
     has_media = np.any([rows > 0 for rows in lengths.rows.values()], axis=0)
@@ -101,17 +101,17 @@ def test_entrain_is_never_slower_than_tokens_or_deferral(batch: Any) -> None:
     """Each replica alone, simulated with `simulate` on tables made here."""
     graph, assigner, lengths, count = batch
     entrain = Assigner("entrain", graph.layout, assigner.work)
-    found = entrain(lengths, count)
-    assert found is not None
-    for replica in range(int(found.replica.max()) + 1):
-        mine = np.flatnonzero(found.replica == replica)
-        own, work = lengths.take(mine), {name: each[mine] for name, each in found.work.items()}
+    result = entrain(lengths, count)
+    assert result is not None
+    for replica in range(int(result.replica.max()) + 1):
+        mine = np.flatnonzero(result.replica == replica)
+        own, work = lengths.take(mine), {name: each[mine] for name, each in result.work.items()}
         most = min(count, len(mine))
         encoder = np.sum([work[name] for name in graph.modules[:-1]], axis=0)
         deferral = balance.assign_microbatches(encoder, work[LLM], most, shrink=False)
         tokens = balance.assign(own.tokens, most, capacity=-(-len(mine) // most))
         ways = {
-            "entrain": (found.encoder_slot[mine], found.llm_slot[mine]),
+            "entrain": (result.encoder_slot[mine], result.llm_slot[mine]),
             "tokens": (tokens, tokens),
             "deferral": (deferral.encoder_of, deferral.llm_of),
         }
@@ -133,10 +133,10 @@ def test_what_is_compared_are_the_chunks_of_the_table(batch: Any) -> None:
     one = Assigner(
         "entrain", graph_of({name: graph.layout.spec(name).pp for name in graph.modules}, 1).layout, assigner.work
     )
-    found = one(lengths, count)
-    assert found is not None
-    table = step_table(one.layout, lengths, assignment=found)
-    outline = one.replica._outline(lengths, found.work, (found.encoder_slot, found.llm_slot))
+    result = one(lengths, count)
+    assert result is not None
+    table = step_table(one.layout, lengths, assignment=result)
+    outline = one.replica._outline(lengths, result.work, (result.encoder_slot, result.llm_slot))
     assert table.work is not None and outline.work is not None
     assert [(c.module, c.index) for c in outline.chunks] == [(c.module, c.index) for c in table.chunks]
     assert outline.work.tolist() == table.work.tolist() and outline.links.tolist() == table.links.tolist()
@@ -159,10 +159,10 @@ def test_microbatches_are_near_the_least_possible_deviation(mix: str) -> None:
         made[name] = ModuleWork(forward, 2 * forward, 4.0 if name == "vision" else 1.0, name == LLM, np.ones(4, bool))
     work = Work(made)
     lengths = Lengths(drawn.total, np.ones(512, np.int64), {"vision": np.asarray(sum(drawn.rows.values()))})
-    found = Assigner("entrain", graph.layout, work)(lengths, 32)
-    assert found is not None
-    llm = found.work[LLM]
-    loads = np.bincount(found.replica * 32 + found.llm_slot, llm, 128)
+    result = Assigner("entrain", graph.layout, work)(lengths, 32)
+    assert result is not None
+    llm = result.work[LLM]
+    loads = np.bincount(result.replica * 32 + result.llm_slot, llm, 128)
     static = np.bincount(np.arange(512) // 4, llm, 128).std()
     least = balance.least_spread(llm, 128)
     if mix in ("llava", "video"):  # some samples are larger than four others
@@ -186,11 +186,11 @@ def test_as_printed_is_algorithm_4() -> None:
         }
     )
     lengths = Lengths(llm, np.ones(15, np.int64), {"vision": encoder})
-    found = Assigner("as_printed", graph.layout, work)(lengths, 6)
-    assert found is not None
-    assert np.bincount(found.encoder_slot, encoder).tolist() == [3] * 6
-    assert np.bincount(found.llm_slot, llm).max() == 6
-    assert (found.llm_slot > found.encoder_slot).any()
+    result = Assigner("as_printed", graph.layout, work)(lengths, 6)
+    assert result is not None
+    assert np.bincount(result.encoder_slot, encoder).tolist() == [3] * 6
+    assert np.bincount(result.llm_slot, llm).max() == 6
+    assert (result.llm_slot > result.encoder_slot).any()
 
 
 def test_replicas_that_are_cut_otherwise() -> None:
@@ -245,11 +245,11 @@ def test_one_process_gives_the_same(method: Method, name: str) -> None:
 def test_a_predicted_step_is_of_the_table_of_the_run() -> None:
     mllm, samples = tiny_mllm().train(), batch_of("as_printed", "stages")
     costs = ScaledCosts(analytic_costs(mllm), dict.fromkeys(NAMES, 100.0))
-    found = Predictor(mllm, costs, Links(), assign="as_printed").step(
+    result = Predictor(mllm, costs, Links(), assign="as_printed").step(
         layouts(mllm)["stages"], samples, one_f_one_b, microbatches=3
     )
     parallel = parallelize(mllm, layouts(mllm)["stages"], assign="as_printed")
-    assert found.table is not None and found.table.digest == parallel.table(samples, 3).digest
+    assert result.table is not None and result.table.digest == parallel.table(samples, 3).digest
 
 
 def test_ranks_run_the_chunks_in_the_order_of_their_lists() -> None:

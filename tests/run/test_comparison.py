@@ -35,7 +35,7 @@ DIFFERENT = {
 
 def step(rank: int, ways: list[str]) -> list[tuple[str, bool]]:
     """(error on this rank, whether it has gradients afterwards) if rank 1 differs in one of `ways`."""
-    told = []
+    lines = []
     for way in ways:
         odd = way if rank == 1 else ""
         mllm = tiny_mllm(layers=3 if odd == "layers" else 2, encoders=("vision",))
@@ -64,8 +64,8 @@ def step(rank: int, ways: list[str]) -> list[tuple[str, bool]]:
         except ValueError as error:
             text = str(error)
         trained = any(parameter.grad is not None for _, parameter in parallel.named_parameters())
-        told.append((text, trained))
-    return told
+        lines.append((text, trained))
+    return lines
 
 
 def test_ranks_that_were_given_something_else_do_not_start(pool: Any) -> None:
@@ -82,7 +82,7 @@ def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
     """(error on this rank, whether its gradients of the previous step are unchanged) if batches differ, or one is
     refused. Without images the language model of dp = 1 does not communicate.
     """
-    told = []
+    lines = []
     for odd in ("differs", "refused"):
         mllm = tiny_mllm(encoders=("vision",) if dp == 1 else ())
         layout = Layout.from_specs(mllm, {name: ParallelSpec(dp=dp) for name in mllm.modules_order()})
@@ -99,8 +99,8 @@ def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
             p.grad is None if before[name] is None else p.grad is not None and torch.equal(p.grad, before[name])
             for name, p in parallel.named_parameters()
         )
-        told.append((text, same))
-    return told
+        lines.append((text, same))
+    return lines
 
 
 @pytest.mark.parametrize("dp", [1, 2])

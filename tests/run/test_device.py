@@ -116,8 +116,8 @@ def test_events_become_seconds_of_the_programs_clock(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(devices, "mark", lambda device: Event(5000.0))
     monkeypatch.setattr(devices, "current", lambda device: devices.nullcontext())
     monkeypatch.setattr(devices.time, "monotonic", lambda: 100.0)
-    found = devices.seconds([(Event(1000.0), Event(1500.0)), (Event(1500.0), Event(4000.0))], gpu)
-    assert found == [(96.0, 96.5), (96.5, 99.0)]
+    result = devices.seconds([(Event(1000.0), Event(1500.0)), (Event(1500.0), Event(4000.0))], gpu)
+    assert result == [(96.0, 96.5), (96.5, 99.0)]
 
 
 @pytest.mark.parametrize("placement", ["parallel", "colocated", "replicated", "shared"])

@@ -117,8 +117,8 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
     """Per module: the cost of each replica's samples, as dealt by `post_balance`, in any order of replicas."""
     dispatcher, lengths, count = drawn
     layout = dispatcher.layout
-    found = dispatcher(lengths)
-    table = step_table(layout, lengths, microbatches=count, replicas=found)
+    result = dispatcher(lengths)
+    table = step_table(layout, lengths, microbatches=count, replicas=result)
     for name in NAMES:
         rows = lengths.tokens if name == LLM else lengths.rows[name]
         items = np.ones(len(rows), np.int64) if name == LLM else np.maximum(lengths.items_of(name), 1)
@@ -138,8 +138,8 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
                     one + phase.quadratic * one**2 / k for one, k in zip(length, share.tolist(), strict=True)
                 )
         assert np.allclose(dispatcher.computed(table, lengths)[name], costs, rtol=1e-12)
-        if name in found and len(used):
-            loads = dispatcher.loads(name, lengths, found[name])
+        if name in result and len(used):
+            loads = dispatcher.loads(name, lengths, result[name])
             assert np.array_equal(loads, dispatcher.computed(table, lengths)[name])
         if dispatcher.method == "per_module" or (dispatcher.method == "llm" and name == LLM):
             how = {"batching": phase.batching, "quadratic": phase.quadratic}
@@ -161,9 +161,9 @@ def test_dispatch_keeps_rows_on_their_rank_or_node() -> None:
     rows = np.array([50, 40, 30, 20], np.int64)
     lengths = Lengths(rows + 400, np.ones(4, np.int64), {"vision": rows, "audio": np.zeros(4, np.int64)})
     for node in (None, 1, 2):
-        found = Dispatcher("per_module", layout, dict.fromkeys(NAMES, Phase()), node)
-        table = step_table(layout, lengths, replicas=found(lengths))
-        moved, between = found.crossing(table)
+        result = Dispatcher("per_module", layout, dict.fromkeys(NAMES, Phase()), node)
+        table = step_table(layout, lengths, replicas=result(lengths))
+        moved, between = result.crossing(table)
         assert between == 0
         assert node == 2 or moved == 0
 
@@ -297,8 +297,8 @@ def test_tables_are_kept_for_as_many_batches_as_are_read_ahead() -> None:
     tables = TablesAhead()
     batches = [GlobalBatch.of(batch_of(mllm, "uneven"), 2) for _ in range(20)]
     made = [tables.prepare(batch, lambda batch=batch: batch.table(layout)) for batch in batches]  # type: ignore[misc]
-    found = [tables.take(batch) for batch in batches]
-    assert [table and table.digest for table in found] == [table.digest for table in made]
+    result = [tables.take(batch) for batch in batches]
+    assert [table and table.digest for table in result] == [table.digest for table in made]
     for batch in batches:
         tables.prepare(batch, lambda: made[0])
     batches, kept = batches[:1], batches[0]

@@ -77,9 +77,9 @@ def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None
         loss = stage(mllm.collate_module(LLM, samples) | {"features": {}})
     assert loss.requires_grad
     real = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
-    found = activations_of(model(family).to("meta").train(), Layout.from_specs(mllm, {LLM: ParallelSpec()}))[LLM]
+    result = activations_of(model(family).to("meta").train(), Layout.from_specs(mllm, {LLM: ParallelSpec()}))[LLM]
     load = Load(sum(map(len, samples)), sum(int((sample.labels != IGNORE).sum()) for sample in samples))
-    assert found.of_stage(0, 2, load) == pytest.approx(real, rel=0.05)
+    assert result.of_stage(0, 2, load) == pytest.approx(real, rel=0.05)
     with FakeTensorMode():  # the replacement of PyTorch's own rule, which supports only bfloat16
         like = torch.empty(10, 24, dtype=torch.bfloat16), torch.empty(4, 24, 16, dtype=torch.bfloat16)
         offs = torch.empty(4, dtype=torch.int32)

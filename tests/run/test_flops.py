@@ -125,10 +125,10 @@ def test_frozen_layers_and_adapters() -> None:
     length = 9
 
     def wanted() -> int:
-        found = counted(lambda: plain(torch.full((1, length), 3), use_cache=False).logits)
+        result = counted(lambda: plain(torch.full((1, length), 3), use_cache=False).logits)
         unseen = length * length - visible(Document(length, True))
         # forward of three layers, backward of the one after the trained part
-        return found - 2 * unseen * 2 * 16 * (3 + 2 * 1)
+        return result - 2 * unseen * 2 * 16 * (3 + 2 * 1)
 
     assert StepFlops(mllm).of([text(length, length)])[LLM].model == wanted()
     mllm.language_model.model.layers[1].mlp.requires_grad_(False)  # type: ignore[union-attr, index]
@@ -176,8 +176,8 @@ def test_an_encoder_that_is_told_about_its_images(windows: bool) -> None:
     for grid in ((1, 4, 6), (1, 16, 10), (2, 12, 8)):
         shape = (grid[0] * grid[1] * grid[2], 3 * 2 * 4 * 4)
         wanted = counted(lambda g=grid, s=shape: plain(torch.zeros(s), grid_thw=torch.tensor([g])).pooler_output)
-        found = count.of([with_item(mllm, "vision", shape, {"grid_thw": grid})])["vision"]
-        assert found.model == wanted
+        result = count.of([with_item(mllm, "vision", shape, {"grid_thw": grid})])["vision"]
+        assert result.model == wanted
 
 
 def test_sizes_without_a_rule_are_run_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

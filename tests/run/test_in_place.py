@@ -146,9 +146,9 @@ def test_full_gradients_are_those_of_the_model():
     mllm.zero_grad()
     parallel = parallelize(mllm, make(mllm, pp=2, dp=2), timeout=30)
     parallel.step(batch)
-    found = parallel.full_gradients()
-    assert set(found) == {name for name, _ in mllm.named_parameters()}
-    for name, gradient in found.items():
+    result = parallel.full_gradients()
+    assert set(result) == {name for name, _ in mllm.named_parameters()}
+    for name, gradient in result.items():
         assert_same_gradient(name, gradient, gradients[name])
 
 

@@ -75,17 +75,17 @@ def test_no_more_than_a_layer_and_what_lies_beside_is_there() -> None:
 @pytest.fixture
 def sequence(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Gathers and sums that the stages of the module "vision" begin and wait for, in order, on all ranks."""
-    said: list[str] = []
+    lines: list[str] = []
     for name in ("_gather", "_await", "_sum"):
         method = getattr(LayerByLayer, name)
 
         def note(self: LayerByLayer, number: int, name: str = name, method: Any = method) -> None:
             if self._sharded.shard.module == "vision" and self._sharded.place == 0:
-                said.append(f"{name[1:]} {number}")
+                lines.append(f"{name[1:]} {number}")
             method(self, number)
 
         monkeypatch.setattr(LayerByLayer, name, note)
-    return said
+    return lines
 
 
 @pytest.mark.parametrize("trained", ["all", "last layer"])
@@ -118,13 +118,13 @@ def test_autocast_changes_nothing_of_what_is_gathered() -> None:
     """The same numbers as with weights that stay in memory."""
     mllm = model(encoders=("vision",))
     batch = random_microbatches(mllm, "all")
-    found = []
+    result = []
     for shard in ("none", "full"):
         own = copy.deepcopy(mllm)
         parallel = parallelize(own, two_replicas(own, shard), autocast=torch.bfloat16, checkpointing="full", timeout=30)
-        found.append((float(parallel.step(batch).loss), {n: p.grad for n, p in own.named_parameters()}))
+        result.append((float(parallel.step(batch).loss), {n: p.grad for n, p in own.named_parameters()}))
     assert gathers_by_layer(parallel)
-    (loss, gradients), (other, others) = found
+    (loss, gradients), (other, others) = result
     assert other == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         assert (gradient - others[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name

@@ -15,15 +15,15 @@ def measured(hosts: list[str]) -> list[Links]:
     world = len(hosts)
     network = LocalNetwork(world, 30.0)
     channels = [LocalChannel(rank, network, device=torch.device("cpu")) for rank in range(world)]
-    found: dict[int, Links] = {}
+    result: dict[int, Links] = {}
 
     def play(rank: int) -> None:
-        found[rank] = measure_links(channels[rank], ["vision", "language_model"], hosts=hosts)
+        result[rank] = measure_links(channels[rank], ["vision", "language_model"], hosts=hosts)
 
     run_threads(list(range(world)), play, lambda rank, reason: channels[rank].leave(reason))
     for channel in channels:
         channel.close()
-    return [found[rank] for rank in range(world)]
+    return [result[rank] for rank in range(world)]
 
 
 def test_one_process_has_none() -> None:

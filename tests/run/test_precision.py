@@ -64,10 +64,10 @@ def test_layouts_agree_to_the_rounding_of_bf16(name: str, chunked: bool, monkeyp
 
     monkeypatch.setattr(LocalChannel, "send", note_send)
     monkeypatch.setattr(LocalChannel, "start_all_reduce", note_sum)
-    found, other = step(LAYOUTS[name], torch.bfloat16, "selective" if chunked else "full")
+    result, other = step(LAYOUTS[name], torch.bfloat16, "selective" if chunked else "full")
     assert loss != exact and loss == pytest.approx(exact, rel=2e-2)
     close = 1e-6 if name in SAME_CHUNKS else 1e-2
-    assert found == pytest.approx(loss, rel=close)
+    assert result == pytest.approx(loss, rel=close)
     for key, expected in gradients.items():
         if expected is None:
             assert other[key] is None, key
@@ -93,8 +93,8 @@ def test_reused_weights_accumulate_gradients_in_fp32(monkeypatch: pytest.MonkeyP
         return call(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", forgetting)
-    found, other = step(one, torch.bfloat16, "none")
-    assert found == loss
+    result, other = step(one, torch.bfloat16, "none")
+    assert result == loss
     for name, expected in gradients.items():
         assert expected is None or torch.equal(other[name], expected), name
 
@@ -102,5 +102,5 @@ def test_reused_weights_accumulate_gradients_in_fp32(monkeypatch: pytest.MonkeyP
 def test_bf16_is_near_one_process_in_fp32() -> None:
     mllm = tiny_mllm(hidden=24, heads=6, kv_heads=6, tied=True, encoders=("vision",)).train()
     loss, _ = oracle(mllm, random_microbatches(mllm, "all"))
-    found, _ = step(LAYOUTS["all"], torch.bfloat16, "none")
-    assert found != loss and found == pytest.approx(loss, rel=2e-2)
+    result, _ = step(LAYOUTS["all"], torch.bfloat16, "none")
+    assert result != loss and result == pytest.approx(loss, rel=2e-2)

@@ -97,7 +97,7 @@ def test_a_step_by_hand() -> None:
     traffic = Traffic({"vision": [0, 9], LLM: [99, 10, 99]}, 8.0, weights)
     costs = PerRow({"vision": 1, LLM: 2})
     sizes = [Size(3, 0), Size(6, 0)]
-    found = predict(schedule, costs, sizes, LINKS, traffic)
+    result = predict(schedule, costs, sizes, LINKS, traffic)
     ways = {
         Action(Op.FORWARD, "vision", 0, 0): (0.0, 3.125),
         Action(Op.FORWARD, LLM, 0, 1): (4.025, 10.15),
@@ -106,20 +106,20 @@ def test_a_step_by_hand() -> None:
         Action(Op.BACKWARD, LLM, 0, 1): (48.5375, 78.6),
         Action(Op.BACKWARD, "vision", 0, 0): (79.5, 91.5625),
     }
-    seen = {record.action: (record.start, record.finish) for record in found.records()}
+    seen = {record.action: (record.start, record.finish) for record in result.records()}
     for action, (start, finish) in ways.items():
         assert seen[action] == pytest.approx((start, finish))
     # The optimizer waits for all: 2 s, and half a second per byte of 12, 20 and 28.
-    ends = [(r.rank, r.start, r.finish) for r in found.records() if r.action.op is Op.OPTIMIZER_STEP]
+    ends = [(r.rank, r.start, r.finish) for r in result.records() if r.action.op is Op.OPTIMIZER_STEP]
     assert ends == [
         (rank, *map(pytest.approx, (91.5625, 91.5625 + 2 + size / 2))) for rank, size in enumerate((12, 20, 28))
     ]
-    assert found.makespan == pytest.approx(91.5625 + 16)
+    assert result.makespan == pytest.approx(91.5625 + 16)
     lists = predict(schedule, costs, sizes, LINKS, traffic, optimizer=False)
     assert lists.makespan == pytest.approx(91.5625) == predict_arrays(schedule, costs, sizes, LINKS, traffic).makespan
     assert sum(lists.busy_per_rank) == pytest.approx(3.125 + 6.125 * 2 + 30.0625 * 2 + 12.0625)
     whole = predict_arrays(schedule, costs, sizes, LINKS, traffic, optimizer=True)
-    assert whole.makespan == pytest.approx(found.makespan) and whole.bubble == pytest.approx(found.bubble)
+    assert whole.makespan == pytest.approx(result.makespan) and whole.bubble == pytest.approx(result.bubble)
     assert whole.bubble > predict_arrays(schedule, costs, sizes, LINKS, traffic).bubble
     # Made of equal samples, with a row for two.
     doubled = predict(schedule, costs, sizes, LINKS, replace(traffic, rows_of={"vision": 2.0}), optimizer=False)
@@ -131,11 +131,11 @@ def test_halves_of_a_backward_and_recomputed_layers() -> None:
     graph = graph_of({LLM: [[(0,)]]}, specs)
     graph = replace(graph, trainable={LLM: (True,)})
     table = StepTable(chunks((LLM, 0, 0)))
-    found = duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS)
+    result = duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS)
     # The first trained layer: 4 s per row for its weights alone, of which 3 can wait.
-    assert found[CODES[Op.BACKWARD], 0, 0] == pytest.approx(8.0625)
-    assert found[CODES[Op.BACKWARD_INPUT], 0, 0] == pytest.approx(2.0625)
-    assert found[CODES[Op.BACKWARD_WEIGHT], 0, 0] == pytest.approx(6.0)
+    assert result[CODES[Op.BACKWARD], 0, 0] == pytest.approx(8.0625)
+    assert result[CODES[Op.BACKWARD_INPUT], 0, 0] == pytest.approx(2.0625)
+    assert result[CODES[Op.BACKWARD_WEIGHT], 0, 0] == pytest.approx(6.0)
     again = duration_array(graph, table, PerRow({LLM: 1}), [Size(2, 0)], LINKS, recompute=True)
     assert again[CODES[Op.BACKWARD], 0, 0] == pytest.approx(10.0625)
     assert again[CODES[Op.BACKWARD_WEIGHT], 0, 0] == pytest.approx(6.0)
@@ -165,7 +165,7 @@ def test_sums_of_replicas_by_hand(shard: str, summed: float) -> None:
     schedule = one_f_one_b(graph, table)
     check(schedule)
     traffic, sizes = Traffic({LLM: [0, 10, 0]}, 0.0, weights), [Size(1, 0), Size(2, 0)]
-    found = predict_arrays(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic)
+    result = predict_arrays(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic)
     # The slower replica computes 2 + 2 forward, then 10 and 8 backward, plus the overhead of the stage. The sum of its
     # layer 1 ends long before that of layer 0 begins.
     computed = 2 * 2.125 + 10.0625 + 8.0625
@@ -173,7 +173,7 @@ def test_sums_of_replicas_by_hand(shard: str, summed: float) -> None:
     gathered = 0.0
     if shard == "optimizer":  # trained rows of the last step: before the first forward, both
         gathered = 2 * 0.25 + (20 + 50) * 0.002
-    assert found.makespan == pytest.approx(gathered + computed + first)
+    assert result.makespan == pytest.approx(gathered + computed + first)
     timeline = predict(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic)
     lengths = {r.action.other: 0.0 for r in timeline.records() if r.action.op is Op.REDUCE_GRAD}
     assert len(lengths) == 2
@@ -244,8 +244,8 @@ def test_against_a_replay_in_python(step: Any) -> None:
         return 2 * (0.25 + 0.002 * size / 2) if size else 0.0
 
     wanted = simulate_in_python(schedule, seconds, transfer=travel, reduce_grad=total, overhead=0.03125)
-    found = predict(schedule, costs, sizes, replace(LINKS, overhead=0.03125), traffic, optimizer=False)
-    for mine, theirs in zip(found.records(), wanted.records(), strict=True):
+    result = predict(schedule, costs, sizes, replace(LINKS, overhead=0.03125), traffic, optimizer=False)
+    for mine, theirs in zip(result.records(), wanted.records(), strict=True):
         assert mine.action == theirs.action
         assert (mine.start, mine.finish) == pytest.approx((theirs.start, theirs.finish))
 
@@ -346,12 +346,12 @@ def test_layerwise_gathers_cost_their_waiting_time() -> None:
         weight("e", LLM, (0,), 8, beside=True), weight("a", LLM, (0,), 250), weight("b", LLM, (1,), 500)
     ]  # fmt: skip
     traffic, sizes = Traffic({LLM: [0, 0, 0]}, 0.0, weights), [Size(0.5, 0), Size(1, 0)]
-    found = predict(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic, optimizer=False)
+    result = predict(schedule, PerRow({LLM: 2}), sizes, LINKS, traffic, optimizer=False)
     ways = [0.25 + size / 2 * 0.002 for size in (32, 1000, 2000)]
     forward, backward = layered_forward([1, 1], ways) + 0.125, layered_backward([4, 5], ways, ways) + 0.0625
     for rank in (0, 1):
         spans = {
-            a.op: (s, f) for a, s, f in zip(found.actions[rank], found.start[rank], found.finish[rank], strict=True)
+            a.op: (s, f) for a, s, f in zip(result.actions[rank], result.start[rank], result.finish[rank], strict=True)
         }
         assert spans[Op.FORWARD] == pytest.approx((0.0, forward))
         assert spans[Op.BACKWARD] == pytest.approx((forward, forward + backward))
@@ -374,11 +374,11 @@ def test_layerwise_gathers_wait_for_the_last_replica() -> None:
         layout = Layout({"vision": (ParallelSpec(), (vision,)), LLM: (ParallelSpec(dp=2, shard=shard), stages)}, 3)
         schedule = one_f_one_b(StageGraph(layout, links, trainable), table)
         check(schedule)
-        found = predict(schedule, costs, sizes, LINKS, traffic, optimizer=False)
+        result = predict(schedule, costs, sizes, LINKS, traffic, optimizer=False)
         return [
             start
             for rank in (1, 2)
-            for action, start in zip(found.actions[rank], found.start[rank], strict=True)
+            for action, start in zip(result.actions[rank], result.start[rank], strict=True)
             if action.op is Op.FORWARD
         ]
 
@@ -402,10 +402,10 @@ def test_what_a_rank_does_beside_its_lists_is_in_the_step() -> None:
     plain = PerRow({"vision": 1, LLM: 1})
 
     def times(costs: PerRow) -> dict[Op, list[tuple[float, float]]]:
-        found: dict[Op, list[tuple[float, float]]] = {}
+        result: dict[Op, list[tuple[float, float]]] = {}
         for record in predict(schedule, costs, sizes, LINKS, traffic).records():
-            found.setdefault(record.action.op, []).append((record.start, record.finish))
-        return found
+            result.setdefault(record.action.op, []).append((record.start, record.finish))
+        return result
 
     before = times(plain)
     # Rank 0 reads 3 samples and decodes 2 of vision: 3 * 0.25 + 2 * 0.5. Rank 1 reads 3, in its own first action.

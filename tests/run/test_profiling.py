@@ -78,10 +78,10 @@ def test_a_layer_and_what_a_stage_spends_once_are_told_apart(monkeypatch: pytest
     for name in mllm.modules_order():
         assert costs.modules[name].layers == ("first", "like 1", "like 1", "like 1", "last")
         size = size_of(mllm, name, drawn(mllm, 7, seed=5))
-        found = costs.of(name, size)
-        assert found.times.forward == pytest.approx([2 + 0.5 * size.rows] * 5)
-        assert found.times.weight_grad[1:] == pytest.approx([4 * size.rows] * 4)
-        assert found.times.input_grad[1:] == pytest.approx([size.rows] * 4)
+        result = costs.of(name, size)
+        assert result.times.forward == pytest.approx([2 + 0.5 * size.rows] * 5)
+        assert result.times.weight_grad[1:] == pytest.approx([4 * size.rows] * 4)
+        assert result.times.input_grad[1:] == pytest.approx([size.rows] * 4)
         assert costs.modules[name].collate.seconds(size) == pytest.approx(COLLATE)
         assert costs.beside(name, size) == pytest.approx((3.0 + COLLATE, 5.0))
     assert costs.of("vision", size).times.weight_only[0] == pytest.approx(4 * size.rows)
@@ -94,9 +94,9 @@ def test_modules_of_few_layers(monkeypatch: pytest.MonkeyPatch, layers: int) -> 
     mllm = tiny_mllm(layers=layers, encoders=())
     costs = profile_costs(mllm, drawn(mllm, 8), budget=0.0)
     size = size_of(mllm, LLM, drawn(mllm, 5, seed=3))
-    found, (once, _) = costs.of(LLM, size), costs.beside(LLM, size)
+    result, (once, _) = costs.of(LLM, size), costs.beside(LLM, size)
     # One layer does not show the overhead of a stage: it counts as part of the layer's time.
-    assert found.times.forward.sum() + once - COLLATE == pytest.approx(3.0 + layers * (2 + 0.5 * size.rows))
+    assert result.times.forward.sum() + once - COLLATE == pytest.approx(3.0 + layers * (2 + 0.5 * size.rows))
     assert (once - COLLATE == pytest.approx(3.0)) == (layers > 1)
 
 
@@ -127,8 +127,8 @@ def test_only_what_is_trained_goes_backward(monkeypatch: pytest.MonkeyPatch) -> 
     mllm.unfreeze("vision.projector")
     costs = profile_costs(mllm, drawn(mllm, 6), budget=0.0)
     size = size_of(mllm, LLM, drawn(mllm, 3, seed=2))
-    found = costs.of(LLM, size)
-    assert found.times.input_grad == pytest.approx([size.rows] * 3) and not found.times.weight_grad.any()
+    result = costs.of(LLM, size)
+    assert result.times.input_grad == pytest.approx([size.rows] * 3) and not result.times.weight_grad.any()
     vision = costs.of("vision", size)
     assert vision.trainable.tolist() == [False, False, True]
 

@@ -130,8 +130,11 @@ def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
     specs = {"vision": ParallelSpec(tp=2, dp=2), "audio": ParallelSpec(), LLM: ParallelSpec(tp=3, pp=2)}
     parallel = check_step(mllm, random_microbatches(mllm, "all"), Layout.from_specs(mllm, specs))
     everywhere = {"vision": [(0, 1, 2, 3)], LLM: [(5, 6, 7), (8, 9, 10)]}
-    found = [reduction for reduction in parallel.graph.reductions if reduction.in_part]
-    assert {name: sorted({r.ranks for r in found if r.module == name}) for name in specs} == {**everywhere, "audio": []}
+    result = [reduction for reduction in parallel.graph.reductions if reduction.in_part]
+    assert {name: sorted({r.ranks for r in result if r.module == name}) for name in specs} == {
+        **everywhere,
+        "audio": [],
+    }
     assert parallel._last is not None
     for rank in range(parallel.layout.world):
         actions = parallel._last[0].actions[rank]

@@ -105,7 +105,7 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
         mllm.language_model.model.layers[-1].requires_grad_(True)
     layout = Layout.from_specs(mllm, {LLM: spec})
     first = {name: names[0] for names in mllm.tied_parameters() for name in names}
-    found: dict[str, set[Any]] = {}
+    result: dict[str, set[Any]] = {}
     for rank in range(layout.world):
         own = copy.deepcopy(mllm)
         graph, rows = with_lanes(stage_graph(own, layout), own, sequence_parallel=False)
@@ -115,10 +115,10 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
         for name, parameter in held.own.items():
             region = held.cut[name] if name in held.cut else Region.full(parameter.shape)
             assert region.sizes == tuple(parameter.shape)
-            found.setdefault(first.get(name, name), set()).update((box.offsets, box.sizes) for box in region.boxes)
+            result.setdefault(first.get(name, name), set()).update((box.offsets, box.sizes) for box in region.boxes)
     for name, parameter in mllm.named_parameters():
         times = torch.zeros(parameter.shape)
-        for offsets, sizes in found[name]:
+        for offsets, sizes in result[name]:
             times[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
         assert (times == 1).all(), name
 
@@ -268,18 +268,18 @@ def replaces_weights(rank: int) -> list[str]:
     parallel = parallelize(mllm, two_replicas(mllm, "full"), transport="distributed", timeout=20)
     batch = random_microbatches(mllm, "text")
     parallel.step(batch)
-    said = []
+    lines = []
     try:
         parallelize(mllm, two_replicas(mllm, "full"), transport="distributed", timeout=20)
     except ValueError as error:
-        said.append(str(error))
+        lines.append(str(error))
     weight = mllm.language_model.model.layers[0].mlp.up_proj.weight
     weight.data = torch.ones_like(weight)
     try:
         parallel.step(batch)
     except PipelineError as error:
-        said.append(str(error))
-    return said
+        lines.append(str(error))
+    return lines
 
 
 def test_weights_that_a_step_would_not_look_at_are_refused() -> None:

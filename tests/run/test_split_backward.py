@@ -62,9 +62,9 @@ def both(make: Callable[[], tuple[ParallelModel, Any]], **step: Any) -> tuple[Pa
         parallel, batch = make()
     assert parallel.step(batch, **step).loss == loss
     assert halves(parallel)
-    found = gradients_of(parallel.mllm)
-    assert_same_bits(found, whole)
-    return parallel, found
+    result = gradients_of(parallel.mllm)
+    assert_same_bits(result, whole)
+    return parallel, result
 
 
 # ---------------------------------------------------------------------- parity
@@ -88,8 +88,8 @@ def check_variant(layout: tuple[str, int], checkpointing: Any, freezing: str, ti
         mllm.zero_grad()
         return parallelize(mllm, make_layout(mllm, *layout), checkpointing=checkpointing), batch
 
-    _, found = both(make)
-    for name, gradient in found.items():
+    _, result = both(make)
+    for name, gradient in result.items():
         assert_same_gradient(name, gradient, due[name])
 
 

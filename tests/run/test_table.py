@@ -61,9 +61,9 @@ def test_every_sample_and_row_is_routed_once_to_its_reader(step: Any) -> None:
     encoders = [name for name in where.modules if name != LLM]
     for module in where.modules:
         mine = [chunk for chunk in table.chunks if chunk.module == module]
-        found = sorted(int(i) for chunk in mine for i in chunk.samples)
+        result = sorted(int(i) for chunk in mine for i in chunk.samples)
         wanted = range(len(lengths)) if module == LLM else np.flatnonzero(lengths.rows[module]).tolist()
-        assert found == list(wanted)
+        assert result == list(wanted)
         assert all(chunk.replica < where.spec(module).dp and len(chunk.samples) for chunk in mine)
         most = options.get("chunks", {}).get(module)
         if most is not None:
@@ -167,17 +167,17 @@ def test_adjacent_pieces_are_merged_and_links_are_their_pairs(drawn: Any, random
         at["from", source], at["to", destination] = here + skip + count, there + count
     given = pieces.copy()
     random.shuffle(given)
-    found = merged(np.array(given, np.int32).reshape(-1, 5))
+    result = merged(np.array(given, np.int32).reshape(-1, 5))
 
     def rows(each: Any) -> list[tuple[int, int, int, int]]:
         return [(d, dr + k, s, sr + k) for s, sr, d, dr, count in each for k in range(count)]
 
-    told = [tuple(piece) for piece in found.tolist()]
+    told = [tuple(piece) for piece in result.tolist()]
     assert rows(told) == sorted(rows(pieces))
     for a, b in itertools.pairwise(told):  # no two could be merged
         assert (a[0], a[1] + a[4], a[2], a[3] + a[4]) != b[:4]
     chunks = [Chunk(name, i, 0, np.array([i], np.int32)) for name in ("vision", LLM) for i in range(4)]
-    table = StepTable(tuple(chunks), (Edge("vision", LLM, "embeds", found),))
+    table = StepTable(tuple(chunks), (Edge("vision", LLM, "embeds", result),))
     assert table.links.tolist() == [list(pair) for pair in sorted({(s, d) for s, _, d, _, _ in pieces})]
 
 

@@ -21,7 +21,7 @@ def one_by_one(schedule: Schedule, rows: list[float], links: Links, row_bytes: d
     for edge in schedule.table.edges:
         for source, _, reader, _, count in edge.pieces.tolist():
             read[source, reader] = read.get((source, reader), 0) + count
-    found = []
+    result = []
     for rank, actions in enumerate(schedule.actions):
         for a in (a for a in actions if a.op is Op.SEND):
             pipeline = layout.pipelines(a.module)[chunks[a.chunk].replica]
@@ -36,8 +36,8 @@ def one_by_one(schedule: Schedule, rows: list[float], links: Links, row_bytes: d
             peer = layout.lanes()[a.peer].ranks
             met = pairs(len(own), len(peer))
             mine = [peer[r] for s, r in met if own[s] == rank]
-            found.append(max(links.message(size / len(met), rank, target) for target in mine))
-    return found
+            result.append(max(links.message(size / len(met), rank, target) for target in mine))
+    return result
 
 
 def link(rng: np.random.Generator) -> Link:
@@ -63,9 +63,9 @@ def test_random_steps(first: int) -> None:
         links = Links(
             link(rng), link(rng), link(rng), ranks_per_process=seed % 3 + 1, ranks_per_host=seed % 4 + 1, hosts=hosts
         )
-        found = message_seconds(schedule, rows, links, row_bytes, read_bytes)
-        assert found.tolist() == one_by_one(schedule, rows, links, row_bytes, read_bytes), seed
-        messages += len(found)
+        result = message_seconds(schedule, rows, links, row_bytes, read_bytes)
+        assert result.tolist() == one_by_one(schedule, rows, links, row_bytes, read_bytes), seed
+        messages += len(result)
     assert messages > 100
 
 
@@ -83,6 +83,6 @@ def test_by_hand() -> None:
     schedule = one_f_one_b(graph, StepTable(chunks, (Edge("a", "b", "embeds", pieces),)))
     slow, fast = Link(LinkModel(1.0, 1.0)), Link(LinkModel(0.5, 0.1))
     links = Links(host=fast, network=slow, ranks_per_host=4)
-    found = message_seconds(schedule, [6.0, 6.0], links, {"a": [10.0] * 2, "b": [10.0] * 2}, [10.0, 10.0])
+    result = message_seconds(schedule, [6.0, 6.0], links, {"a": [10.0] * 2, "b": [10.0] * 2}, [10.0, 10.0])
     # Rows 0..2 go to ranks 2 and 3 on this host, 3..5 to 4 and 5 on the next; gradients return on the same routes.
-    assert found.tolist() == [2.0, 16.0, 2.0, 2.0, 16.0, 16.0]
+    assert result.tolist() == [2.0, 16.0, 2.0, 2.0, 16.0, 16.0]

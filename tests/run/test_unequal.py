@@ -92,8 +92,8 @@ def test_each_half_covers_all_pairs_of_test_parameters() -> None:
     assert sorted(HALVES[0] + HALVES[1]) == list(range(len(EVERY)))
     for half in HALVES:
         for one, other in itertools.combinations(range(3), 2):
-            found = {(EVERY[number][one], EVERY[number][other]) for number in half}
-            assert found == {(case[one], case[other]) for case in EVERY}
+            result = {(EVERY[number][one], EVERY[number][other]) for number in half}
+            assert result == {(case[one], case[other]) for case in EVERY}
 
 
 SHARED = list(itertools.product(["nothing", "encoders but projectors"], ["all", "no_image"], [None, 1, 2, 5]))

@@ -46,10 +46,10 @@ def check(mllm, layout, batch, *, steps=2, **options):
         compare_holders(parallel)
     for times in range(1, steps + 1):
         assert parallel.step(batch).loss == pytest.approx(value, rel=1e-5)
-        found = parallel.full_gradients()
+        result = parallel.full_gradients()
         for name, _ in mllm.named_parameters():
             expected = gradients[name]
-            assert_gradient(name, found[name], None if expected is None else times * expected, norm)
+            assert_gradient(name, result[name], None if expected is None else times * expected, norm)
         assert parallel.clip_grad_norm_(1e9) == pytest.approx(times * norm, rel=1e-6)
     assert parallel.evaluate(batch).loss == pytest.approx(value, rel=1e-5)
     return parallel
@@ -68,8 +68,8 @@ def test_words_among_the_ranks_of_a_lane(monkeypatch, spec, tied):
     specs = {"vision": ParallelSpec(), LLM: ParallelSpec(**spec)}
     parallel = check(mllm, Layout.from_specs(mllm, specs), random_microbatches(mllm, "no_image"))
     for kind in (VocabularyEmbedding, VocabularyHead):
-        found = [layer.weight.shape[0] for layers in layers_of(parallel, kind).values() for layer in layers]
-        assert sum(found) == WORDS * spec.get("dp", 1) and max(found) == -(-WORDS // spec["tp"])
+        result = [layer.weight.shape[0] for layers in layers_of(parallel, kind).values() for layer in layers]
+        assert sum(result) == WORDS * spec.get("dp", 1) and max(result) == -(-WORDS // spec["tp"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,8 +106,8 @@ def test_words_in_bfloat16():
     value, gradients = oracle(mllm, batch)
     mllm.zero_grad()
     layout = Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)})
-    found = parallelize(mllm, layout, autocast=torch.bfloat16, timeout=30).step(batch).loss
-    assert found != value and abs(found - value) <= 2e-2 * value
+    result = parallelize(mllm, layout, autocast=torch.bfloat16, timeout=30).step(batch).loss
+    assert result != value and abs(result - value) <= 2e-2 * value
     name = f"{LLM}.model.embed_tokens.weight"
     grad = mllm.get_parameter(name).grad
     assert grad.dtype is torch.float32 and (grad - gradients[name]).norm() <= 0.15 * gradients[name].norm()
@@ -185,8 +185,8 @@ def test_logits_of_a_stage_are_of_all_words():
         with torch.no_grad():
             return parallel.stages[group.rank][LLM, 0].logits_of(dict(inputs))
 
-    for found in run_local(2, rank):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for result in run_local(2, rank):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- between processes

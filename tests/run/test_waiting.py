@@ -117,8 +117,8 @@ def test_places_of_other_ids_and_labels_are_not_believed() -> None:
     [samples] = random_microbatches(mllm, "all", count=1)
     inputs = collated(mllm, "language_model", samples, torch.device("cpu"), decode=True)
     token = PLACEHOLDERS["vision"]
-    found = media_in(inputs, "vision", token)
-    assert found is inputs[KEY].media["vision"]
+    result = media_in(inputs, "vision", token)
+    assert result is inputs[KEY].media["vision"]
     targets = targets_in(inputs)
     assert targets is not None and torch.equal(inputs["labels"][0][targets], inputs["labels"][inputs["labels"] != -100])
     other = torch.full_like(inputs["input_ids"], token)

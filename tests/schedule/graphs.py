@@ -120,5 +120,5 @@ def table_of(counts: Mapping[tuple[str, int], int], pairs: Sequence[tuple[str, i
         target = at[target_module, target_replica, target_index]
         edges.setdefault((source[0], target_module), []).append((at[tuple(source)], 0, target, 0, 1))  # type: ignore
     return StepTable(
-        tuple(chunks), tuple(Edge(*key, "embeds", np.array(found, np.int32)) for key, found in edges.items())
+        tuple(chunks), tuple(Edge(*key, "embeds", np.array(result, np.int32)) for key, result in edges.items())
     )

@@ -37,10 +37,10 @@ class Demand:
 
     @cached_property
     def _nodes(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for number, node in enumerate(self.graph.nodes):
-            found.setdefault(node.pipeline, []).append(number)
-        return found
+            result.setdefault(node.pipeline, []).append(number)
+        return result
 
     def nodes_of(self, chunk: int) -> list[int]:
         c = self.table.chunks[chunk]
@@ -61,25 +61,25 @@ class Demand:
     @cached_property
     def feeds(self) -> dict[Job, list[Job]]:
         """Job -> the jobs that supply its input."""
-        found: dict[Job, list[Job]] = {job: [] for job in self.forwards}
+        result: dict[Job, list[Job]] = {job: [] for job in self.forwards}
         for n, c in self.forwards:
             if self.graph.nodes[n].stage > 0:
-                found[n, c] = [(self.node(c, self.graph.nodes[n].stage - 1), c)]
+                result[n, c] = [(self.node(c, self.graph.nodes[n].stage - 1), c)]
                 continue
             for producer, consumer in self.table.links.tolist():
                 if consumer == c:
                     own = [m for m in self.nodes_of(producer) if self.graph.nodes[m].stage == self.last(producer)]
                     here = [m for m in own if self.lane(m) == self.lane(n)]
-                    found[n, c].append(((here or own)[0], producer))
-        return found
+                    result[n, c].append(((here or own)[0], producer))
+        return result
 
     @cached_property
     def readers(self) -> dict[Job, list[Job]]:
-        found: dict[Job, list[Job]] = {job: [] for job in self.forwards}
+        result: dict[Job, list[Job]] = {job: [] for job in self.forwards}
         for job, sources in self.feeds.items():
             for source in sources:
-                found[source].append(job)
-        return found
+                result[source].append(job)
+        return result
 
     def trains(self, node: int) -> bool:
         where = self.graph.nodes[node]
@@ -139,12 +139,12 @@ class Demand:
     @cached_property
     def reductions(self) -> dict[int, list[Job]]:
         """Active reductions -> the jobs whose backwards contribute to them."""
-        found = {}
+        result = {}
         for place, reduction in enumerate(self.graph.reductions if self.reduce_grad else ()):
             jobs = [job for job in self.backwards if self.trains(job[0]) and self.adds(job[0], reduction)]
             if jobs:
-                found[place] = jobs
-        return found
+                result[place] = jobs
+        return result
 
     def reduce_row(self, place: int, rank: int) -> Action:
         reduction = self.graph.reductions[place]
@@ -179,25 +179,25 @@ class Demand:
     @cached_property
     def rows(self) -> list[Counter[Action]]:
         """Required list of each rank (every BACKWARD in one piece)."""
-        found: list[Counter[Action]] = [Counter() for _ in range(self.graph.layout.world)]
+        result: list[Counter[Action]] = [Counter() for _ in range(self.graph.layout.world)]
         for op, jobs in ((Op.FORWARD, self.forwards), (Op.BACKWARD, self.backwards)):
             for job in jobs:
                 for rank in self.ranks(self.lane(job[0])):
-                    found[rank][self.compute(op, job)] += 1
+                    result[rank][self.compute(op, job)] += 1
         for source, job, grad in self.messages:
             for op in (Op.SEND, Op.RECV):
                 lane = self.lane(source[0] if (op is Op.SEND) != grad else job[0])
                 for rank in self.ranks(lane):
-                    found[rank][self.message(op, source, job, grad)] += 1
+                    result[rank][self.message(op, source, job, grad)] += 1
         for place in self.reductions:
             for rank in self.graph.reductions[place].ranks:
-                found[rank][self.reduce_row(place, rank)] += 1
+                result[rank][self.reduce_row(place, rank)] += 1
         for place in self.shards:
             for rank in self.graph.shards[place].owners:
-                found[rank][self.shard_row(Op.UNSHARD, place, rank)] += 1
+                result[rank][self.shard_row(Op.UNSHARD, place, rank)] += 1
                 if self.graph.shards[place].full:
-                    found[rank][self.shard_row(Op.RESHARD, place, rank)] += 1
-        return found
+                    result[rank][self.shard_row(Op.RESHARD, place, rank)] += 1
+        return result
 
     @cached_property
     def distances(self) -> dict[int, int]:
@@ -224,8 +224,8 @@ class Demand:
         readers = [consumer for producer, consumer in self.table.links.tolist() if producer == chunk]
         if not readers:
             return self.table.chunks[chunk].index, self.table.chunks[chunk].index
-        found = [self.places(reader) for reader in readers]
-        return min(first for first, _ in found), max(last for _, last in found)
+        result = [self.places(reader) for reader in readers]
+        return min(first for first, _ in result), max(last for _, last in result)
 
     def time(self, op: Op, job: Job) -> int:
         """Virtual time of the event."""
@@ -347,11 +347,11 @@ class Events:
     def _meetings(self) -> dict[object, object]:
         """Compute action of a lane -> the representative of all actions computed at the same time."""
         d, graph = self.demand, self.schedule.graph
-        found: dict[object, object] = {}
+        result: dict[object, object] = {}
 
         def first(event: object) -> object:
-            while found.setdefault(event, event) != event:
-                event = found[event]
+            while result.setdefault(event, event) != event:
+                event = result[event]
             return event
 
         for place, shard in ((place, graph.shards[place]) for place in self.by_layer):
@@ -368,8 +368,8 @@ class Events:
                 raise Unsound("ranks that gather layer by layer run differently")
             for together in zip(*runs, strict=True):
                 for event in together:
-                    found[first(event)] = first(together[0])
-        return {event: first(event) for event in list(found)}
+                    result[first(event)] = first(together[0])
+        return {event: first(event) for event in list(result)}
 
     def _reductions(self) -> None:
         graph, together = self.schedule.graph, (Op.REDUCE_GRAD, Op.UNSHARD)

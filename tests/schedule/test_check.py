@@ -332,7 +332,7 @@ def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
 
 def test_checker_and_oracle_agree_on_gathers_layer_by_layer() -> None:
     """Also for gathers that generators would not make: some of these would hang."""
-    found = {False: 0, True: 0}
+    result = {False: 0, True: 0}
     for seed in range(3 * COUNT):
         rng = random.Random(seed)
         case = random_case(seed)
@@ -340,8 +340,8 @@ def test_checker_and_oracle_agree_on_gathers_layer_by_layer() -> None:
         if shards:
             made = rng.choice([gpipe, one_f_one_b])(case.graph, case.table)
             some = rng.sample(shards, rng.randint(1, len(shards)))
-            found[verdict(changed(made, lambda lists, some=some: gather(lists, Op.UNSHARD_LAYERS, some)))] += 1
-    assert min(found.values()) >= 10, found
+            result[verdict(changed(made, lambda lists, some=some: gather(lists, Op.UNSHARD_LAYERS, some)))] += 1
+    assert min(result.values()) >= 10, result
 
 
 def test_split_backwards_are_understood() -> None:
@@ -497,9 +497,9 @@ def test_shuffled_lists_run_or_are_refused() -> None:
         for actions in rng.sample(lists, rng.randint(1, len(lists))):
             rng.shuffle(actions)
 
-    found = set()
+    result = set()
     for seed in range(COUNT):
         rng = random.Random(seed)
         case = random_case(seed, max_ranks=3, max_chunks=rng.choice([1, 2]))
-        found.add(verdict(changed(one_f_one_b(case.graph, case.table), lambda lists, rng=rng: shuffle(rng, lists))))
-    assert found == {False, True}
+        result.add(verdict(changed(one_f_one_b(case.graph, case.table), lambda lists, rng=rng: shuffle(rng, lists))))
+    assert result == {False, True}

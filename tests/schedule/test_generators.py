@@ -91,8 +91,8 @@ def test_1f1b_is_the_classical_order_written_out(p: int, m: int, lane: int, repl
     )
     layout = Layout({"m": (ParallelSpec(cp=lane, pp=p, dp=replicas), pipelines)}, p * lane * replicas)
     graph = StageGraph(layout, (), {"m": (True,) * p})
-    found = texts(one_f_one_b(graph, aligned(graph, m, replicas)))
-    for rank, text in enumerate(found):
+    result = texts(one_f_one_b(graph, aligned(graph, m, replicas)))
+    for rank, text in enumerate(result):
         warm_up = min(m, p - 1 - rank // lane % p)
         want = [f"F{k}" for k in range(warm_up)]
         for k in range(m - warm_up):
@@ -117,8 +117,8 @@ def test_everything_on_one_rank() -> None:
     )
     once = "F:vision/0@{0} F:audio/0@{1} F:language_model/0@{2} F:language_model/1@{2} " \
         "B:language_model/1@{2} B:language_model/0@{2} B:audio/0@{1} B:vision/0@{0}"  # fmt: skip
-    found = one_f_one_b(graph, table).actions[0]
-    assert list(map(str, found)) == [*once.format(0, 2, 4).split(), *once.format(1, 3, 5).split()]
+    result = one_f_one_b(graph, table).actions[0]
+    assert list(map(str, result)) == [*once.format(0, 2, 4).split(), *once.format(1, 3, 5).split()]
 
 
 def test_merged_encoders_share_a_rank_and_its_depth() -> None:
@@ -380,8 +380,8 @@ def test_gpipe_follows_virtual_time_and_1f1b_bounds_in_flight() -> None:
         orders = [[*first, *last], [*first, *sorted(last, key=lambda job: job[1] in late)]]
         ops = [Op.FORWARD] * len(first) + [Op.BACKWARD] * len(last)
         lists = gpipe(case.graph, case.table).actions
-        found = [[a for a in actions if a.op in COSTS] for actions in lists]
-        assert found in [
+        result = [[a for a in actions if a.op in COSTS] for actions in lists]
+        assert result in [
             [
                 [demand.compute(op, job) for op, job in zip(ops, order) if rank in demand.ranks(demand.lane(job[0]))]
                 for rank in range(len(lists))

@@ -24,12 +24,12 @@ def tied_with(graph: StageGraph, shard: Shard) -> set[int]:
 
 
 def walked(graph: StageGraph, module: str, layers: set[int], ranks: set[int]) -> list[int]:
-    found = []
+    result = []
     for number in range(len(graph.nodes)):
         stage, lane = held_by(graph, number)
         if stage.module == module and layers & set(range(stage.start, stage.stop)) and ranks & lane:
-            found.append(number)
-    return found
+            result.append(number)
+    return result
 
 
 @settings(max_examples=200, deadline=None)

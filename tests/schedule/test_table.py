@@ -73,10 +73,10 @@ def test_pieces_that_follow_each_other_are_joined() -> None:
     for _ in range(50):
         cells = [(rng.randrange(2), rng.randrange(6), destination, row) for destination in range(2) for row in range(6)]
         pieces = np.array([(s, a, d, b, 1) for s, a, d, b in rng.sample(cells, len(cells))], np.int32)
-        found = merged(pieces)
-        rows = [(s, a + i, d, b + i) for s, a, d, b, n in found.tolist() for i in range(n)]
+        result = merged(pieces)
+        rows = [(s, a + i, d, b + i) for s, a, d, b, n in result.tolist() for i in range(n)]
         assert sorted(rows) == sorted(cells)
-        for before, after in zip(found[:-1].tolist(), found[1:].tolist(), strict=True):
+        for before, after in zip(result[:-1].tolist(), result[1:].tolist(), strict=True):
             assert (before[2], before[3]) < (after[2], after[3])
             follows = [x + before[4] for x in (before[1], before[3])] == [after[1], after[3]]
             assert not (follows and before[0] == after[0] and before[2] == after[2])

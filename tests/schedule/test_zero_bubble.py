@@ -69,8 +69,8 @@ def test_the_bubbles_of_the_papers() -> None:
     plain, loop, v = chain(4), chain(4, 2), chain(4, 2, "v")
     known, most = times(one_f_one_b, plain, 8)
     assert known.makespan == 33.0 and known.bubble == pytest.approx(3 / 11, abs=1e-9)
-    found, _ = times(interleaved, loop, 8, 0.5)
-    assert found.makespan == 28.5 and found.bubble == pytest.approx(4.5 / 28.5, abs=1e-9)
+    result, _ = times(interleaved, loop, 8, 0.5)
+    assert result.makespan == 28.5 and result.bubble == pytest.approx(4.5 / 28.5, abs=1e-9)
     h1, held = times(zb_h1, plain, 8)
     assert h1.makespan == 27.0 and h1.bubble == pytest.approx(1 / 9, abs=1e-9) and held <= most
     h2, held = times(zb_h2, plain, 8)
@@ -87,8 +87,8 @@ def test_textbook_times_of_other_sizes(ranks: int, rounds: int) -> None:
     work = 3 * chunks
     assert times(one_f_one_b, plain, chunks)[0].makespan == work + 3 * (ranks - 1)
     for laps in (2, 3):
-        found, _ = times(interleaved, chain(ranks, laps), chunks, 1 / laps)
-        assert found.makespan == pytest.approx(work + 3 * (ranks - 1) / laps, abs=1e-9)
+        result, _ = times(interleaved, chain(ranks, laps), chunks, 1 / laps)
+        assert result.makespan == pytest.approx(work + 3 * (ranks - 1) / laps, abs=1e-9)
     h1, held = times(zb_h1, plain, chunks)
     assert h1.makespan == work + ranks - 1 and held == ranks
     if chunks >= 2 * ranks - 1:
@@ -104,8 +104,8 @@ def test_many_stages_and_chunks_in_arrays() -> None:
     for generate, held in ((zb_h1, 32), (zb_h2, 63)):
         schedule = generate(graph, aligned(graph, chunks))
         assert max(check(schedule).peak_in_flight) == held
-        found = simulate_arrays(schedule, of_op[schedule.rows[:, OP]])
-        assert found.makespan == 3 * chunks + 31 == lower_bound(graph, schedule.table, equal())
+        result = simulate_arrays(schedule, of_op[schedule.rows[:, OP]])
+        assert result.makespan == 3 * chunks + 31 == lower_bound(graph, schedule.table, equal())
 
 
 def test_interleaved_is_the_classical_order_written_out() -> None:
@@ -144,12 +144,12 @@ def limits_of(case: Case, rng: random.Random) -> dict[str, object]:
 
 
 def seconds_of(case: Case, rng: random.Random) -> dict[object, float]:
-    found: dict[object, float] = {}
+    result: dict[object, float] = {}
     for stage in sorted({(s.module, s.index) for s in case.graph.layout.stages()}):
         forward, first, second = (rng.randint(0, 5) for _ in range(3))
-        found |= {(Op.FORWARD, *stage): forward, (Op.BACKWARD_INPUT, *stage): first}
-        found |= {(Op.BACKWARD_WEIGHT, *stage): second, (Op.BACKWARD, *stage): first + second}
-    return found
+        result |= {(Op.FORWARD, *stage): forward, (Op.BACKWARD_INPUT, *stage): first}
+        result |= {(Op.BACKWARD_WEIGHT, *stage): second, (Op.BACKWARD, *stage): first + second}
+    return result
 
 
 def assert_split_where_something_trains(schedule: Schedule, always: bool) -> None:
@@ -160,9 +160,9 @@ def assert_split_where_something_trains(schedule: Schedule, always: bool) -> Non
         for a in actions:
             ops.setdefault((a.module, a.stage, a.chunk), set()).add(a.op)
     for node, chunk in demand.backwards:
-        found = ops[demand.table.chunks[chunk].module, demand.graph.nodes[node].stage, chunk]
-        halves = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} <= found
-        assert halves != (Op.BACKWARD in found)
+        result = ops[demand.table.chunks[chunk].module, demand.graph.nodes[node].stage, chunk]
+        halves = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} <= result
+        assert halves != (Op.BACKWARD in result)
         assert halves <= demand.trains(node) and (halves or not always or not demand.trains(node))
 
 
@@ -236,14 +236,14 @@ def test_eager_forwards_hide_an_encoder_chunk_that_takes_long() -> None:
 
 
 def spans(case: Case, seconds: dict[object, float], **limits: object) -> dict[str, float]:
-    found = {}
+    result = {}
     for name, generate in GENERATORS.items():
         try:
             schedule = generate(case.graph, case.table, durations=seconds, **limits)
         except ValueError:
             continue
-        found[name] = simulate(schedule, seconds).makespan
-    return found
+        result[name] = simulate(schedule, seconds).makespan
+    return result
 
 
 def test_auto_is_between_the_lower_bound_and_named_schedules() -> None:
@@ -251,12 +251,12 @@ def test_auto_is_between_the_lower_bound_and_named_schedules() -> None:
     for seed in range(COUNT // 3):
         rng, case = random.Random(seed), random_case(seed)
         seconds, limits = seconds_of(case, rng), limits_of(case, rng)
-        found = spans(case, seconds, **limits)
-        chosen = found.pop("auto")
-        assert chosen <= min(found.values()) + 1e-9
+        result = spans(case, seconds, **limits)
+        chosen = result.pop("auto")
+        assert chosen <= min(result.values()) + 1e-9
         bound = lower_bound(case.graph, case.table, seconds)
         assert bound <= chosen + 1e-9
-        better += chosen < min(found.values())
+        better += chosen < min(result.values())
         tight += chosen == bound
     assert better > 0 and tight > COUNT // 10
 
@@ -269,8 +269,8 @@ def test_no_order_is_below_the_bound() -> None:
     for _ in range(20):
         case = Case(graph, table)
         seconds = seconds_of(case, rng)
-        found = spans(case, seconds, memory_limit=100.0)
-        assert lower_bound(graph, table, seconds) <= best_of_all(graph, table, seconds) <= min(found.values())
+        result = spans(case, seconds, memory_limit=100.0)
+        assert lower_bound(graph, table, seconds) <= best_of_all(graph, table, seconds) <= min(result.values())
 
 
 def best_of_all(graph: StageGraph, table: StepTable, seconds: dict[object, float]) -> float:

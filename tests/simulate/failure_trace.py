@@ -15,10 +15,10 @@ def traces(draw: st.DrawFn) -> list[Change]:
     names = draw(st.lists(st.text("abc019-.", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
     there = {name: draw(st.booleans()) for name in names}
     times = sorted(draw(st.lists(st.integers(0, 20).map(float) | st.floats(0, 1e6), max_size=12)))
-    found = []
+    result = []
     for time in times:
         name = draw(st.sampled_from(names))
         warning = draw(st.sampled_from([0.0, 30.0, 120.0])) if there[name] else 0.0
-        found.append(Change(time, name, "fail" if there[name] else "join", warning))
+        result.append(Change(time, name, "fail" if there[name] else "join", warning))
         there[name] = not there[name]
-    return found
+    return result

@@ -104,9 +104,9 @@ VISION = "F:vision/0@0 SEND:vision/0@0+1>1"
 
 def test_slowest_rank_of_a_lane_determines_its_cost():
     schedule = by_hand(paired(), [VISION, VISION, "RECV:vision/0@0+1<0 F:llm/0@1"])
-    found = simulate_arrays(schedule, [1.0, 0.0, 3.0, 0.0, 0.0, 2.0], transfer=[0.0, 1.0, 0.0, 0.5, 0.0, 0.0])
-    assert found.finish.tolist() == [3.0, 3.0, 3.0, 3.0, 4.0, 6.0]
-    assert found.rank_busy.tolist() == [3.0, 3.0, 2.0] and found.makespan == 6.0
+    result = simulate_arrays(schedule, [1.0, 0.0, 3.0, 0.0, 0.0, 2.0], transfer=[0.0, 1.0, 0.0, 0.5, 0.0, 0.0])
+    assert result.finish.tolist() == [3.0, 3.0, 3.0, 3.0, 4.0, 6.0]
+    assert result.rank_busy.tolist() == [3.0, 3.0, 2.0] and result.makespan == 6.0
 
 
 def test_the_codes_are_the_order_of_op():
@@ -213,8 +213,8 @@ def changed(array: np.ndarray, place, value) -> np.ndarray:
     ],
 )
 def test_bad_entries_are_named(name, place, value, message):
-    found = _core.simulate(**good())
-    assert found["finish"].tolist() == [1.0, 1.0, 1.0, 1.0, 3.0, 3.0] and found["peak_memory"].tolist() == [
+    result = _core.simulate(**good())
+    assert result["finish"].tolist() == [1.0, 1.0, 1.0, 1.0, 3.0, 3.0] and result["peak_memory"].tolist() == [
         5.0,
         0.0,
         3.0,
@@ -262,12 +262,12 @@ def test_random_integers_never_crash(seed):
             array.flat[rng.integers(array.size)] = rng.integers(-1, 6)
         arguments[name] = array
     try:
-        found = _core.simulate(**arguments)
+        result = _core.simulate(**arguments)
     except ValueError as error:
         assert str(error)
         return
-    assert (found["reached"] <= np.diff(arguments["first"])).all()
-    assert found["complete"] == (found["reached"].sum() == len(arguments["rows"]))
+    assert (result["reached"] <= np.diff(arguments["first"])).all()
+    assert result["complete"] == (result["reached"].sum() == len(arguments["rows"]))
 
 
 def test_a_million_actions_are_one_call():
@@ -281,6 +281,6 @@ def test_a_million_actions_are_one_call():
     many = dataclasses.replace(schedule, rows=rows, first=schedule.first * 5)
     assert len(rows) > 900_000
     seconds = np.where(rows[:, OP] <= 3, 1.0, 0.0)
-    found, calls = python_calls(lambda: simulate_arrays(many, seconds))
+    result, calls = python_calls(lambda: simulate_arrays(many, seconds))
     assert calls < 1000
-    assert found.rank_busy.tolist() == [5 * 528 * 2.0] * 64
+    assert result.rank_busy.tolist() == [5 * 528 * 2.0] * 64

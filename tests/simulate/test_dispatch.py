@@ -25,11 +25,11 @@ def schedule(dispatch: bool = True):
 @pytest.mark.parametrize("seconds", [0.0, 2.5, 100.0])
 def test_it_lasts_beside_the_computing(seconds: float) -> None:
     made, plain = schedule(), simulate(schedule(False), COSTS)
-    found = simulate(made, COSTS, dispatch=seconds)
-    assert found.makespan == max(plain.makespan, seconds)
+    result = simulate(made, COSTS, dispatch=seconds)
+    assert result.makespan == max(plain.makespan, seconds)
     for rank in range(made.graph.layout.world):
-        assert (found.start[rank][0], found.finish[rank][0]) == (0.0, seconds)
-        assert found.start[rank][1:] == plain.start[rank] and found.finish[rank][1:] == plain.finish[rank]
+        assert (result.start[rank][0], result.finish[rank][0]) == (0.0, seconds)
+        assert result.start[rank][1:] == plain.start[rank] and result.finish[rank][1:] == plain.finish[rank]
 
 
 def test_the_slowest_rank_counts_and_the_oracle_agrees() -> None:
@@ -40,10 +40,10 @@ def test_the_slowest_rank_counts_and_the_oracle_agrees() -> None:
         return 3.0 + ranks[id(action)]
 
     for reduce_grad in (0.0, 1.5):
-        found = simulate(made, COSTS, reduce_grad=reduce_grad, transfer=0.25, dispatch=seconds)
+        result = simulate(made, COSTS, reduce_grad=reduce_grad, transfer=0.25, dispatch=seconds)
         other = simulate_in_python(made, COSTS, reduce_grad=reduce_grad, transfer=0.25, dispatch=seconds)
-        assert found.start == other.start and found.finish == other.finish
-        assert {times[0] for times in found.finish} == {3.0 + made.graph.layout.world - 1}
+        assert result.start == other.start and result.finish == other.finish
+        assert {times[0] for times in result.finish} == {3.0 + made.graph.layout.world - 1}
 
 
 def test_seconds_follow_from_bytes_and_links() -> None:
@@ -57,6 +57,6 @@ def test_seconds_follow_from_bytes_and_links() -> None:
 
 def test_the_trace_shows_it_beside_the_ranks_work() -> None:
     events = list(trace_events(simulate(schedule(), COSTS, dispatch=4.0)))
-    found = [event for event in events if event.get("cat") == "dispatch"]
-    assert len(found) == 6 and {event["tid"] for event in found} == {REDUCE_THREAD}
-    assert {event["dur"] for event in found} == {4e6}
+    result = [event for event in events if event.get("cat") == "dispatch"]
+    assert len(result) == 6 and {event["tid"] for event in result} == {REDUCE_THREAD}
+    assert {event["dur"] for event in result} == {4e6}

@@ -73,23 +73,23 @@ def test_replicas_are_groups_and_small_ones_join() -> None:
 def test_utilisation_is_what_a_walk_finds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng)
-    found = played(schedule, seed)
+    result = played(schedule, seed)
     ranks = schedule.graph.layout.world
     _, of_rank = np.unique(rng.integers(0, 3, ranks), return_inverse=True)
     names = tuple(map(str, range(int(of_rank.max()) + 1)))
     groups, bins = RankGroups(names, of_rank), int(rng.integers(1, 9))
-    used = Utilisation.of(schedule, found, groups, bins)
+    used = Utilisation.of(schedule, result, groups, bins)
     busy = np.zeros((len(names), len(schedule.graph.modules), bins))
-    width = found.makespan / bins
+    width = result.makespan / bins
     for rank, actions in enumerate(schedule.actions):
         for place, action in enumerate(actions, int(schedule.first[rank])):
             for b in range(bins if action.op in COMPUTE else 0):
-                inside = min(found.finish[place], (b + 1) * width) - max(found.start[place], b * width)
+                inside = min(result.finish[place], (b + 1) * width) - max(result.start[place], b * width)
                 busy[of_rank[rank], schedule.graph.modules.index(action.module), b] += max(inside, 0.0)
     share = busy / (groups.sizes[:, None, None] * width)
     assert np.allclose(used.over_time, share, atol=1e-9)
     for group in range(len(names)):
-        each = found.rank_busy[of_rank == group] / found.makespan
+        each = result.rank_busy[of_rank == group] / result.makespan
         assert np.allclose(
             [used.least[group], used.mean[group], used.most[group]], [each.min(), each.mean(), each.max()]
         )
@@ -103,17 +103,17 @@ def test_spread_over_takes_the_ends() -> None:
 
 def data_of(page: Path) -> dict[str, Any]:
     text = page.read_text(encoding="utf-8")
-    found = re.search(r'id="data">(.*?)</script>', text, re.S)
-    assert found is not None and "@" not in re.sub(r"[\w.]+@[\w.]+", "", text.split("<script")[0])
+    result = re.search(r'id="data">(.*?)</script>', text, re.S)
+    assert result is not None and "@" not in re.sub(r"[\w.]+@[\w.]+", "", text.split("<script")[0])
     assert not re.search(r'(src|href)="', text)  # no input from other groups
-    return json.loads(found[1])
+    return json.loads(result[1])
 
 
 def test_page_holds_every_action_of_every_lane(tmp_path: Path) -> None:
-    schedule, found = uniform()
+    schedule, result = uniform()
     groups = RankGroups.of(schedule.graph.layout)
-    used = Utilisation.of(schedule, found, groups, 40)
-    named = write_overview(schedule, found, groups, used, tmp_path / "a.html", title="<b>&</script>")
+    used = Utilisation.of(schedule, result, groups, 40)
+    named = write_overview(schedule, result, groups, used, tmp_path / "a.html", title="<b>&</script>")
     assert named == list(groups.names)
     assert "&lt;b&gt;&amp;" in (tmp_path / "a.html").read_text()
     data = data_of(tmp_path / "a.html")
@@ -129,36 +129,36 @@ def test_page_holds_every_action_of_every_lane(tmp_path: Path) -> None:
         actions = schedule.actions[rank]
         at = [i for i, action in enumerate(actions) if action.op in COMPUTE]
         places = np.array(at, int) + int(schedule.first[rank])
-        assert np.allclose(start, found.start[places], rtol=1e-6)
-        assert np.allclose(start + length, found.finish[places], rtol=1e-6)
+        assert np.allclose(start, result.start[places], rtol=1e-6)
+        assert np.allclose(start + length, result.finish[places], rtol=1e-6)
         assert [k & 3 for k in kind.tolist()] == [CODES[actions[i].op] for i in at]
         assert np.frombuffer(chunk, "<u4").tolist() == [schedule.table.chunks[actions[i].chunk].index for i in at]
 
 
 def test_a_title_is_not_taken_for_a_place_to_fill(tmp_path: Path) -> None:
-    schedule, found = uniform()
+    schedule, result = uniform()
     groups = RankGroups.of(schedule.graph.layout)
-    used = Utilisation.of(schedule, found, groups, 40)
-    write_overview(schedule, found, groups, used, tmp_path / "a.html", title="@DATA@ of @TITLE@")
+    used = Utilisation.of(schedule, result, groups, 40)
+    write_overview(schedule, result, groups, used, tmp_path / "a.html", title="@DATA@ of @TITLE@")
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert page.count("<title>@DATA@ of @TITLE@</title>") == 1 and page.count('"makespan"') == 1
 
 
 def test_a_page_of_too_many_actions_keeps_the_ends(tmp_path: Path) -> None:
-    schedule, found = uniform()
+    schedule, result = uniform()
     groups = RankGroups.of(schedule.graph.layout)
-    used = Utilisation.of(schedule, found, groups, 40)
-    named = write_overview(schedule, found, groups, used, tmp_path / "a.html", title="t", most_boxes=2 * 24)
+    used = Utilisation.of(schedule, result, groups, 40)
+    named = write_overview(schedule, result, groups, used, tmp_path / "a.html", title="t", most_boxes=2 * 24)
     order = np.argsort(-used.mean, kind="stable")
     assert set(named) == {groups.names[order[0]], groups.names[order[-1]]}
     assert [("full" in row) for row in data_of(tmp_path / "a.html")["groups"]] == [n in named for n in groups.names]
 
 
 def test_picture(tmp_path: Path) -> None:
-    schedule, found = uniform(encoders=300, replicas=3)
+    schedule, result = uniform(encoders=300, replicas=3)
     groups = RankGroups.of(schedule.graph.layout, max_groups=100)
-    used = Utilisation.of(schedule, found, groups)
-    plot_overview(schedule, found, groups, used, tmp_path / "a.png", title="t")
+    used = Utilisation.of(schedule, result, groups)
+    plot_overview(schedule, result, groups, used, tmp_path / "a.png", title="t")
     from matplotlib import image
 
     pixels = image.imread(tmp_path / "a.png")
@@ -167,11 +167,11 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_trace_has_some_groups_in_full_and_all_summed_up(tmp_path: Path) -> None:
-    schedule, found = uniform()
+    schedule, result = uniform()
     groups = RankGroups.of(schedule.graph.layout)
-    used = Utilisation.of(schedule, found, groups, 10)
+    used = Utilisation.of(schedule, result, groups, 10)
     per_group = int(np.bincount(groups.of_rank, np.diff(schedule.first)).max())
-    full = write_sampled_trace(schedule, found, groups, used, tmp_path / "t.json", most_rows=2 * per_group)
+    full = write_sampled_trace(schedule, result, groups, used, tmp_path / "t.json", most_rows=2 * per_group)
     order = np.argsort(-used.mean, kind="stable")
     assert full == [groups.names[order[0]], groups.names[order[-1]]]
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -187,7 +187,7 @@ def test_trace_has_some_groups_in_full_and_all_summed_up(tmp_path: Path) -> None
         for rank in groups.ranks(group).tolist() if name in full else []:
             for place, action in enumerate(schedule.actions[rank], int(schedule.first[rank])):
                 if action.op in COMPUTE:
-                    wanted.append((f"rank {rank}: compute", str(action), found.start[place] * 1e6))
+                    wanted.append((f"rank {rank}: compute", str(action), result.start[place] * 1e6))
         seen = [
             (threads[group, e["tid"]], e["name"], e["ts"])
             for e in events
@@ -198,10 +198,10 @@ def test_trace_has_some_groups_in_full_and_all_summed_up(tmp_path: Path) -> None
 
 
 def test_a_timeline_of_some_ranks(tmp_path: Path) -> None:
-    schedule, found = uniform()
-    timeline = timeline_of(schedule, found, [7, 3])
+    schedule, result = uniform()
+    timeline = timeline_of(schedule, result, [7, 3])
     assert timeline.actions == [schedule.actions[7], schedule.actions[3]]
-    assert timeline.start[0] == found.start[schedule.first[7] : schedule.first[8]].tolist()
+    assert timeline.start[0] == result.start[schedule.first[7] : schedule.first[8]].tolist()
 
 
 @pytest.mark.parametrize("replicas", [2, 10])
@@ -220,9 +220,9 @@ def test_a_cluster_is_its_replicas_and_the_sums_between_them(replicas: int) -> N
     sums = whole.rows[:, OP] == CODES[Op.REDUCE_GRAD]
     seconds = rng.random(len(whole.rows))
     seconds[sums] = rng.random(len(graph.reductions))[whole.rows[sums, 4]]
-    found = simulate_arrays(whole, seconds, transfer=0.25)
+    result = simulate_arrays(whole, seconds, transfer=0.25)
     reached: dict[int, float] = {}
-    for row, start in zip(whole.rows[sums].tolist(), found.start[sums].tolist(), strict=True):
+    for row, start in zip(whole.rows[sums].tolist(), result.start[sums].tolist(), strict=True):
         reached[row[4]] = max(reached.get(row[4], 0.0), start)
     alone = StageGraph(cluster(1, 1), (("vision", LLM),), trained)
     table = StepTable.aligned(alone.links, presence)
@@ -233,8 +233,8 @@ def test_a_cluster_is_its_replicas_and_the_sums_between_them(replicas: int) -> N
         own = np.concatenate([part[~sums[part]] for part in parts])
         assert (whole.rows[own][:, [0, 1, 2]] == single.rows[:, [0, 1, 2]]).all()
         played_alone = simulate_arrays(single, seconds[own], transfer=0.25)
-        assert played_alone.start.tolist() == found.start[own].tolist()
-        assert played_alone.finish.tolist() == found.finish[own].tolist()
+        assert played_alone.start.tolist() == result.start[own].tolist()
+        assert played_alone.finish.tolist() == result.finish[own].tolist()
     for place in np.flatnonzero(sums).tolist():
         number = int(whole.rows[place, 4])
-        assert found.finish[place] == reached[number] + seconds[place]  # no two sums have the same ranks here
+        assert result.finish[place] == reached[number] + seconds[place]  # no two sums have the same ranks here

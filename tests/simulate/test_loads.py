@@ -61,13 +61,13 @@ def test_panels_are_on_one_scale_and_name_the_heaviest(figures: list[Any], tmp_p
 
 def boxes(axes: Any) -> np.ndarray:
     """[boxes, 3]: microbatch, foot and height of all filled boxes."""
-    found = []
+    result = []
     for collection in axes.collections:
         if isinstance(collection, PolyCollection) and len(collection.get_facecolor()):
             for path in collection.get_paths():
                 (left, low), (right, high) = path.vertices[:-1].min(axis=0), path.vertices[:-1].max(axis=0)
-                found.append(((left + right) / 2, low, high - low))
-    return np.array(found)
+                result.append(((left + right) / 2, low, high - low))
+    return np.array(result)
 
 
 def test_deferral_stacks_are_the_loads_of_the_plan(figures: list[Any], tmp_path: Path) -> None:

@@ -67,12 +67,12 @@ def test_a_replica_whose_inputs_come_later_holds_up_the_other() -> None:
 
     def spans(lists: list[str]) -> list[tuple[float, float]]:
         schedule = replace(by_hand(graph, lists), table=table_of(graph, 1))
-        found = simulate(schedule, forwards)
-        assert found == simulate_in_python(schedule, forwards)
+        result = simulate(schedule, forwards)
+        assert result == simulate_in_python(schedule, forwards)
         return [
-            (found.start[r][i], found.finish[r][i])
+            (result.start[r][i], result.finish[r][i])
             for r in (1, 2)
-            for i, action in enumerate(found.actions[r])
+            for i, action in enumerate(result.actions[r])
             if action.op is Op.FORWARD
         ]
 
@@ -96,9 +96,9 @@ def played(schedule: Schedule, rng: random.Random) -> tuple[Timeline, dict[Any, 
         with pytest.raises(ScheduleError):
             simulate(schedule, seconds, **options)
         return None
-    found = simulate(schedule, seconds, **options)
-    assert found.start == expected.start and found.finish == expected.finish
-    return found, seconds
+    result = simulate(schedule, seconds, **options)
+    assert result.start == expected.start and result.finish == expected.finish
+    return result, seconds
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,9 +113,9 @@ def test_ranks_that_share_weights_meet(seed: int) -> None:
     schedule = make(graph, table_of(graph, rng.choice([1, 2, 3])))
     check(schedule)
     assume(by_layer(schedule))  # otherwise some replica has another order
-    found = played(schedule, rng)
-    assert found is not None
-    timeline, seconds = found
+    result = played(schedule, rng)
+    assert result is not None
+    timeline, seconds = result
     lanes = lanes_of(dp, *degrees)
     for stage in range(len(lanes[0])):
         runs = defaultdict(list)  # rank -> (when it had reached the action, start, finish, seconds)
@@ -145,7 +145,7 @@ def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
 def full_case(rng: random.Random) -> tuple[StageGraph, StepTable]:
     """Any stages of `random_case`, sharded "full". Replicas have equal numbers of chunks; index k reads index k."""
     graph = graphs.random_case(rng.randrange(5000)).graph
-    modules = {name: (replace(spec, shard="full"), found) for name, (spec, found) in graph.layout.modules.items()}
+    modules = {name: (replace(spec, shard="full"), result) for name, (spec, result) in graph.layout.modules.items()}
     graph = replace(graph, layout=Layout(modules, graph.layout.world))
     chunks, dp = rng.choice([1, 2, 3]), {name: spec.dp for name, (spec, _) in modules.items()}
     counts = {(name, d): chunks for name in graph.modules for d in range(dp[name])}

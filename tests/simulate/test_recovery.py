@@ -72,9 +72,9 @@ def counted(seconds: int, iteration: int, every: int, save: int, recovery: int, 
 )
 def test_booked_as_counted_by_hand(seconds, iteration, every, save, recovery, redo):
     spent, done = book(seconds, Pace(iteration, every, save), 3, recovery=recovery, redo=redo)
-    found = counted(seconds, iteration, every, save, recovery, redo)
-    assert done == found.pop("done") and spent.samples == 3 * max(done - redo, 0)
-    assert {kind: getattr(spent, kind) for kind in found} == found and spent.total == seconds
+    result = counted(seconds, iteration, every, save, recovery, redo)
+    assert done == result.pop("done") and spent.samples == 3 * max(done - redo, 0)
+    assert {kind: getattr(spent, kind) for kind in result} == result and spent.total == seconds
     assert spent.redundant == spent.waiting == 0
 
 
@@ -153,10 +153,10 @@ def test_repairs_are_the_planners_and_use_all_nodes(changes, least):
             continue
         assert sorted(node for nodes in now for node in nodes) == sorted(alive)
         if before and sum(node not in gone for nodes in before for node in nodes) >= 2 * least:
-            found = plan.reconfigure(before, gone, own.sizes, faults=1)
-            assert all(len(each.nodes) <= own.sizes[-1] for each in found)
-            found = plan.admit([each.nodes for each in found], came, own.sizes, max_pipelines=16)
-            assert now == [list(each.nodes) for each in found]
+            result = plan.reconfigure(before, gone, own.sizes, faults=1)
+            assert all(len(each.nodes) <= own.sizes[-1] for each in result)
+            result = plan.admit([each.nodes for each in result], came, own.sizes, max_pipelines=16)
+            assert now == [list(each.nodes) for each in result]
         elif not before:
             assert sorted(map(len, now)) == sorted(own.best_pipelines(len(alive)))
 

@@ -68,8 +68,8 @@ def test_the_trace_is_sound(seed: int, transfer: float) -> None:
         assert sender["ts"] <= receiver["ts"] + receiver["dur"] + 0.1  # microseconds
     # Every SEND and every RECV has one.
     for phase, op in (("s", Op.SEND), ("f", Op.RECV)):
-        found = {(event["pid"], event["name"]) for event in ends[phase].values()}
-        assert found == {(r.rank, str(r.action)) for r in timeline.records() if r.action.op is op}
+        result = {(event["pid"], event["name"]) for event in ends[phase].values()}
+        assert result == {(r.rank, str(r.action)) for r in timeline.records() if r.action.op is op}
 
 
 def test_the_file_is_json_with_names_for_ranks_and_threads(tmp_path: Path) -> None:

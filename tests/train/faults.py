@@ -152,8 +152,8 @@ class Place:
 
     def table(self, name: str, **values: Any) -> None:
         """Changes keys of a JSON file; None removes a key."""
-        found = {**json.loads((self.at / name).read_text()), **values}
-        self.write(name, json.dumps({key: value for key, value in found.items() if value is not None}))
+        result = {**json.loads((self.at / name).read_text()), **values}
+        self.write(name, json.dumps({key: value for key, value in result.items() if value is not None}))
 
     def cut(self, name: str, part: float = 0.5) -> None:
         """Truncates a file."""
@@ -175,9 +175,9 @@ class Place:
         """Changes the tensors of a safetensors file."""
         from safetensors.torch import load_file, save_file
 
-        found = load_file(self.at / name)
-        change(found)
-        save_file(found, self.at / name, metadata={"format": "pt"})
+        result = load_file(self.at / name)
+        change(result)
+        save_file(result, self.at / name, metadata={"format": "pt"})
 
     def checkpoint(self, step: int) -> str:
         """The folder of a checkpoint of the run, in this folder."""
@@ -206,10 +206,10 @@ def _aside(name: str, files: dict[str, bytes]) -> list[bytes]:
     """Contents of a checkpoint file under the names of checkpoints that were set aside: step-00000002.torn and the
     like.
     """
-    found = re.fullmatch(r"(.*/checkpoints/step-\d+)(/.*)", name)
-    if found is None:
+    result = re.fullmatch(r"(.*/checkpoints/step-\d+)(/.*)", name)
+    if result is None:
         return []
-    there = re.compile(rf"{re.escape(found[1])}\.[a-z.]+{re.escape(found[2])}")
+    there = re.compile(rf"{re.escape(result[1])}\.[a-z.]+{re.escape(result[2])}")
     return [data for other, data in files.items() if there.fullmatch(other)]
 
 

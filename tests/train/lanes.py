@@ -103,7 +103,7 @@ def curve(folder: Path) -> list[dict[str, float]]:
 def contents(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint except generator states, assembled here by hand, chunk by chunk."""
     manifest = ck.read_manifest(path)
-    found = {}
+    result = {}
     for key, stored in manifest.tensors.items():
         if key.startswith(("model.", "optimizer.")):
             whole = torch.full(stored.shape, float("nan"))
@@ -112,8 +112,8 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
                 assert bool(whole[place].isnan().all()), f"{key} is there twice"
                 whole[place] = ck.read_chunk(path, stored, chunk)
             assert not whole.isnan().any(), f"{key} has a hole"
-            found[key] = whole
-    return found
+            result[key] = whole
+    return result
 
 
 def same_curve(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:

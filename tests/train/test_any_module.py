@@ -197,8 +197,8 @@ def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
         return media_specs(config, build(config, ByteTokenizer(["eyes"])), source="mine.toml")["eyes"]
 
     def about(**more: Any) -> tuple[Any, Any]:
-        found = spec(**more)
-        return found.mean, found.std
+        result = spec(**more)
+        return result.mean, result.std
 
     assert spec().mean == spec().std == (0.5, 0.5, 0.5)
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 32, "width": 32}}

@@ -69,4 +69,4 @@ def test_every_key_that_is_a_path_is_known() -> None:
 def test_what_to_give_in_place_of_a_url(url: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "mine.toml", "--picture", url])
-    assert f"argument --picture: {url!r} is a URL" in (said := capsys.readouterr().err) and instead in said
+    assert f"argument --picture: {url!r} is a URL" in (output := capsys.readouterr().err) and instead in output

@@ -86,9 +86,9 @@ def test_machines_that_come_to_different_devices_are_told(tmp_path: Path) -> Non
     ]
     for rank, process in enumerate(processes):
         process.join(600)
-        said = (tmp_path / str(rank)).read_text()
-        assert "ConfigError: tiny.toml: rank 0 computes on a GPU, ranks [1] on the CPU: some machines" in said
-        assert "set run.device = 'cpu'" in said
+        output = (tmp_path / str(rank)).read_text()
+        assert "ConfigError: tiny.toml: rank 0 computes on a GPU, ranks [1] on the CPU: some machines" in output
+        assert "set run.device = 'cpu'" in output
 
 
 def test_weights_are_drawn_on_the_host_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def test_weights_are_drawn_on_the_host_a_layer_at_a_time(monkeypatch: pytest.Mon
 
     def watched(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal most
-        found = real(tensor)
-        made.append(StorageWeakRef(found.untyped_storage()))
+        result = real(tensor)
+        made.append(StorageWeakRef(result.untyped_storage()))
         most = max(most, sum(not each.expired() for each in made))
-        return found
+        return result
 
     monkeypatch.setattr(weights, "_on_the_host", watched)
     drawn = torch.get_rng_state()
@@ -154,8 +154,8 @@ def test_kernels_are_compiled_for_what_this_rank_trains(monkeypatch: pytest.Monk
     device.warm_up_attention(parallel, torch.device("cpu"), "bf16", lines.append)
     assert asked == lines == []
     device.warm_up_attention(parallel, torch.device("cuda"), "bf16", lines.append)
-    found = {(each["q_heads"], each["kv_heads"], each["head_dim"], each["backward"]) for each in asked}
-    assert found == {(4, 4, 8, True), (4, 4, 8, False), (2, 1, 8, True)}
+    result = {(each["q_heads"], each["kv_heads"], each["head_dim"], each["backward"]) for each in asked}
+    assert result == {(4, 4, 8, True), (4, 4, 8, False), (2, 1, 8, True)}
     assert {each["dtype"] for each in asked} == {torch.bfloat16}
     reason = "attention kernels were not precompiled: ptxas failed"
     assert lines == [f"vision: {reason}", f"audio: {reason}"]

@@ -56,11 +56,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     config = loads(earlier(tmp_path), SETTINGS)
     assert loads(dumps(config)) == config and config.data.of_earlier_version
-    feed.prepare(config, said.append)
-    assert said[0].startswith("data.dataset = 'digits' of earlier versions is read as the chats of ")
+    feed.prepare(config, lines.append)
+    assert lines[0].startswith("data.dataset = 'digits' of earlier versions is read as the chats of ")
     tokenizer = tokenizer_of(config)
     assert (tokenizer.vocab_size, tokenizer.EOS) == (ByteTokenizer.vocab_size, ByteTokenizer.EOS)
     model: Any = build(config, tokenizer)
@@ -114,8 +114,8 @@ def test_a_model_of_an_earlier_version_answers(
     ]:
         capfd.readouterr()
         assert main(["generate", str(saved), *arguments]) == 2, arguments
-        said = capfd.readouterr().err
-        assert message in said and len(said.strip().splitlines()) == 1
+        output = capfd.readouterr().err
+        assert message in output and len(output.strip().splitlines()) == 1
     assert main(["generate", str(saved), "--text", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
 
     def missing(*_: object) -> None:

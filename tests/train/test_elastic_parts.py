@@ -129,8 +129,8 @@ def test_lane_sizes_match_the_bytes_of_each_rank(spec: ParallelSpec) -> None:
         for number, rank in ranks.items():
             here = sizes[number % size]
             names = [name for name in held_by(layout, number, layers, first) if name in here]
-            found = {name: 12 * p.numel() + 4 for name, p in rank.own.items()}
-            assert {name: here[name] for name in names} == found, (lanes, number)
+            result = {name: 12 * p.numel() + 4 for name, p in rank.own.items()}
+            assert {name: here[name] for name in names} == result, (lanes, number)
 
 
 TIMES = st.floats(0.001, 50.0)
@@ -217,9 +217,9 @@ def test_ranks_propose_templates_of_their_model() -> None:
     config = config_of(resilience={"nodes": 5, "min_nodes": 2})
     model = build(config, tokenizer_of(config, source="test"))
     templates = Templates(model, flop_costs(config, model))
-    found = Proposed.from_json(propose(config, model, templates, source="test"))
-    assert found.sizes == [2, 3] and found.microbatches == 2 * config.train.microbatches
-    assert found.times == tuple(templates.time(size) for size in (2, 3)) and found.times[1] < found.times[0]
+    result = Proposed.from_json(propose(config, model, templates, source="test"))
+    assert result.sizes == [2, 3] and result.microbatches == 2 * config.train.microbatches
+    assert result.times == tuple(templates.time(size) for size in (2, 3)) and result.times[1] < result.times[0]
     with pytest.raises(ConfigError, match="ranks_per_node"):
         propose(config_of(resilience={"nodes": 40, "min_nodes": 20}), model, templates, source="test")
 

@@ -107,8 +107,8 @@ def test_all_samples_train_as_in_a_plain_loop(tmp_path: Path, batch: int, balanc
     for epoch in range(EPOCHS):
         assert sorted(i for at, indices in given if at == epoch for i in indices) == list(range(COUNT))
     losses, weights = in_a_loop(config, given)
-    found = [line["loss_metrics/step_loss"] for line in read_metrics(tmp_path / "run")]
-    assert found == pytest.approx(losses, rel=1e-5)
+    result = [line["loss_metrics/step_loss"] for line in read_metrics(tmp_path / "run")]
+    assert result == pytest.approx(losses, rel=1e-5)
     for name, parameter in trainer.parameters.items():
         torch.testing.assert_close(parameter, weights[name], rtol=1e-5, atol=1e-6)
 

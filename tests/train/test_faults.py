@@ -126,7 +126,7 @@ def every_stage_fails_once(rank: int, folder: str, world: int) -> list[tuple[str
     use_ranks(world)
     store = checkpoints(Path(folder), Peers(30.0))
     save(store, 1)
-    told, step = [], 1
+    lines, step = [], 1
     for stage, owner, name, ranks, faults in STAGES:
         for victim in (each for each in ranks if each < world):
             for fault in faults:
@@ -138,7 +138,7 @@ def every_stage_fails_once(rank: int, folder: str, world: int) -> list[tuple[str
                         save(store, step + 1)
                     except TrainingError as error:
                         words = str(error)
-                    told.append((stage, f"{victim} {CAUSES[fault]}", words))
+                    lines.append((stage, f"{victim} {CAUSES[fault]}", words))
                 if rank == 0:
                     check_newest(store.folder, step)
         # The next attempt ignores leftovers, and the run resumes from there.
@@ -149,7 +149,7 @@ def every_stage_fails_once(rank: int, folder: str, world: int) -> list[tuple[str
         if rank == 0:
             check_newest(store.folder, step)
             assert not list(store.folder.glob(".*"))
-    return told
+    return lines
 
 
 def check_told(told: list[tuple[str, str, str]], world: int) -> None:
@@ -276,10 +276,10 @@ def test_ranks_on_different_file_systems_are_refused(tmp_path: Path) -> None:
     ]
     try:
         for process in processes:
-            said = process.communicate(timeout=600)[0]
-            assert f"PROBE the ranks do not share the run folder {tmp_path}: rank 1 on " in said, said
-            assert "does not see what rank 0 wrote" in said and "SAVE rank 1 on " in said, said
-            assert "put run.folder on a file system" in said and "LEFT []" in said, said
+            output = process.communicate(timeout=600)[0]
+            assert f"PROBE the ranks do not share the run folder {tmp_path}: rank 1 on " in output, output
+            assert "does not see what rank 0 wrote" in output and "SAVE rank 1 on " in output, output
+            assert "put run.folder on a file system" in output and "LEFT []" in output, output
     finally:
         for process in processes:
             process.kill()

@@ -117,8 +117,8 @@ def test_check_finds_every_planted_fault_by_line_and_reason(user: Place, capsys:
     user.edit("own.toml", "\n[model.language_model]", f"{HEARD}\n[model.language_model]")
     before = user.contents()
     assert main(["data", "check", str(user.at / "own.toml"), "--out", str(user.at / "page.html")]) == 1
-    told = capsys.readouterr().out
-    assert f"{len(right) + len(lines)} records, {len(right)} usable, 0 cut, {len(lines)} left out" in told
+    output = capsys.readouterr().out
+    assert f"{len(right) + len(lines)} records, {len(right)} usable, 0 cut, {len(lines)} left out" in output
     page = html.unescape((user.at / "page.html").read_text())
     for number, (kind, words, line) in enumerate(FAULTS, len(right) + 1):
         rows = re.findall(rf"/train\.jsonl:{number}<td>[^\n]*", page)
@@ -179,6 +179,6 @@ def test_a_port_that_is_taken(user: Place, capfd: pytest.CaptureFixture[str], mo
         for key, value in variables.items():
             monkeypatch.setenv(key, str(value))
         code = main(["train", str(user.at / "own.toml"), "--set", "parallel.ranks=2"])
-    said = capfd.readouterr().err
-    assert code == 1 and len(said.splitlines()) == 1 and "Address already in use" in said, said
-    assert "MASTER_PORT free there" in said
+    output = capfd.readouterr().err
+    assert code == 1 and len(output.splitlines()) == 1 and "Address already in use" in output, output
+    assert "MASTER_PORT free there" in output

@@ -89,15 +89,15 @@ def test_left_out_and_cut_samples_are_reported(tmp_path: Path) -> None:
             self.listing = lambda: listing
             self.report = lambda: f"report of {listing.strip()}"
 
-    said: list[str] = []
-    report_left_out([Split(""), Split("v.jsonl:1: cut to 8 tokens\n")], tmp_path, said.append)
-    assert len(said) == 1 and said[0].startswith("report of v.jsonl:1")
-    report_left_out([Split("a\n"), Split("b\n")], tmp_path, said.append)
-    assert len(said) == 3 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
-    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, said.append)  # nothing new of its own
-    assert len(said) == 4 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
-    report_left_out([Split(""), Split("")], tmp_path, said.append)
-    assert len(said) == 4 and not (tmp_path / "left_out.txt").exists()
+    lines: list[str] = []
+    report_left_out([Split(""), Split("v.jsonl:1: cut to 8 tokens\n")], tmp_path, lines.append)
+    assert len(lines) == 1 and lines[0].startswith("report of v.jsonl:1")
+    report_left_out([Split("a\n"), Split("b\n")], tmp_path, lines.append)
+    assert len(lines) == 3 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
+    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, lines.append)  # nothing new of its own
+    assert len(lines) == 4 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
+    report_left_out([Split(""), Split("")], tmp_path, lines.append)
+    assert len(lines) == 4 and not (tmp_path / "left_out.txt").exists()
 
 
 def test_without_a_reader_nothing_is_decoded() -> None:

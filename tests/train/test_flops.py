@@ -30,11 +30,11 @@ def test_peaks_are_found_by_the_names_that_drivers_give() -> None:
 def test_a_meter_divides_by_seconds_devices_and_their_peaks(peaks: list[float]) -> None:
     mllm = tiny_mllm()
     samples = [sample for batch in random_microbatches(mllm, "all") for sample in batch]
-    meter, found = Meter(mllm, peaks, recompute=True), StepFlops(mllm, recompute=True).of(samples)
+    meter, result = Meter(mllm, peaks, recompute=True), StepFlops(mllm, recompute=True).of(samples)
     assert meter.metrics() == {}
     meter.add(samples, None, 2.0)
     meter.add(samples, None, 1.0)
-    values, (needed, executed) = meter.metrics(), total(found)
+    values, (needed, executed) = meter.metrics(), total(result)
     assert values["tflops"] == pytest.approx(2 * needed / 3 / len(peaks) / 1e12)
     assert sum(v for k, v in values.items() if k.startswith("tflops/")) == pytest.approx(values["tflops"])
     if all(peaks):

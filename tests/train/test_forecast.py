@@ -95,8 +95,8 @@ def test_a_run_predicts_its_steps_and_others_read_its_costs(config: Path, capsys
     file = str(folder / forecast.NAME)
     capsys.readouterr()
     assert main(["simulate", str(config), "--costs", file, "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "costs.json: timed on this machine" in told and "its fits are off by vision" in told
+    output = capsys.readouterr().out
+    assert "costs.json: timed on this machine" in output and "its fits are off by vision" in output
     assert "OPTIMIZER_STEP" in (out / "trace.json").read_text()
     assert main(["plan", str(config), "--costs", file]) == 0
     other = ["--set", "model.language_model.config.num_hidden_layers=3"]
@@ -160,8 +160,8 @@ def test_the_optimizer_is_timed_on_what_the_model_trains(config: Path, monkeypat
             return super().step(step)
 
     monkeypatch.setattr(forecast, "Optimizer", Seen)
-    found = forecast.time_optimizer(settings, model, torch.device("cpu"))
-    assert found.transfer(1 << 20) > 0.0 and trained in seen
+    result = forecast.time_optimizer(settings, model, torch.device("cpu"))
+    assert result.transfer(1 << 20) > 0.0 and trained in seen
     assert {len(each) for each in seen} == {len(trained), len(trained) // 2}
     monkeypatch.setattr(forecast, "MOST_BYTES", 4096)
     seen.clear()

@@ -16,7 +16,7 @@ from tests.train.one_process import toy_config
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_bf16_run_is_the_same_with_its_frozen_weights_in_bf16(tied: bool) -> None:
-    found = []
+    result = []
     for narrow in (False, True):
         mllm = tiny_mllm(encoders=("vision",), tied=tied)
         mllm.freeze("vision")
@@ -41,8 +41,8 @@ def test_a_bf16_run_is_the_same_with_its_frozen_weights_in_bf16(tied: bool) -> N
         layout = Layout.from_specs(mllm, specs, ranks=1)
         parallel = parallelize(mllm, layout, transport="local", autocast=torch.bfloat16)
         loss = float(parallel.step(random_microbatches(mllm, "all", count=2)))
-        found.append((loss, {n: p.grad for n, p in mllm.named_parameters() if p.grad is not None}))
-    (loss, gradients), (again, others) = found
+        result.append((loss, {n: p.grad for n, p in mllm.named_parameters() if p.grad is not None}))
+    (loss, gradients), (again, others) = result
     assert loss == again and gradients.keys() == others.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=0, atol=0)

@@ -40,8 +40,8 @@ def _numbers(section: Any, path: Place = ()) -> Iterator[Place]:
 def _keys_of_architectures() -> Iterator[Place]:
     """The places of numbers in the tables of HuggingFace keys."""
     for module, spec in TABLE["model"].items():
-        found = model_class(spec["architecture"], encoder=module != "language_model")
-        for field in dataclasses.fields(found.config_class):
+        result = model_class(spec["architecture"], encoder=module != "language_model")
+        for field in dataclasses.fields(result.config_class):
             kind = str(field.type)
             if ("int" in kind or "float" in kind) and "bool" not in kind:
                 yield "model", module, "config", field.name

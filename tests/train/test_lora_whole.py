@@ -73,9 +73,9 @@ def test_folder_weights_load_into_layers_under_adapters(folder: Path) -> None:
     initialize(parallel, seed=0, stored=stored_weights(config, model))
     oracle = LlavaForConditionalGeneration.from_pretrained(folder)
     kept = dict(oracle.named_parameters())
-    found = [name for name, _ in model.named_parameters() if not is_adapter(name)]
-    assert len(found) == len(kept)
-    for name in found:
+    result = [name for name, _ in model.named_parameters() if not is_adapter(name)]
+    assert len(result) == len(kept)
+    for name in result:
         key = model.name_in_whole(name).replace(".base_layer", "")
         assert torch.equal(model.get_parameter(name), kept[key]), name
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -71,9 +71,9 @@ def test_an_encoder_of_a_folder(kind: str, tmp_path: Path) -> None:
         alone = [eager_features(theirs, geometry, item) for item in media]
         alone = [x[geometry.prefix :] if len(x) > item.tokens else x for x, item in zip(alone, media, strict=True)]
         wanted = torch.cat(alone) if encoder.projector is None else encoder.projector(torch.cat(alone))
-        found = encoder(**encoder.collate(media))
+        result = encoder(**encoder.collate(media))
     assert len(media) > 2 and float(wanted.std()) > 1e-4
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
@@ -86,6 +86,6 @@ def test_a_language_model_of_a_folder(kind: str, tmp_path: Path) -> None:
     ids = prompts(theirs)
     with torch.no_grad():
         inputs = mllm.collate(samples_of(ids))
-        found = by_sample(mllm(**inputs).logits, inputs)
-        for piece, row in zip(found, ids, strict=True):
+        result = by_sample(mllm(**inputs).logits, inputs)
+        for piece, row in zip(result, ids, strict=True):
             torch.testing.assert_close(piece, eager_logits(theirs, row), rtol=1e-5, atol=1e-5)

@@ -76,9 +76,9 @@ def test_microbatches_assigned_by_cost_report_balance() -> None:
     first, second = table.of("language_model", 0)
     costs = {(Op.FORWARD, "language_model", 0, first): 1.0, (Op.BACKWARD, "language_model", 0, first): 2.0}
     costs |= {(Op.FORWARD, "language_model", 0, second): 2.0, (Op.BACKWARD, "language_model", 0, second): 3.0}
-    found = pipeline_metrics(simulate(schedule, {**costs, Op.FORWARD: 1.0, Op.BACKWARD: 1.0}))
-    assert found["balance/microbatch_spread(%)"] == pytest.approx(25.0)
-    assert found["balance/deferred_samples"] == 2
+    result = pipeline_metrics(simulate(schedule, {**costs, Op.FORWARD: 1.0, Op.BACKWARD: 1.0}))
+    assert result["balance/microbatch_spread(%)"] == pytest.approx(25.0)
+    assert result["balance/deferred_samples"] == 2
     plain_schedule = one_f_one_b(graph, plain, reduce_grad=False)
     unassigned = pipeline_metrics(simulate(plain_schedule, {**costs, Op.FORWARD: 1.0, Op.BACKWARD: 1.0}))
     assert not any(name.startswith("balance") for name in unassigned)

@@ -61,19 +61,19 @@ def test_an_epoch_is_all_records_unless_drop_last_is_set(
     text = CONFIG.format(folder=own).replace("steps = 2", "epochs = 1")
     config.write_text(text.replace("samples = 3", "samples = 0"))
     rows = ["--set=data.pack=true", "--set=train.batch_size=2"] if packed else []
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for drop in ("false", "true"):
         capfd.readouterr()
         dropping = [f"--set=data.drop_last={drop}", f"--set=run.name=drop-{drop}", "--set=parallel.threads=1", *rows]
         assert main(["train", str(config), *dropping]) == 0, capfd.readouterr().err
-        said = capfd.readouterr().out
+        output = capfd.readouterr().out
         [folder] = [path for path in (own / "runs" / f"drop-{drop}").iterdir() if path.name != "latest"]
         summary = json.loads((folder / "summary.json").read_text())
-        found[drop] = round(summary["samples_per_second"] * summary["seconds_of_training"])
-        assert f"drop-{drop} {summary['steps']}/{summary['steps']} · epoch 1.0 of 1 · " in said
-    assert found["false"] == 27 and found["true"] < 27 and (packed or found["true"] == 24)
-    line = f"data.drop_last: the first epoch leaves out {27 - found['true']} of 27 samples, which do not fill a batch"
-    assert line in said
+        result[drop] = round(summary["samples_per_second"] * summary["seconds_of_training"])
+        assert f"drop-{drop} {summary['steps']}/{summary['steps']} · epoch 1.0 of 1 · " in output
+    assert result["false"] == 27 and result["true"] < 27 and (packed or result["true"] == 24)
+    line = f"data.drop_last: the first epoch leaves out {27 - result['true']} of 27 samples, which do not fill a batch"
+    assert line in output
     assert main(["data", "check", str(config), "--samples=0", *dropping]) == 1  # exit code for broken records
     assert capfd.readouterr().out.endswith(f"{line}\n")
 
@@ -97,9 +97,9 @@ def test_packed_loss_is_equal_on_one_rank_and_two_replicas(own: Path, monkeypatc
 
 def test_check_of_a_config_shows_samples_in_tokens(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(own / "own.toml"), "--out", str(own / "page.html")]) == 1
-    told = capsys.readouterr().out
-    assert "30 records, 27 usable, 0 cut, 3 left out" in told and "6 records, 6 usable" in told
-    assert "1 x too long" in told and "1 x json" in told and "learnt" in told
+    output = capsys.readouterr().out
+    assert "30 records, 27 usable, 0 cut, 3 left out" in output and "6 records, 6 usable" in output
+    assert "1 x too long" in output and "1 x json" in output and "learnt" in output
     page = (own / "page.html").read_text()
     assert page.count("<section>") == 12 and 'class="t learnt special">&lt;|im_end|&gt;<' in page
     assert "vision x " in page and "data:image/jpeg" in page

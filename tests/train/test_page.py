@@ -106,9 +106,9 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path) -> None:
     lines[3_123][LOSS], lines[4_000][LOSS], lines[4_499][LOSS] = 9.0, -3.0, math.nan
     text = written(tmp_path, lines)
     assert len(text) < 100_000 and "no finite number at step 4500" in text
-    found = re.search(r'data:image/svg\+xml;base64,([^"]*)', text)
-    assert found is not None
-    drawn = points_of(base64.b64decode(found[1]))
+    result = re.search(r'data:image/svg\+xml;base64,([^"]*)', text)
+    assert result is not None
+    drawn = points_of(base64.b64decode(result[1]))
     heights = [y for _, y in drawn]
     assert len(drawn) <= 1000 and min(heights) < 40 and max(heights) > heights[0] + 20
 
@@ -117,8 +117,8 @@ def points_of(picture: bytes) -> list[tuple[float, float]]:
     """The drawn points of the blue curve of a chart, in its units from its top left: of its lines, then its dots."""
     lines = re.findall(r'<path d="([^"]*)" clip-path=[^>]*stroke: #3b6fb6', picture.decode())
     dots = re.findall(r'<use [^>]* x="(\S+)" y="(\S+)" style="fill: #3b6fb6', picture.decode())
-    found = [point for line in lines for point in re.findall(r"[ML] (\S+) (\S+)", line)]
-    return [(float(x), float(y)) for x, y in found + dots]
+    result = [point for line in lines for point in re.findall(r"[ML] (\S+) (\S+)", line)]
+    return [(float(x), float(y)) for x, y in result + dots]
 
 
 @settings(max_examples=30, deadline=None)

@@ -66,9 +66,9 @@ def test_a_page_that_fails_is_one_line(
     monkeypatch.setattr(report, "spread_by_kind", full)
     monkeypatch.setattr("tests.train.one_process.ToyData.tokens", {}, raising=False)
     assert _close(tmp_path, "log.samples=4")["held_out_loss"] == 1.75
-    said = capfd.readouterr().err
-    assert "the closing report lacks the answers to held-out samples: [Errno 28] No space left" in said
-    assert len(said.strip().splitlines()) == 1
+    output = capfd.readouterr().err
+    assert "the closing report lacks the answers to held-out samples: [Errno 28] No space left" in output
+    assert len(output.strip().splitlines()) == 1
 
 
 def test_a_model_that_has_no_room_is_not_loaded_whole(
@@ -78,14 +78,14 @@ def test_a_model_that_has_no_room_is_not_loaded_whole(
     loaded: list[str] = []
     monkeypatch.setattr(finished, "load_whole", lambda *_, **__: loaded.append("whole"))
     size = sum(parameter.nbytes for parameter in ToyModel().parameters())
-    for free, found in ((int(size / finished.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
+    for free, result in ((int(size / finished.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
         monkeypatch.setattr(finished, "free_memory", lambda free=free: free)
         assert _close(tmp_path, "log.samples=4")["train_loss"] == 1.5
-        assert loaded == found
-        if not found:
-            said = capfd.readouterr().err
-            assert "lacks the answers to held-out samples: the whole model has 0.0 GiB of weights" in said
-            assert "interlace generate answers where there is more" in said and len(said.splitlines()) == 1
+        assert loaded == result
+        if not result:
+            output = capfd.readouterr().err
+            assert "lacks the answers to held-out samples: the whole model has 0.0 GiB of weights" in output
+            assert "interlace generate answers where there is more" in output and len(output.splitlines()) == 1
 
 
 def test_memory_that_is_free_is_told() -> None:
@@ -159,9 +159,9 @@ def test_ranks_that_are_refused_leave_no_thread_in_the_store(tmp_path: Path) -> 
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], said
-    for text in said:
+    output = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], output
+    for text in output:
         assert "make batch_size smaller" in text and "sign-of-life" not in text.splitlines()[-1], text
 
 

@@ -67,9 +67,9 @@ def test_as_many_are_asked_as_the_config_says(digits, count) -> None:
 def test_where_all_answers_are_the_same_no_media_are_swapped(digits, count, monkeypatch) -> None:
     ones = [recipe for recipe in digits.questions()["digit"] if recipe.answer == "one"]
     monkeypatch.setattr(digits, "questions", lambda: {"digit": ones})
-    [found] = count(Reader({}, blind="one"))
-    assert (found.right, found.majority, found.swapped) == (1.0, 1.0, None)
-    assert "digit_swapped_media_accuracy" not in found.rows()
+    [result] = count(Reader({}, blind="one"))
+    assert (result.right, result.majority, result.swapped) == (1.0, 1.0, None)
+    assert "digit_swapped_media_accuracy" not in result.rows()
 
 
 def test_media_that_do_not_fit_are_passed_over_for_the_next(digits, count, monkeypatch) -> None:
@@ -82,8 +82,8 @@ def test_media_that_do_not_fit_are_passed_over_for_the_next(digits, count, monke
         return asked(question, shown)
 
     monkeypatch.setattr(digits, "asked", picky)
-    [found] = count(Reader({}, blind="one"))
-    assert len(refused) == 3 and found.swapped == found.right
+    [result] = count(Reader({}, blind="one"))
+    assert len(refused) == 3 and result.swapped == result.right
 
     def broken(question: Any, shown: Any = None) -> Any:
         if shown is not None:

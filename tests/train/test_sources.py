@@ -88,18 +88,18 @@ def test_two_sources_train_and_go_on_as_if_never_stopped(
 
 def test_check_says_what_an_epoch_draws(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(mixed), "--out", str(mixed.parent / "page.html")]) == 1
-    said = capsys.readouterr().out
-    assert "chats train: " in said and "chats validation: " in said and "tars train: " in said
-    assert "an epoch draws 36 samples (weights are shares of samples):" in said
-    assert "tars: 75.0 % of the samples" in said and "gone through 3.00 times" in said
+    output = capsys.readouterr().out
+    assert "chats train: " in output and "chats validation: " in output and "tars train: " in output
+    assert "an epoch draws 36 samples (weights are shares of samples):" in output
+    assert "tars: 75.0 % of the samples" in output and "gone through 3.00 times" in output
     page = (mixed.parent / "page.html").read_text()
     assert "s-00.tar:1" in page and "data:image/jpeg" in page
 
 
 def test_index_of_a_config(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "index", str(mixed), "--processes", "1"]) == 1
-    said = capsys.readouterr().out
-    assert "chats: 30 records, 1 of them broken" in said and "tars: 40 records, 0 of them broken" in said
+    output = capsys.readouterr().out
+    assert "chats: 30 records, 1 of them broken" in output and "tars: 40 records, 0 of them broken" in output
 
 
 def test_settings_of_sources(mixed: Path) -> None:

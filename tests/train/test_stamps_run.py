@@ -66,10 +66,10 @@ def test_without_apt_one_line_says_so_at_every_start(small: None, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     config = load(CONFIG, settings(tmp_path / "made", tmp_path / "cache"))
     for _ in range(2):
-        said: list[str] = []
-        feed.prepare(config, said.append)
-        assert said[-1] != said[0] or len(said) == 1
-        [line] = [each for each in said if each.startswith("stamps not available (apt-get not found")]
+        lines: list[str] = []
+        feed.prepare(config, lines.append)
+        assert lines[-1] != lines[0] or len(lines) == 1
+        [line] = [each for each in lines if each.startswith("stamps not available (apt-get not found")]
         assert "digits instead" in line
 
 

@@ -70,10 +70,10 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_and_decoding_are_what_the_thread_took(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     config = oracle.config_of((2, 2))
     monkeypatch.setattr(step_overhead, "SECONDS", limit)
-    found = step_overhead.measure_overhead(config, MODEL, Data(10), "cpu")(1, 1)
+    result = step_overhead.measure_overhead(config, MODEL, Data(10), "cpu")(1, 1)
     # The data has no clip, so audio is unknown. The reading thread also makes the table.
-    assert (found.sample, found.read, dict(found.decode)) == (0.1875, 0.5625, {"vision": 0.5})
-    assert found.error == 0.03125
+    assert (result.sample, result.read, dict(result.decode)) == (0.1875, 0.5625, {"vision": 0.5})
+    assert result.error == 0.03125
     gpu = step_overhead.measure_overhead(config, MODEL, Data(10), "cuda")(1, 1)
     assert (gpu.sample, gpu.read, dict(gpu.decode)) == (0.1875, 0.0, {})
     assert step_overhead.measure_overhead(config, MODEL, Data(0), "cpu")(1, 1) is step_overhead.NO_HOST_OVERHEAD
@@ -90,9 +90,9 @@ def _with_workers(monkeypatch: pytest.MonkeyPatch, workers: Any, data: Data, **r
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
     monkeypatch.setattr(step_overhead, "pickle", SimpleNamespace(dumps=pickle.dumps, loads=received))
     monkeypatch.setattr(launcher, "default_threads", lambda ranks: 8 // ranks)
-    found = step_overhead.measure_overhead(config, MODEL, data, "cpu")(ranks["ranks"], ranks["threads"])
-    assert (found.sample, set(found.decode), found.error) == (0.1875, {"vision"}, 0.03125)
-    return found.read, found.decode["vision"]
+    result = step_overhead.measure_overhead(config, MODEL, data, "cpu")(ranks["ranks"], ranks["threads"])
+    assert (result.sample, set(result.decode), result.error) == (0.1875, {"vision"}, 0.03125)
+    return result.read, result.decode["vision"]
 
 
 @pytest.mark.usefixtures("set_times")
@@ -114,8 +114,8 @@ def test_measuring_decode_still_counts_lost_items() -> None:
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 1})})
     model = oracle.model_of(config)
     train, _ = datasets(config, model, ByteTokenizer())
-    found = step_overhead.measure_overhead(config, model, train, "cpu")(1, 1)
-    assert set(found.decode) == set(model.encoders) and train.noted is None
+    result = step_overhead.measure_overhead(config, model, train, "cpu")(1, 1)
+    assert set(result.decode) == set(model.encoders) and train.noted is None
 
 
 def test_a_batch_of_a_real_model_is_timed() -> None:

@@ -78,11 +78,11 @@ def streamed(tmp_path: Path) -> Path:
 
 
 def train(*arguments: str) -> str:
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "interlace", "train", *arguments], capture_output=True, text=True, timeout=240
     )
-    assert found.returncode == 0, found.stderr
-    return found.stdout + found.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
 
 
 def curves(folder: Path) -> list[dict[str, float]]:
@@ -101,7 +101,7 @@ def bytes_by_hand(config: str, steps: int) -> list[int]:
     stream, _ = datasets(read, model, tokenizer, say=lambda line: None)
     options = StreamOptions(timeout=60, microbatches=read.train.microbatches, chunks=read.chunks())
     order = [readable(Reader(stream, k, 2, seed=read.run.seed, buffer=5)) for k in range(2)]
-    coming, found = [next(names) for names in order], []
+    coming, result = [next(names) for names in order], []
     with StreamLoader(stream, parallel, 4, seed=read.run.seed, buffer=5, options=options) as loader:
         for _ in range(steps):
             batch = next(loader)
@@ -118,8 +118,8 @@ def bytes_by_hand(config: str, steps: int) -> list[int]:
             sizes = [part_bytes(samples[i], module) for i, _, module in away]
             plan = all_to_all_plan([reader[i] for i, _, _ in away], [rank for _, rank, _ in away], 2, sizes=sizes)
             assert plan.moved == sum(sizes) == batch.moved
-            found.append(plan.moved)
-    return found
+            result.append(plan.moved)
+    return result
 
 
 def part_bytes(sample: Any, module: str) -> int:
@@ -145,8 +145,8 @@ def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -
     config = str(streamed / "own.toml")
     told = train(config)
     whole = (streamed / "runs" / "own" / "latest").resolve()
-    found = curves(whole)
-    assert [line["data/moved(MiB)"] * 2**20 for line in found] == bytes_by_hand(config, 12)
+    result = curves(whole)
+    assert [line["data/moved(MiB)"] * 2**20 for line in result] == bytes_by_hand(config, 12)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines)
     # Each was read by one of the two ranks; over three epochs possibly by both.
@@ -160,7 +160,7 @@ def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -
     assert (part / "left_out.txt").read_text().splitlines() == listing
     again = curves(part)
     for step in (0, 5, 6, 7, 8, 9, 10, 11):  # the third epoch has begun by then
-        assert again[step].items() >= {k: v for k, v in found[step].items() if k != SAME[3]}.items(), step
+        assert again[step].items() >= {k: v for k, v in result[step].items() if k != SAME[3]}.items(), step
 
 
 def test_loads_of_a_stream_cannot_be_drawn(streamed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,11 +251,11 @@ def test_workers_decode_chats_bit_identically_to_the_thread(streamed: Path) -> N
         )
         count = 0
         while (expected := thread.next()) is not None:
-            found = other.next()
-            assert found is not None and found.name == expected.name
-            assert torch.equal(found.input_ids, expected.input_ids)
+            result = other.next()
+            assert result is not None and result.name == expected.name
+            assert torch.equal(result.input_ids, expected.input_ids)
             for name, items in expected.media.items():
-                for item, like in zip(found.media[name], items, strict=True):
+                for item, like in zip(result.media[name], items, strict=True):
                     assert torch.equal(item.data, like.data) and item.about == like.about
                     count += 1
         assert other.next() is None and count > 20
@@ -299,6 +299,6 @@ def test_the_shards_of_lines_have_every_record_once(tmp_path: Path, monkeypatch:
         for size in (1, 3, 5, 100):
             monkeypatch.setattr(chats_files, "PIECE", size)
             pieces = chats_files.pieces(path)
-            found = [raw for piece in pieces for raw, _ in chats_files.numbered(piece, tmp_path) if raw is not None]
-            found = [(raw.line, raw.offset) for raw in found]
-            assert found == whole, (number, size)
+            result = [raw for piece in pieces for raw, _ in chats_files.numbered(piece, tmp_path) if raw is not None]
+            result = [(raw.line, raw.offset) for raw in result]
+            assert result == whole, (number, size)

@@ -47,8 +47,8 @@ def with_head(folder: Path, key: str = HEAD, rows: int = 1, **config: Any) -> Pa
     head = embedding.clone()
     head[len(head) - rows :] += torch.randn(rows, head.shape[1], generator=torch.Generator().manual_seed(1))
     save_file(weights | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
-    said = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(said))
+    output = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(output))
     return folder
 
 
@@ -172,8 +172,8 @@ def test_from_pretrained_unties_and_says_so_when_it_saves(llava: Path, tmp_path:
     model.save_pretrained(tmp_path / "out")
     before, after = load_file(llava / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said["tie_word_embeddings"] is False and said["text_config"]["tie_word_embeddings"] is False
+    output = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert output["tie_word_embeddings"] is False and output["text_config"]["tie_word_embeddings"] is False
 
 
 def test_a_run_trains_resumes_and_exports_both(llava: Path, tmp_path: Path) -> None:

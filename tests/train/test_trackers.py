@@ -247,8 +247,8 @@ def test_failing_tracker_is_switched_off_with_one_warning(
     assert trainer.run()["finished"]
     tracking.close("finished")
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 13))
-    said = capfd.readouterr().err
-    assert said.count("switched off") == 1 and ("no network" in said or "No space left on device" in said)
+    output = capfd.readouterr().err
+    assert output.count("switched off") == 1 and ("no network" in output or "No space left on device" in output)
 
 
 def test_a_tracker_that_waits_for_ever_keeps_nobody(
@@ -334,8 +334,8 @@ def test_kept_points_are_reported_and_missed_points_resent(
     config = config_of(NAME)
     told(config, tmp_path, range(1, 7))
     told(config, tmp_path, range(5, 8), "stopped", start=4)
-    said = capfd.readouterr().out
-    assert "goes on from step 4" in said and f"{NAME} keeps what it was told before of steps 5 to 6" in said
+    output = capfd.readouterr().out
+    assert "goes on from step 4" in output and f"{NAME} keeps what it was told before of steps 5 to 6" in output
     told(config, tmp_path, range(12, 14), start=11)  # as if it was disabled after step 7
     assert [step for each in own.made for step in each.calls if isinstance(step, int)] == list(range(1, 14))
     assert "keeps what" not in capfd.readouterr().out

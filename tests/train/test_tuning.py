@@ -114,12 +114,12 @@ def test_first_matching_group_overrides_module_rates() -> None:
     groups = "train.groups=[{pattern='*.layers.1.*', lr=0.5}, {pattern='*norm*', weight_decay=0.25}]"
     config = config_of("one", groups, "model.language_model.lr=0.125", "model.vision.projector_lr=0.75", "train.lr=1.5")
     model = model_of(config)
-    found = rates(config, model)
+    result = rates(config, model)
     decay = config.train.weight_decay
-    assert found["language_model.model.layers.1.input_layernorm.weight"] == Rates("*.layers.1.*", "adamw", 0.5, decay)
-    assert found["language_model.model.norm.weight"] == Rates("*norm*", "adamw", 0.125, 0.25)
-    assert found["language_model.model.embed_tokens.weight"] == Rates("language_model", "adamw", 0.125, decay)
-    lines = summary(model, found)
+    assert result["language_model.model.layers.1.input_layernorm.weight"] == Rates("*.layers.1.*", "adamw", 0.5, decay)
+    assert result["language_model.model.norm.weight"] == Rates("*norm*", "adamw", 0.125, 0.25)
+    assert result["language_model.model.embed_tokens.weight"] == Rates("language_model", "adamw", 0.125, decay)
+    lines = summary(model, result)
     assert lines[-1] == f"0 of {sum(p.numel() for p in model.parameters()):,} parameters are frozen"
     assert any(line.endswith("parameters of vision.projector: adamw, lr 0.75, weight decay 0.05") for line in lines)
     assert loads(dumps(config)) == config  # groups survive the run folder's config.toml

@@ -42,7 +42,7 @@ def test_averages_match_a_plain_loop_and_serve_validation(tmp_path: Path) -> Non
     trainer = trainer_of(tmp_path, "train.ema=0.75", "train.steps=5", "train.validate_every=1")
     averages = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
     plain = ToyModel().eval()
-    found: list[float] = []
+    result: list[float] = []
     real = trainer.optimizer.step
 
     def step(number: int) -> float:
@@ -52,7 +52,7 @@ def test_averages_match_a_plain_loop_and_serve_validation(tmp_path: Path) -> Non
         plain.load_state_dict(averages)
         held_out = trainer.feed.held_out
         tokens = sum(len(sample.labels) for sample in held_out)
-        found.append(sum(plain.loss_sum(sample).item() for sample in held_out) / tokens)
+        result.append(sum(plain.loss_sum(sample).item() for sample in held_out) / tokens)
         return rate
 
     trainer.optimizer.step = step  # type: ignore[method-assign]
@@ -60,7 +60,7 @@ def test_averages_match_a_plain_loop_and_serve_validation(tmp_path: Path) -> Non
     assert trainer.averages is not None
     for name, average in trainer.averages.held.items():
         torch.testing.assert_close(average, averages[name], rtol=1e-6, atol=1e-7)
-    assert [line[HELD_OUT] for line in read_metrics(tmp_path)] == pytest.approx(found, rel=1e-5)
+    assert [line[HELD_OUT] for line in read_metrics(tmp_path)] == pytest.approx(result, rel=1e-5)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
     trainer.validation.losses()
     assert all(torch.equal(parameter, weights[name]) for name, parameter in trainer.parameters.items())

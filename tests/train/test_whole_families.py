@@ -41,11 +41,11 @@ REFUSED = {
 def rows_of_page(first: str) -> dict[str, list[str]]:
     """model type -> cells after the first one, of the table whose head begins with `first`."""
     _, table = PAGE.read_text(encoding="utf-8").split(f"\n| {first} ", 1)
-    found = {}
+    result = {}
     for line in table.split("\n\n")[0].splitlines()[2:]:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        found[re.findall(r"`(\w+)`", name)[0]] = cells
-    return found
+        result[re.findall(r"`(\w+)`", name)[0]] = cells
+    return result
 
 
 def test_the_page_has_every_family() -> None:
@@ -93,22 +93,22 @@ def test_every_command(
     table |= {"checkpoint": {"every": 1}}
     config = tmp_path / "config.toml"
     config.write_text(dumps(from_table(table)))
-    do, found = Commands(capsys), {}
+    do, result = Commands(capsys), {}
 
-    found["check"] = do("data", "check", config, "--out", tmp_path / "data.html")
+    result["check"] = do("data", "check", config, "--out", tmp_path / "data.html")
     for way, setting in WAYS.items():
         setting = setting.replace("ENCODER", family.encoder)
-        found[way] = do("train", config, "--set", f"run.name={way}", "--set", setting)
+        result[way] = do("train", config, "--set", f"run.name={way}", "--set", setting)
     runs = {way: tmp_path / "runs" / way / "latest" for way in WAYS}
     exports = {do("export", run, tmp_path / "out" / way, "--check", 3) for way, run in runs.items()}
-    found["export"] = ", ".join(exports)
-    assert set(found.values()) == {"ok"}, found
+    result["export"] = ", ".join(exports)
+    assert set(result.values()) == {"ok"}, result
     losses = {way: held_out_loss(run) for way, run in runs.items()}
-    found["resume"] = do("train", "--resume", runs["full"] / "checkpoints" / "step-00000001")
+    result["resume"] = do("train", "--resume", runs["full"] / "checkpoints" / "step-00000001")
     assert do("export", runs["full"], tmp_path / "out" / "resumed") == "ok"
     given = ("--audio", "0.wav") if kind_of(name) == "audio" else ("--image", "0.png")
     asked = (given[0], tmp_path / "media" / given[1], "--text", "What?", "--max-new-tokens", 3)
-    found["generate"] = do("generate", runs["full"], *asked)
+    result["generate"] = do("generate", runs["full"], *asked)
     answer = do.said.out
     assert do("generate", tmp_path / "out" / "full", *asked) == "ok" and do.said.out == answer and answer.endswith("\n")
 
@@ -124,8 +124,8 @@ def test_every_command(
         assert held_out == pytest.approx(losses[way], rel=1e-5)
         assert max(differences) < 1e-5
     assert losses["full"] == losses["checkpointing"] == held_out_loss(runs["full"])
-    found["reload"] = "ok"
-    assert dict(zip(STEPS, rows_of_page("family")[name], strict=True)) == found
+    result["reload"] = "ok"
+    assert dict(zip(STEPS, rows_of_page("family")[name], strict=True)) == result
 
 
 def held_out_loss(run: Path) -> float:

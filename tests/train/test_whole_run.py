@@ -147,8 +147,8 @@ def test_a_run_is_exported_key_for_key(folder: Path, tmp_path: Path, capsys: pyt
         ([str(tmp_path), str(tmp_path / "new")], "checkpoint"),
     ):
         assert main(["export", *arguments]) == 2
-        said = capsys.readouterr().err
-        assert line in said and len(said.strip().splitlines()) == 1
+        output = capsys.readouterr().err
+        assert line in output and len(output.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()
 
 

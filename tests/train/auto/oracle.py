@@ -107,13 +107,13 @@ def everything(config: Config, world: int) -> Iterator[Candidate]:
 
 def simulated(evaluator: Evaluator, candidates: Iterator[Candidate]) -> list[tuple[float, str]]:
     """Seconds and name of each candidate that can be simulated."""
-    found = []
+    result = []
     for candidate in candidates:
         try:
-            found.append((evaluator.simulate(candidate).seconds, str(candidate)))
+            result.append((evaluator.simulate(candidate).seconds, str(candidate)))
         except Refused:
             continue
-    return found
+    return result
 
 
 def case(name: str) -> tuple[Config, Any, Work, Machine]:
@@ -136,11 +136,11 @@ def main() -> None:
     rows = {}
     for name in CASES:
         config, model, work, machine = case(name)
-        found = simulated(Evaluator(config, model, work, machine), everything(config, WORLD))
-        best, of = min(found)
+        result = simulated(Evaluator(config, model, work, machine), everything(config, WORLD))
+        best, of = min(result)
         taken = decision_of(name).best
         rows[name] = {
-            "possible": len(found),
+            "possible": len(result),
             "best": best,
             "best_layout": of,
             "taken": taken.seconds,

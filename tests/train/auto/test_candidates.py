@@ -19,10 +19,10 @@ TWO, THREE = ("vision", "language_model"), ("vision", "audio", "language_model")
 @pytest.mark.parametrize(("modules", "world"), [(TWO, 1), (TWO, 3), (TWO, 4), (THREE, 2)])
 def test_candidates_are_of_the_world_that_they_are_listed_for(modules: tuple[str, ...], world: int) -> None:
     config = _config("parallel.layout=auto") if modules == THREE else config_of((4, 4))
-    found = list(listed(modules, world, OPEN))
-    assert len(set(found)) == len(found) and {each.world for each in found} == {world}
+    result = list(listed(modules, world, OPEN))
+    assert len(set(result)) == len(result) and {each.world for each in result} == {world}
     accepted = 0
-    for candidate in found[:: max(1, len(found) // 80)]:
+    for candidate in result[:: max(1, len(result) // 80)]:
         try:
             made = applied(config, candidate)
         except ValidationError:
@@ -65,30 +65,30 @@ def test_every_layout_that_a_config_could_say_is_listed(
 
 
 def test_long_lists_have_powers_of_two_and_equal_encoders() -> None:
-    for placement, found, _ in layouts(THREE, 12, few=False):
-        assert found[0] == found[1]
-        lanes = [spec.tp * spec.cp * spec.pp for spec in found]
+    for placement, result, _ in layouts(THREE, 12, few=False):
+        assert result[0] == result[1]
+        lanes = [spec.tp * spec.cp * spec.pp for spec in result]
         assert placement == "chain" or all(count & (count - 1) == 0 for count in lanes)
 
 
 def test_what_is_written_by_hand_stays() -> None:
     config = config_of((4, 4), placement="colocated", language_model={"tp": 2, "shard": "none"})
     fixed = Fixed.of(config)
-    found = [each for each in listed(TWO, 4, OPEN) if fixed.allows(each)]
-    assert found and {each.placement for each in found} == {"colocated"}
-    assert {each.of["language_model"].tp for each in found} == {2}
-    assert {each.of["language_model"].shard for each in found} == {"none"}
-    assert {each.of["vision"].tp for each in found} == {1, 2}
-    assert applied(config, found[0]).parallel.language_model.tp == 2
+    result = [each for each in listed(TWO, 4, OPEN) if fixed.allows(each)]
+    assert result and {each.placement for each in result} == {"colocated"}
+    assert {each.of["language_model"].tp for each in result} == {2}
+    assert {each.of["language_model"].shard for each in result} == {"none"}
+    assert {each.of["vision"].tp for each in result} == {1, 2}
+    assert applied(config, result[0]).parallel.language_model.tp == 2
 
 
 def test_schedules_for_virtual_stages_have_them() -> None:
     pair = (("vision", ParallelSpec()), ("language_model", ParallelSpec(pp=2)))
-    found = {each.schedule: each for each in with_schedules(Candidate("colocated", pair, 8, 4))}
-    language = {name: each.of["language_model"] for name, each in found.items()}
-    assert {"gpipe", "zb_h1", "interleaved", "zb_v"} <= found.keys() and "1f1b" not in found
+    result = {each.schedule: each for each in with_schedules(Candidate("colocated", pair, 8, 4))}
+    language = {name: each.of["language_model"] for name, each in result.items()}
+    assert {"gpipe", "zb_h1", "interleaved", "zb_v"} <= result.keys() and "1f1b" not in result
     assert (language["interleaved"].virtual, language["zb_v"].order, language["zb_h1"].virtual) == (2, "v", 1)
-    for each in found.values():
+    for each in result.values():
         assert applied(config_of((4, 4)), each).parallel.schedule == each.schedule
 
 

@@ -37,8 +37,8 @@ def test_a_sample_of_all_layouts_of_four_ranks_is_no_faster(name: str) -> None:
     config, model, work, machine = oracle.case(name)
     everything = list(oracle.everything(config, oracle.WORLD))
     sample = random.Random(5).sample(everything, 12)
-    found = oracle.simulated(Evaluator(config, model, work, machine), iter(sample))
-    assert found and min(found)[0] >= row["best"] * (1 - 1e-9)
+    result = oracle.simulated(Evaluator(config, model, work, machine), iter(sample))
+    assert result and min(result)[0] >= row["best"] * (1 - 1e-9)
     assert row["taken"] <= WITHIN * row["best"] and row["possible"] > 500
 
 
@@ -83,9 +83,9 @@ def _candidate(dp: int, shard: str = "none", microbatches: int = 1, **given: Any
 
 def test_near_ties_go_to_simpler_layouts_and_fewer_ranks() -> None:
     one, two, sharded = _candidate(1), _candidate(2), _candidate(2, "full")
-    found = [_outcome(sharded, 0.9), _outcome(two, 0.905), _outcome(one, 1.0)]
-    assert decide_module._best_of(found).candidate == two
-    assert decide_module._best_of(found, worth=0.2).candidate == one
+    result = [_outcome(sharded, 0.9), _outcome(two, 0.905), _outcome(one, 1.0)]
+    assert decide_module._best_of(result).candidate == two
+    assert decide_module._best_of(result, worth=0.2).candidate == one
     assert decide_module._best_of([_outcome(sharded, 0.9), _outcome(two, 0.92)]).candidate == sharded
 
 
@@ -118,11 +118,11 @@ def test_a_schedule_for_virtual_stages_can_be_fixed() -> None:
         machine = oracle.machine_of(config, model, latency=1e-6, bandwidth=1e9)
         estimator = Estimator(config, model, oracle.work_of(model), machine)
         fixed, openings = Fixed.of(config), decide_module.openings_of(config)
-        found = [each for each in decide_module._of_world(config, estimator, 3, openings, fixed) if fixed.allows(each)]
-        assert found and {each.schedule for each in found} == {schedule}
-        assert {each.of["language_model"].virtual for each in found} == {2}
+        result = [each for each in decide_module._of_world(config, estimator, 3, openings, fixed) if fixed.allows(each)]
+        assert result and {each.schedule for each in result} == {schedule}
+        assert {each.of["language_model"].virtual for each in result} == {2}
         evaluator = Evaluator(config, model, oracle.work_of(model), machine)
-        possible = next(each for each in found if each.of["language_model"].pp == 2)
+        possible = next(each for each in result if each.of["language_model"].pp == 2)
         assert evaluator.simulate(possible).seconds > 0
 
 
@@ -189,9 +189,9 @@ def test_memory_decides() -> None:
     roomy = oracle.machine_of(config, model, latency=1e-2, bandwidth=1e8)
     whole = decide(config, model, work, roomy, [1, 2]).best
     tight = oracle.machine_of(config, model, latency=1e-2, bandwidth=1e8, memory=0.9 * whole.peak)
-    found = decide(config, model, work, tight, [1, 2])
-    assert whole.candidate.world == 1 and found.best.candidate.world == 2
-    assert found.best.peak <= 0.9 * whole.peak and found.refused["memory"] > 0
+    result = decide(config, model, work, tight, [1, 2])
+    assert whole.candidate.world == 1 and result.best.candidate.world == 2
+    assert result.best.peak <= 0.9 * whole.peak and result.refused["memory"] > 0
 
 
 def test_what_does_not_fit_is_said_with_the_way_out() -> None:

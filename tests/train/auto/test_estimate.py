@@ -19,7 +19,7 @@ def test_samples_of_a_chunk_share_blocks_of_attention() -> None:
     for name in model.modules_order():
         alone = estimator.totals[name]
         for count in (1, 2, 4, 8, 16):
-            found = estimator.chunk_size(name, count)
-            assert (found.rows, found.targets) == pytest.approx((alone.rows / count, alone.targets / count))
-            assert found.pairs >= alone.pairs / count * (1 - 1e-9)
+            result = estimator.chunk_size(name, count)
+            assert (result.rows, result.targets) == pytest.approx((alone.rows / count, alone.targets / count))
+            assert result.pairs >= alone.pairs / count * (1 - 1e-9)
         assert estimator.chunk_size(name, 16) == pytest.approx(Size(*(value / 16 for value in alone)))

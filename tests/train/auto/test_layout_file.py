@@ -131,14 +131,14 @@ def test_failed_reads_and_choices_reach_all_ranks(tmp_path: Path, monkeypatch: p
 def test_a_run_folder_gets_the_file_and_goes_on_with_it(tmp_path: Path) -> None:
     config, _, text = decided()
     (tmp_path / "given").write_text(text)
-    said: list[str] = []
+    lines: list[str] = []
     run = tmp_path / "run"
     run.mkdir()
-    one = resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "given", say=said.append)
-    assert (run / "layout.toml").read_text() == text and "2 ranks" in said[0]
-    assert resolve_config(config, source="tiny.toml", folder=run, given=None, say=said.append) == one
+    one = resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "given", say=lines.append)
+    assert (run / "layout.toml").read_text() == text and "2 ranks" in lines[0]
+    assert resolve_config(config, source="tiny.toml", folder=run, given=None, say=lines.append) == one
     with pytest.raises(ConfigError, match="gone: cannot read the layout"):
-        resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "gone", say=said.append)
+        resolve_config(config, source="tiny.toml", folder=run, given=tmp_path / "gone", say=lines.append)
 
 
 def test_run_folders_of_earlier_versions_go_on_and_new_configs_are_refused(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_planning_for_gpus_that_are_not_here(tmp_path: Path, capfd: pytest.Captu
     path.write_text(TINY.format(folder=tmp_path))
     gpus = ["plan", "choose", str(path), "--tflops", "1"]
     assert main([*gpus, "--gpus", "1", "--memory", "1", "--out", str(file)]) == 0
-    said = capfd.readouterr().out
-    assert "[parallel]" in said and "counted FLOPs at 1 TFLOP/s" in said
+    output = capfd.readouterr().out
+    assert "[parallel]" in output and "counted FLOPs at 1 TFLOP/s" in output
     config = loads(path.read_text(), ["parallel=auto"])
     assert layout_file.with_layout(config, file.read_text(), "layout.toml").world_size() == 1
     assert main([*gpus, "--gpus", "1", "--memory", "0.0001"]) == 2

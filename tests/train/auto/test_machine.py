@@ -23,8 +23,8 @@ def test_absent_gpus_cost_what_is_counted() -> None:
         key_bytes={"language_model": 2 * 16.0 * element},
     )  # fmt: skip
     size = Size(512, 512 * 300)
-    found, expected = (each.of("language_model", size, 4, 2, ASSUMED.host).times for each in (costs, want))
-    assert all(np.allclose(getattr(found, part), getattr(expected, part), rtol=1e-12) for part in PARTS)
+    result, expected = (each.of("language_model", size, 4, 2, ASSUMED.host).times for each in (costs, want))
+    assert all(np.allclose(getattr(result, part), getattr(expected, part), rtol=1e-12) for part in PARTS)
     few, many = (costs.of("vision", Size(512, pairs)).times.forward for pairs in (1e3, 1e6))
     assert (many > few).all()
     for tp in range(1, 7):  # not only divisors: modules may split the ranks unevenly

@@ -40,30 +40,30 @@ class Rounds:
 
 def _measured(seconds: dict[Setting, float], said: list[str]) -> tuple[Rounds, Any]:
     rounds: Any = Rounds(seconds)
-    found = measure(
+    result = measure(
         rounds, [ONE, TWO, BOTH], optimizer=lambda: FREE, worth=0.03, neighbours=lambda _: 0, say=said.append,
         clock=lambda: 100.0 * len(rounds.order),
     )  # fmt: skip
-    return rounds, found
+    return rounds, result
 
 
 def test_rounds_of_all_settings_take_turns_at_least_three_times() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     before = torch.get_num_threads()
-    rounds, found = _measured({ONE: 1.0, TWO: 0.9, BOTH: 1.1}, said)
-    assert rounds.order == [ONE, TWO, BOTH] * 3 and set(found.costs) == {ONE, TWO, BOTH}
-    assert said == ["measuring (about 9 s): 1 rank with 1 thread, 1 rank with 2 threads, 2 ranks with 1 thread each"]
+    rounds, result = _measured({ONE: 1.0, TWO: 0.9, BOTH: 1.1}, lines)
+    assert rounds.order == [ONE, TWO, BOTH] * 3 and set(result.costs) == {ONE, TWO, BOTH}
+    assert lines == ["measuring (about 9 s): 1 rank with 1 thread, 1 rank with 2 threads, 2 ranks with 1 thread each"]
     assert torch.get_num_threads() == before
 
 
 def test_what_cannot_win_is_not_timed() -> None:
-    _, found = _measured({ONE: 1.0, TWO: 0.5, BOTH: 1.0}, [])  # two threads are no slower: two ranks cannot win
-    assert set(found.costs) == {ONE, TWO} and "2 ranks with 1 thread each cannot be faster" in found.skipped[0]
-    _, found = _measured({ONE: 1.0, TWO: 9.0, BOTH: 1.0}, [])
-    assert set(found.costs) == {ONE, BOTH} and "1 rank with 2 threads took 9 times" in found.skipped[0]
+    _, result = _measured({ONE: 1.0, TWO: 0.5, BOTH: 1.0}, [])  # two threads are no slower: two ranks cannot win
+    assert set(result.costs) == {ONE, TWO} and "2 ranks with 1 thread each cannot be faster" in result.skipped[0]
+    _, result = _measured({ONE: 1.0, TWO: 9.0, BOTH: 1.0}, [])
+    assert set(result.costs) == {ONE, BOTH} and "1 rank with 2 threads took 9 times" in result.skipped[0]
     wide = Setting(1, 8)
     rounds: Any = Rounds({wide: 5.0, ONE: 40.0})
-    found = measure(
+    result = measure(
         rounds,
         [wide, ONE],
         optimizer=lambda: FREE,
@@ -72,7 +72,7 @@ def test_what_cannot_win_is_not_timed() -> None:
         say=[].append,
         clock=lambda: 0.0,
     )
-    assert set(found.costs) == {wide} and "too long" in found.skipped[0] and ONE not in rounds.order
+    assert set(result.costs) == {wide} and "too long" in result.skipped[0] and ONE not in rounds.order
     assert worth_timing([BOTH], {}, 0.03) == ([BOTH], [])  # under torchrun there is no choice
 
 

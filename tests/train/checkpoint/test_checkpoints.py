@@ -221,8 +221,8 @@ def test_torn_checkpoint_is_named_and_the_previous_used(
     file = next(second.glob(victim))
     harm(file)  # type: ignore[operator]
     assert store.newest() == first
-    said = capfd.readouterr().err
-    assert said.startswith("interlace: checkpoint ") and file.name in said and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert output.startswith("interlace: checkpoint ") and file.name in output and output.count("\n") == 1
     assert store.newest() == first and not capfd.readouterr().err  # set aside: reported once
     with pytest.raises(ck.CheckpointError, match=r"no checkpoint at .*found: step-00000001"):
         store.newest(second)

@@ -158,14 +158,14 @@ def test_chunks_are_taken_if_they_cover_every_place_once(
     repeatedly.
     """
     shape = (4, 3)
-    found = [(0, 0, 4, 3)]
+    result = [(0, 0, 4, 3)]
     for which, across, at in guillotine:
-        row, column, rows, columns = found.pop(which % len(found))
+        row, column, rows, columns = result.pop(which % len(result))
         if across:
-            found += [(row, column, min(at, rows), columns), (row + at, column, max(rows - at, 0), columns)]
+            result += [(row, column, min(at, rows), columns), (row + at, column, max(rows - at, 0), columns)]
         else:
-            found += [(row, column, rows, min(at, columns)), (row, column + at, rows, max(columns - at, 0))]
-    for made in (boxes, found, found[:-1] + boxes[:1]):
+            result += [(row, column, rows, min(at, columns)), (row, column + at, rows, max(columns - at, 0))]
+    for made in (boxes, result, result[:-1] + boxes[:1]):
         made = [box for box in made if box[0] + box[2] <= 4 and box[1] + box[3] <= 3]
         times = torch.zeros(shape)
         for row, column, rows, columns in made:

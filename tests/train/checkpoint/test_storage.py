@@ -95,9 +95,9 @@ def test_files_are_safetensors(
         shape = list(tensor.shape)
         chunk = StoredChunk(offsets=[0] * len(shape), sizes=shape, file="rank-00000.safetensors", begin=begins[name])
         ours = storage.read_chunk(folder, Stored(dtype=tensors[name][0], shape=shape, chunks=[chunk]), chunk)
-        for found in (ours, theirs[name]):
-            assert found.dtype == tensor.dtype and found.shape == tensor.shape
-            assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        for result in (ours, theirs[name]):
+            assert result.dtype == tensor.dtype and result.shape == tensor.shape
+            assert torch.equal(result.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
 def test_a_tensor_in_chunks_is_put_together(tmp_path: Path) -> None:

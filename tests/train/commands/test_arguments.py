@@ -28,9 +28,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line with which a command line is refused."""
     with pytest.raises(SystemExit) as error:
         main(arguments.split())
-    said = capsys.readouterr()
-    assert error.value.code == 2 and said.out == ""
-    (line,) = said.err.splitlines()
+    output = capsys.readouterr()
+    assert error.value.code == 2 and output.out == ""
+    (line,) = output.err.splitlines()
     return line
 
 

@@ -134,9 +134,9 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     script = SCRIPT.format(path=[str(ROOT / "python"), str(ROOT)], fault="", timeout=20.0, out=str(tmp_path))
     process = forkserver.start_script(script, tmp_path / "said", {**launcher.rendezvous(1), "RANK": "0"})
     process.join(600)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 1 and f"--json {tmp_path}: cannot write there: Is a directory" in said, said
-    assert "nothing is wrong" in said and "Traceback" not in said
+    output = (tmp_path / "said").read_text()
+    assert process.exitcode == 1 and f"--json {tmp_path}: cannot write there: Is a directory" in output, output
+    assert "nothing is wrong" in output and "Traceback" not in output
 
 
 # ---------------------------------------------------------------------- real processes
@@ -212,8 +212,8 @@ def examined(fault: str, timeout: float, folder: Path) -> tuple[list[int | None]
         for process in processes:
             process.kill()
             process.join()
-    said = [(folder / f"said-{rank}").read_text() for rank in range(3)]
-    return codes, json.loads(out.read_text()) if out.exists() else {}, said
+    output = [(folder / f"said-{rank}").read_text() for rank in range(3)]
+    return codes, json.loads(out.read_text()) if out.exists() else {}, output
 
 
 def test_a_rank_that_differs_is_found_and_the_rest_is_measured(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_three_ranks_that_agree_are_well(tmp_path: Path) -> None:
     ],
 )
 def test_what_breaks_is_named(fault: str, codes: list[int | None], says: str, tmp_path: Path) -> None:
-    found, report, said = examined(fault, 4.0, tmp_path)
-    assert found == codes, said
+    result, report, said = examined(fault, 4.0, tmp_path)
+    assert result == codes, said
     assert any(trouble["what"].startswith(says) for trouble in report["troubles"]), (report, said)
 
 
@@ -301,8 +301,8 @@ def two_agents(*words: str) -> list[tuple[int, str]]:
         for _ in range(2)
     ]  # fmt: skip
     try:
-        said = [agent.communicate(timeout=600)[0] for agent in agents]
-        return [(agent.returncode, text) for agent, text in zip(agents, said, strict=True)]
+        output = [agent.communicate(timeout=600)[0] for agent in agents]
+        return [(agent.returncode, text) for agent, text in zip(agents, output, strict=True)]
     finally:
         for agent in agents:
             agent.kill()
@@ -315,12 +315,12 @@ def test_two_agents_of_torchrun_examine_and_train(tmp_path: Path) -> None:
     config = tmp_path / "tiny.toml"
     config.write_text(TINY.format(folder=tmp_path))
     out = tmp_path / "report.json"
-    found = two_agents("doctor", "cluster", str(config), "--slow", "0", "--json", str(out))
-    assert [code for code, _ in found] == [0, 0], found
+    result = two_agents("doctor", "cluster", str(config), "--slow", "0", "--json", str(out))
+    assert [code for code, _ in result] == [0, 0], result
     report = json.loads(out.read_text())
     assert report["ok"] and report["world"] == 2 and len({each["config"] for each in report["ranks"]}) == 1
-    found = two_agents("train", str(config), "--set", "log.samples=0", "--set", "log.accuracy_samples=0")
-    assert [code for code, _ in found] == [0, 0], found
+    result = two_agents("train", str(config), "--set", "log.samples=0", "--set", "log.accuracy_samples=0")
+    assert [code for code, _ in result] == [0, 0], result
     assert (tmp_path / "tiny" / "latest" / "checkpoints" / "step-00000006").is_dir()
 
 
@@ -368,9 +368,9 @@ def test_the_manifests_of_the_page_are_yaml() -> None:
     (container,) = pod["spec"]["containers"]
     (words,) = container["args"]
     _, _, *options = words.replace("$(hostname -i)", "127.0.0.1").split()
-    found = parser().parse_args(options)
-    assert [found.port, found.store_port] == [each["port"] for each in service["spec"]["ports"]]
-    assert str(found.state.parent) == container["volumeMounts"][0]["mountPath"]
+    result = parser().parse_args(options)
+    assert [result.port, result.store_port] == [each["port"] for each in service["spec"]["ports"]]
+    assert str(result.state.parent) == container["volumeMounts"][0]["mountPath"]
     (rule,) = coordinator["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == container["name"] and pod["spec"]["restartPolicy"] == "Never"
     assert job["kind"] == "Job" and job["spec"]["parallelism"] == job["spec"]["completions"]

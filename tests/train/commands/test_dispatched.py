@@ -23,13 +23,13 @@ def tiny(tmp_path: Path) -> Path:
 def test_it_draws_the_loads_of_each_module(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "loads.png"
     assert main(["plan", str(tiny), *TWO, "--data", str(picture)]) == 0
-    told = capfd.readouterr().out
+    output = capfd.readouterr().out
     for name in ("vision", "language_model"):
-        line = next(line for line in told.splitlines() if line.startswith(f"{name}: the costliest of 2 replicas"))
+        line = next(line for line in output.splitlines() if line.startswith(f"{name}: the costliest of 2 replicas"))
         drawn, balanced = (float(part.split(" times")[0].split()[-1]) for part in (line, line.split("as drawn,")[1]))
         assert 1.0 <= balanced <= drawn
-    assert "train.balance = 'llm'" in told
-    assert f"wrote {picture}" in told
+    assert "train.balance = 'llm'" in output
+    assert f"wrote {picture}" in output
     assert matplotlib.image.imread(picture).std() > 0
 
 

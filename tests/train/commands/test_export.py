@@ -45,8 +45,8 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(
     identity = identity_of(model, architecture(config))
     Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    [said] = [line for line in capsys.readouterr().out.splitlines() if "transformers 4" in line]
-    assert said.startswith(f"{tmp_path}/out/language_model/config.json: load it with transformers 5;")
+    [output] = [line for line in capsys.readouterr().out.splitlines() if "transformers 4" in line]
+    assert output.startswith(f"{tmp_path}/out/language_model/config.json: load it with transformers 5;")
     calls: list[str] = []  # as trained, with adapters beside the layers, before any file is written
     for where, name, result in (
         ("train.commands.reloaded", "ask", "asked"), ("model.lora", "merge_adapters", None),
@@ -105,5 +105,5 @@ def test_what_lies_beside_the_modules_of_a_run_goes_along(tmp_path: Path, mean: 
     model.save_pretrained(out)
     _companions(config, model, out, "config")
     assert (out / "language_model" / "tokenizer.json").exists()
-    found = json.loads((out / "vision" / "preprocessor_config.json").read_text())
-    assert found["image_mean"] == ([0.5, 0.5, 0.5] if mean else [0.1, 0.2, 0.3]) and found["size"] == 16
+    result = json.loads((out / "vision" / "preprocessor_config.json").read_text())
+    assert result["image_mean"] == ([0.5, 0.5, 0.5] if mean else [0.1, 0.2, 0.3]) and result["size"] == 16

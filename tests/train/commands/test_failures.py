@@ -37,24 +37,24 @@ def tiny(tmp_path: Path) -> Path:
 def simulated(tiny: Path, capfd: pytest.CaptureFixture[str], *more: str, trace: str = "trace.csv") -> dict[str, Any]:
     arguments = ["--trace", str(tiny.parent / trace), "--tflops", "1e-5", "--json"]
     assert main(["simulate", "failures", str(tiny), *arguments, *more]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    result = json.loads(capfd.readouterr().out)
+    assert isinstance(result, dict)
+    return result
 
 
 def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = simulated(tiny, capfd, "--nodes", "4", "--network", "0.001", "--disk", "0.001")
-    assert (found["nodes"], found["failures"], found["joins"], found["seconds"]) == (4, 2, 2, 3600.0)
-    assert set(found["systems"]) == {"reconfigure", "restart", "redundant"}
-    edges = np.array(found["edges"])
-    for each in found["systems"].values():
+    result = simulated(tiny, capfd, "--nodes", "4", "--network", "0.001", "--disk", "0.001")
+    assert (result["nodes"], result["failures"], result["joins"], result["seconds"]) == (4, 2, 2, 3600.0)
+    assert set(result["systems"]) == {"reconfigure", "restart", "redundant"}
+    edges = np.array(result["edges"])
+    for each in result["systems"].values():
         assert sum(each["seconds"].values()) == pytest.approx(3600.0)
         assert each["samples"] > 0 and each["samples_per_second"] == pytest.approx(each["samples"] / 3600)
         assert np.dot(each["over_time"], np.diff(edges)) == pytest.approx(each["samples"])
     # 4 nodes until 60 s, 3 until 600, 4 until 900, 3 until 1800, 4 from then on; windows of 300 s.
-    assert found["nodes_over_time"] == pytest.approx([3.2, 3, 4, 3, 3, 3] + [4] * 6)
-    assert found["systems"]["restart"]["seconds"]["saving"] > 0 == found["systems"]["restart"]["seconds"]["redundant"]
-    assert found["systems"]["redundant"]["seconds"]["redundant"] > 0
+    assert result["nodes_over_time"] == pytest.approx([3.2, 3, 4, 3, 3, 3] + [4] * 6)
+    assert result["systems"]["restart"]["seconds"]["saving"] > 0 == result["systems"]["restart"]["seconds"]["redundant"]
+    assert result["systems"]["redundant"]["seconds"]["redundant"] > 0
 
 
 def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,26 +103,26 @@ def test_lanes_that_no_elastic_run_has_are_refused(
     lanes = [part for name in modules for part in ("--set", f"parallel.{name}.tp=2")]
     arguments = ["--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--ranks-per-node", ranks, *memory]
     assert main(["simulate", "failures", str(tiny), *arguments, *lanes]) == 2
-    said = capfd.readouterr().err
-    assert re.search(message, said) and len(said.strip().splitlines()) == 1
+    output = capfd.readouterr().err
+    assert re.search(message, output) and len(output.strip().splitlines()) == 1
 
 
 def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     frozen = ("--set", "model.language_model.freeze=true")
     for more in ((), frozen):
-        found = simulated(tiny, capfd, "--nodes", "4", *more)["bytes"]
+        result = simulated(tiny, capfd, "--nodes", "4", *more)["bytes"]
         config = load(tiny, list(more[1:]))
         model = build(config, vocabulary_of(config))
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-        assert found["model"] == sum(size * (3 if trainable else 1) for size, trainable in sizes)
-        assert found["checkpoint"] == found["model"]  # frozen weights have no folder here
+        assert result["model"] == sum(size * (3 if trainable else 1) for size, trainable in sizes)
+        assert result["checkpoint"] == result["model"]  # frozen weights have no folder here
 
 
 def test_the_smallest_pipeline_is_what_holds_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def least(memory: float) -> int:
-        found = simulated(tiny, capfd, "--nodes", "6", "--memory", str(memory))["min_nodes"]
-        assert isinstance(found, int)
-        return found
+        result = simulated(tiny, capfd, "--nodes", "6", "--memory", str(memory))["min_nodes"]
+        assert isinstance(result, int)
+        return result
 
     assert least(1.0) == 1
     assert least(0.0004) == 2
@@ -181,8 +181,8 @@ def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture
         "2",
     ]
     assert main([*arguments, "--out", str(tmp_path / "drawn")]) == 0
-    said = capfd.readouterr().out
-    assert "6 nodes of 1" in said and "where the time goes" in said and "samples per second over time" in said
+    output = capfd.readouterr().out
+    assert "6 nodes of 1" in output and "where the time goes" in output and "samples per second over time" in output
     assert (tmp_path / "drawn" / "failures.png").stat().st_size > 1000
 
 
@@ -214,16 +214,16 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
     (tiny.parent / "empty.csv").write_text("time,node,event\n")
     speed = ["--tflops", "1"] if "--make-trace" not in arguments else []
     assert main([argument.format(tiny.parent) for argument in [*arguments, *speed]]) == 2
-    said = capfd.readouterr().err
-    assert message in said and len(said.strip().splitlines()) == 1
+    output = capfd.readouterr().err
+    assert message in output and len(output.strip().splitlines()) == 1
 
 
 def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
         options = parser().parse_args(["simulate", "failures", str(tiny), "--trace", "x.csv", *flags])
         config = load(tiny, []).model_copy(update={"resilience": Resilience(**own)})
-        found = failures.with_config(options, Priced(config, None, None, "tiny.toml", 4))  # type: ignore[arg-type]
-        return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
+        result = failures.with_config(options, Priced(config, None, None, "tiny.toml", 4))  # type: ignore[arg-type]
+        return result.nodes, result.ranks_per_node, result.faults, result.min_nodes
 
     assert taken({}) == (None, 1, 1, 1)
     assert taken({"nodes": 6, "faults": 2, "min_nodes": 2, "ranks_per_node": 4}) == (6, 4, 2, 2)

@@ -34,7 +34,7 @@ def test_options_are_those_of_the_registry(capsys: pytest.CaptureFixture[str]) -
             main(["generate", "--help"])
     finally:
         unregister(PointCloud.name)
-    assert "--cloud FILE" in (said := capsys.readouterr().out) and ".npy" in said
+    assert "--cloud FILE" in (output := capsys.readouterr().out) and ".npy" in output
 
 
 def test_a_run_and_its_export_answer_alike(

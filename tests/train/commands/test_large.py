@@ -93,9 +93,9 @@ def test_a_small_cluster_is_drawn_in_groups(tmp_path: Path, capfd: pytest.Captur
     stream = ["--set", "data.reading=stream", "--set", "data.validation=['held_out.jsonl']"]
     words = ["simulate", str(CONFIG), *WORDS, *stream, "--tflops", "0.001", "--spread", "0.5", "--out", str(tmp_path)]
     assert main(words) == 0
-    said = capfd.readouterr().out
-    assert "vlm-10240: 16 ranks, " in said and "lengths with sigma 0.5" in said and "over the links of" in said
-    assert "left out: the items of data.reading = 'stream'" in said
+    output = capfd.readouterr().out
+    assert "vlm-10240: 16 ranks, " in output and "lengths with sigma 0.5" in output and "over the links of" in output
+    assert "left out: the items of data.reading = 'stream'" in output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert [name.split(":")[0] for name in names] == ["vision 0-2", "audio 0", "language_model 0", "language_model 1"]

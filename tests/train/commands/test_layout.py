@@ -37,23 +37,23 @@ def said_as_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
     text = capfd.readouterr().out
-    found = json.loads(text, parse_constant=refuse)
-    assert text == json.dumps(found, indent=1, sort_keys=True) + "\n"
-    return found
+    result = json.loads(text, parse_constant=refuse)
+    assert text == json.dumps(result, indent=1, sort_keys=True) + "\n"
+    return result
 
 
 def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = said_as_json(capfd, str(tiny), *TWO)
+    result = said_as_json(capfd, str(tiny), *TWO)
     keys = {"version", "run", "placement", "schedule", "microbatches", "world", "costs", "modules", "ranks"}
-    assert set(found) == keys and found["version"] == 1
-    assert (found["world"], found["placement"], len(found["ranks"])) == (4, "parallel", 4)
-    assert [module["module"] for module in found["modules"]] == ["vision", LLM]
-    for module in found["modules"]:
+    assert set(result) == keys and result["version"] == 1
+    assert (result["world"], result["placement"], len(result["ranks"])) == (4, "parallel", 4)
+    assert [module["module"] for module in result["modules"]] == ["vision", LLM]
+    for module in result["modules"]:
         assert set(module) == {"module", "tp", "cp", "pp", "virtual", "order", "dp", "shard", "shard_ranks", "stages"}
         for stage in module["stages"]:
             assert set(stage) == {"replica", "stage", "layers", "lanes", "parameters", "seconds"}
             assert stage["seconds"] > 0 and stage["parameters"] > 0
-    for number, rank in enumerate(found["ranks"]):
+    for number, rank in enumerate(result["ranks"]):
         assert set(rank) == {
             "rank",
             "stages",
@@ -73,7 +73,7 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
         rest = sum(held[kind] for kind in state - {"gradient_sums", "workspace"})
         assert held["peak"] == rest + larger == rank["bytes_gathered_once"]["peak"] == rank["bytes_as_run"]["peak"]
         assert rank["gathered_by_layer"] == []  # nothing is sharded
-    assert [rank["stages"] for rank in found["ranks"][:2]] == [
+    assert [rank["stages"] for rank in result["ranks"][:2]] == [
         [{"module": "vision", "stage": 0, "replica": replica}] for replica in (0, 1)
     ]
 
@@ -87,14 +87,14 @@ def test_both_peaks_of_full_shards_and_which_applies(tiny: Path, capfd: pytest.C
         assert rank["bytes_as_run"]["peak"] == rank["bytes"]["peak"] < rank["bytes_gathered_once"]["peak"]
         assert rank["bytes_as_run"]["weights"] == rank["bytes"]["weights"] < rank["bytes_gathered_once"]["weights"]
     assert main(["plan", str(tiny), *words, "--tflops", "1"]) == 0
-    said = capfd.readouterr().out
-    assert f"{LLM}: weights are gathered layer by layer" in said
+    output = capfd.readouterr().out
+    assert f"{LLM}: weights are gathered layer by layer" in output
 
 
 def test_nothing_is_gathered_where_nobody_shares(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tiny), "--set", f"parallel.{LLM}={{shard='full'}}", "--tflops", "1"]) == 0
-    said = capfd.readouterr().out
-    assert "full" in said and "gathered" not in said
+    output = capfd.readouterr().out
+    assert "full" in output and "gathered" not in output
 
 
 def test_all_weights_of_the_model_are_on_some_rank(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,8 +134,8 @@ def test_optimizer_state_may_be_on_the_host(tiny: Path, capfd: pytest.CaptureFix
 def test_the_table_says_who_has_what(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "layout.png"
     assert main(["plan", str(tiny), *TWO, "--tflops", "1", "--picture", str(picture)]) == 0
-    said = capfd.readouterr().out
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    output = capfd.readouterr().out
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
     stages = [row[:9] for row in cells if len(row) == 11]
     assert stages == [
         ["vision", "0", "0:2", "0", "1", "1", "1", "2", "none"],
@@ -144,7 +144,7 @@ def test_the_table_says_who_has_what(tiny: Path, tmp_path: Path, capfd: pytest.C
     ]
     ranks = [row[:2] for row in cells if len(row) == 10]
     assert ranks == [["0", "vision[0:2]"], ["1", "vision[0:2]"], ["2", f"{LLM}[0:1]"], ["3", f"{LLM}[1:2]"]]
-    assert "config (parallel)" in said and f"wrote {picture}" in said.replace("\n", "")
+    assert "config (parallel)" in output and f"wrote {picture}" in output.replace("\n", "")
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 800 and image[..., :3].std() > 0.05
 
@@ -161,8 +161,8 @@ def test_wrong_arguments_are_one_line(
     tiny: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(tiny), "--tflops", "1", *(each.format(tiny) for each in arguments)]) == 2
-    said = capfd.readouterr()
-    assert said.out == "" and said.err.startswith("interlace: ") and message in said.err
+    output = capfd.readouterr()
+    assert output.out == "" and output.err.startswith("interlace: ") and message in output.err
 
 
 def test_ranks_as_blocks() -> None:

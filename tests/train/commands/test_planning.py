@@ -40,10 +40,10 @@ CHATS += ["model.language_model.config.vocab_size=300", "model.language_model.co
 def test_chats_fill_their_rows_and_need_no_files_for_that() -> None:
     config = _config(*CHATS, "data.max_tokens=100", "train.batch_size=16", "train.microbatches=2")
     model = build(config, vocabulary_of(config))
-    found = budget_loads(config, model)
-    assert (found["vision"].tokens, found["audio"].tokens) == (8 * 4, 8 * 50)
+    result = budget_loads(config, model)
+    assert (result["vision"].tokens, result["audio"].tokens) == (8 * 4, 8 * 50)
     tokens, keys = dense([100] * 8, causal=True)
-    assert (found["language_model"].tokens, found["language_model"].keys) == pytest.approx((tokens, keys))
+    assert (result["language_model"].tokens, result["language_model"].keys) == pytest.approx((tokens, keys))
     with pytest.raises(ConfigError, match="gone: no such folder"):
         vocabulary_of(_config(*CHATS[:3]))  # its vocabulary size is unknown
 
@@ -104,8 +104,8 @@ def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
 )
 def test_replicas_and_chunks_move_work_and_make_none(layout: str) -> None:
     """A step computes the same samples for any cut of its modules: the total busy time of all ranks is equal."""
-    found = play(f"parallel={layout}")
-    assert sum(found.busy_per_rank) == pytest.approx(sum(play("parallel.placement=parallel").busy_per_rank))
+    result = play(f"parallel={layout}")
+    assert sum(result.busy_per_rank) == pytest.approx(sum(play("parallel.placement=parallel").busy_per_rank))
 
 
 def test_chunk_count_is_kept_when_a_chain_replaces_replicas() -> None:
@@ -124,11 +124,11 @@ def test_chunk_count_is_kept_when_a_chain_replaces_replicas() -> None:
 def test_every_schedule_is_played_by_its_name() -> None:
     four = ("model.language_model.config.num_hidden_layers=4", "parallel.placement=parallel")
     v = "parallel.language_model={pp=2, virtual=2, order='v'}"
-    found = {name: play(*four, v, f"parallel.schedule={name}") for name in GENERATORS}
-    assert all(timeline.num_ranks == 4 for timeline in found.values())
-    assert found["auto"].makespan <= min(timeline.makespan for timeline in found.values()) + 1e-12
-    assert found["zb_v"].makespan < found["1f1b"].makespan
-    halves = [{str(a.op.value) for actions in t.actions for a in actions} & {"I", "W"} for t in found.values()]
+    result = {name: play(*four, v, f"parallel.schedule={name}") for name in GENERATORS}
+    assert all(timeline.num_ranks == 4 for timeline in result.values())
+    assert result["auto"].makespan <= min(timeline.makespan for timeline in result.values()) + 1e-12
+    assert result["zb_v"].makespan < result["1f1b"].makespan
+    halves = [{str(a.op.value) for actions in t.actions for a in actions} & {"I", "W"} for t in result.values()]
     assert {frozenset(ops) for ops in halves} == {frozenset(), frozenset("IW")}
 
 
@@ -181,10 +181,10 @@ def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.Cap
     batch = ["--set", "train.batch_size=4", "--set", "train.microbatches=2"]
     assert main(["plan", str(path), *batch]) == 2 and "on each of 8 replicas" in capsys.readouterr().err
     assert main(["plan", "choose", str(path), *asked, *batch]) == 0
-    found = json.loads(capsys.readouterr().out)
-    chosen = found["chosen"]
+    result = json.loads(capsys.readouterr().out)
+    chosen = result["chosen"]
     assert (chosen["train"]["batch_size"], chosen["train"]["microbatches"]) == (4, 2)
-    assert chosen["parallel"]["dp"] <= 2 and "links from parallel.links" in json.dumps(found)
+    assert chosen["parallel"]["dp"] <= 2 and "links from parallel.links" in json.dumps(result)
     assert (
         main(["plan", "choose", str(path), *asked, "--set", "parallel.placment=chain"]) == 2
     )  # keys are still checked

@@ -146,8 +146,8 @@ def test_what_it_does_not_know_how_to_ask_is_refused(both: Any, tmp_path: Path) 
         reloaded.features("audio", torch.zeros(3, 8, 8))
     model.save_pretrained(tmp_path / "out")
     config = tmp_path / "out/language_model/config.json"
-    said = json.loads(config.read_text()) | {"sliding_window": 4}
-    config.write_text(json.dumps(said))
+    output = json.loads(config.read_text()) | {"sliding_window": 4}
+    config.write_text(json.dumps(output))
     if reloaded.bidirectional:
         with pytest.raises(ValueError, match="sliding windows"):
             Reloaded(tmp_path / "out")
@@ -170,5 +170,5 @@ def test_a_whole_checkpoint_is_asked_about_members_of_tars(tmp_path: Path) -> No
                 parts.append(part)
             turns.append(replace(turn, parts=tuple(parts)))
     asked = ReloadedWhole(Path(table["model"]["path"]))
-    wanted, found = (asked._inputs(Prompt(None, each)) for each in (chat, replace(chat, turns=tuple(turns))))
-    assert "pixel_values" in found and all(torch.equal(found[key], value) for key, value in wanted.items())
+    wanted, result = (asked._inputs(Prompt(None, each)) for each in (chat, replace(chat, turns=tuple(turns))))
+    assert "pixel_values" in result and all(torch.equal(result[key], value) for key, value in wanted.items())

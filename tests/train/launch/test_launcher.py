@@ -25,13 +25,13 @@ def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 60.0, **mor
 
     Limits on the seconds only detect hangs: they are far more than a busy machine takes.
     """
-    said: list[str] = []
+    lines: list[str] = []
     command = [sys.executable, "-c", "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + body]
     start = time.monotonic()
     resume = more.pop("resume", lambda: "")
     ranks = launcher.RankProcesses(command, count, folder=tmp_path, timeout=timeout, **more)  # type: ignore[arg-type]
-    code = ranks.run(resume, said.append)  # type: ignore[arg-type]
-    return code, "\n".join(said), time.monotonic() - start
+    code = ranks.run(resume, lines.append)  # type: ignore[arg-type]
+    return code, "\n".join(lines), time.monotonic() - start
 
 
 def test_ranks_get_torchruns_variables(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def test_a_job_that_died_here_is_replaced_at_once(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.communicate()
-    said: list[str] = []
-    with locks.take(tmp_path, say=said.append) as held:
+    lines: list[str] = []
+    with locks.take(tmp_path, say=lines.append) as held:
         held.check()
-    assert said == [] and not list(tmp_path.iterdir())
+    assert lines == [] and not list(tmp_path.iterdir())
 
 
 def test_a_reused_process_id_is_another_process(tmp_path: Path) -> None:
@@ -87,16 +87,16 @@ def test_a_reused_process_id_is_another_process(tmp_path: Path) -> None:
 
 def test_remote_run_lock_is_refused_if_live_and_taken_if_stale(tmp_path: Path) -> None:
     far = _from_another_machine(tmp_path)
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(locks, "STALE_SECONDS", 60.0)  # its next heartbeat ends the wait, however late
         with pytest.raises(ConfigError, match=r"in use by process \d+ on far"):
-            locks.take(tmp_path, say=said.append)
-    assert len(said) == 1 and "held by process" in said[0]
+            locks.take(tmp_path, say=lines.append)
+    assert len(lines) == 1 and "held by process" in lines[0]
     far.over.set()  # it hangs, or its machine is gone
     far.thread.join()
     began = time.monotonic()
-    with locks.take(tmp_path, say=said.append) as held:
+    with locks.take(tmp_path, say=lines.append) as held:
         assert time.monotonic() - began >= locks.STALE_SECONDS
         held.check()
         with pytest.raises(TrainingError, match=f"taken over by process {os.getpid()} on"):
@@ -140,9 +140,9 @@ def test_the_lock_lasts_as_long_as_any_process_of_the_job(tmp_path: Path) -> Non
 @pytest.mark.parametrize("contents", [b"", b"{", b"[1]\n", b"\0" * 4096, b'{"nonce": 3}\n', b"[" * 5000])
 def test_a_damaged_lock_is_replaced_when_it_stands_still(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / locks.NAME).write_bytes(contents)
-    said: list[str] = []
-    locks.take(tmp_path, say=said.append).release()
-    assert "a job that left a damaged run.lock" in said[0]
+    lines: list[str] = []
+    locks.take(tmp_path, say=lines.append).release()
+    assert "a job that left a damaged run.lock" in lines[0]
 
 
 def test_a_claim_that_nobody_gives_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,9 @@ def test_the_rank_that_does_not_answer_is_named(lost: int, tmp_path: Path) -> No
     witness = 2 - lost
     try:
         processes[witness].join(600)
-        said = (tmp_path / str(witness)).read_text()
-        assert f"rank {witness}, the last barrier: lost rank {lost} (no answer within 2 s" in said, said
-        assert 1.5 < float(said.split("TrainingError after ")[1].split()[0]) < 60, said  # it sleeps for longer
+        output = (tmp_path / str(witness)).read_text()
+        assert f"rank {witness}, the last barrier: lost rank {lost} (no answer within 2 s" in output, output
+        assert 1.5 < float(output.split("TrainingError after ")[1].split()[0]) < 60, output  # it sleeps for longer
     finally:
         for process in processes:
             process.kill()

@@ -126,11 +126,11 @@ os._exit(0)
 """
     root = str(Path(__file__).parents[3])
     environment = {"PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    said: list[str] = []
+    lines: list[str] = []
     command = [sys.executable, "-c", body]
     ranks = launcher.RankProcesses(command, 2, folder=tmp_path, timeout=60.0, environment=environment)
-    code = ranks.run(say=said.append)
-    assert code == 0, (said, (tmp_path / "logs" / "rank-0.log").read_text())
+    code = ranks.run(say=lines.append)
+    assert code == 0, (lines, (tmp_path / "logs" / "rank-0.log").read_text())
 
 
 @pytest.mark.parametrize(
