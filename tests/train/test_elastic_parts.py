@@ -244,7 +244,7 @@ def test_tied_weight_split_within_a_lane_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_model_larger_than_one_rank_needs_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(resilience={"nodes": 8, "min_nodes": None})
+    config = config_of(resilience={"nodes": 8, "min_nodes": None}, data={"max_tokens": 14})
     model = build(config, tokenizer_of(config, source="test"))
     templates = Templates(model, flop_costs(config, model))
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from interlace.cli import main
 from interlace.data import ByteTokenizer
+from interlace.data.builtin.byte_tokenizer import write_byte_tokenizer
 from interlace.model.patterns import is_adapter
 from interlace.parallel.region import Box, Region
 from interlace.train.checkpoint.base import prints_of
@@ -221,6 +222,7 @@ def test_rows_of_a_few_words_make_another_print(name: str, tmp_path: Path, monke
 def test_the_commands_read_base_and_checkpoint(folders: Path, tmp_path: Path, capsys: Any) -> None:
     """Train, resume after the folder has moved, answer and export: bits equal those of an uninterrupted run."""
     shutil.copytree(folders / "llm", tmp_path / "llm")
+    write_byte_tokenizer(tmp_path / "llm", ["vision"])  # the commands answer with the tokenizer of the folder
     quiet = ["log.samples=0", "log.accuracy_samples=0", "train.validation_samples=8"]
     config = config_with(folders, LORA, "train.steps=2", *quiet, f"model.language_model.path={str(tmp_path / 'llm')!r}")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path / "runs")})})
