@@ -184,6 +184,13 @@ class Meeting(Rounds):
             self.put(_VERDICT, what, ["", json.dumps(answer)])
             return answer
 
+    def leave(self) -> None:
+        """Ends the meeting: rank 0, which may hold the store, waits until the others have read its last verdict."""
+        with self._limit("leaving", _OTHERS * self.timeout + SLACK_SECONDS):
+            self.begin("leaving", ["", ""])
+            if self.rank == 0:
+                self._await(range(self.world), "leaving", self.timeout)
+
     def _await(self, keys: Sequence[int | str], what: str, seconds: float) -> list[int]:
         """Ranks among `keys` that have no value within `seconds`. Ends this process if it waits for the verdict of rank
         0, which cannot follow then."""
@@ -245,6 +252,7 @@ class Examination:
         try:
             self._examine(meeting)
             good = meeting.step("ending", lambda: None, lambda _: not self.report.troubles, verdict=bool)
+            meeting.leave()
         except Stopped as stop:
             self.report.troubles += stop.troubles
             if self.rank == 0:
