@@ -79,9 +79,11 @@ LAYOUTS: dict[str, list[str]] = {
 DIGITS = ROOT / "build" / "bench-digits"
 DATA = {
     "stamps": [],
+    # Pictures of one token: the plain loop is causal, and the tokens of a picture attend to each other in Interlace.
     "digits": [
-        *('data.prepare="digits"', "data.options={records=1440}", f'data.train=["{DIGITS}/train.jsonl"]'),
-        *(f'data.validation=["{DIGITS}/validation.jsonl"]', f'data.tokenizer="{DIGITS}/tokenizer"'),
+        *('data.prepare="digits"', 'data.options={side=16, looks=1, byte_encoders=["vision", "audio"]}'),
+        *(f'data.train=["{DIGITS}/train.jsonl"]', f'data.validation=["{DIGITS}/validation.jsonl"]'),
+        f'data.tokenizer="{DIGITS}/tokenizer"',
     ],
 }
 MICROBATCHES = (1, 2, 4, 8)
