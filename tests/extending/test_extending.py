@@ -238,7 +238,14 @@ def refusal(rank: int, name: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("name", "message"), [("NOTHING", "is not a subclass of"), ("absent", "has no 'absent'")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NOTHING", "is not a subclass of"),
+        ("absent", "has no 'absent'"),
+        ("Silent", "does not define capabilities()"),
+    ],
+)
 def test_unusable_transports_are_refused(pool: Any, name: str, message: str) -> None:
     for text in pool.returned(2, refusal, name):
         assert message in text and f"{OWN}:{name}" in text

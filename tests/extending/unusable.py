@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.transports.base import Transport
 from interlace.schedule import Schedule, compute_actions
 
 NOTHING = 3
@@ -61,3 +62,7 @@ def no_schedule(graph: Any, table: Any, **options: Any) -> list[Any]:
 
 def forwards_only(graph: Any, table: Any, **options: Any) -> Schedule:
     return Schedule.of_order("half", graph, table, compute_actions(graph, table, backward=False), backward=False)
+
+
+class Silent(Transport):
+    """A transport that does not say where it can run."""

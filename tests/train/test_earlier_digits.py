@@ -12,6 +12,8 @@ import torch
 from interlace.cli import main
 from interlace.data import IGNORE, ByteTokenizer
 from interlace.train import rank
+from interlace.train.auto.layout_file import digest_of, digests
+from interlace.train.config.earlier import read_as_chats
 from interlace.train.config.load import ConfigError, dumps, loads
 from interlace.train.data import feed
 from interlace.train.data.texts import tokenizer_of
@@ -87,6 +89,29 @@ def test_pictures_are_as_large_as_whole_patches(vision: str, side: int, tmp_path
     assert given.train != loads(text).data.train and given.max_image_tokens == 64
 
 
+def test_encoders_of_different_patches_need_a_size() -> None:
+    def options(*patches: int | None, **data: Any) -> Any:
+        sections = {
+            f"e{i}": {"config": {} if patch is None else {"patch_size": patch}} for i, patch in enumerate(patches)
+        }
+        table: dict[str, Any] = {"data": {"dataset": "digits", **data}, "model": {**sections, "language_model": {}}}
+        read_as_chats(table)
+        return table["data"]["options"]
+
+    assert options(None, 14)["side"] == 14  # the first encoder is for sound
+    assert options(8, 4)["side"] == 8 and options(8, 6, digit_size=24)["side"] == 24
+    for key, words in (("cache", "cache = 3: a folder"), ("held_out", "held_out = '3': a number")):
+        with pytest.raises(ValueError, match=words):
+            options(8, **{key: 3 if key == "cache" else "3"})
+    with pytest.raises(ValueError, match=r"patches of \[6, 8\] pixels; set data.digit_size"):
+        options(8, 6)
+
+
+def test_a_layout_chosen_by_an_earlier_version_fits(tmp_path: Path) -> None:
+    config = loads(earlier(tmp_path), ["parallel=auto"])
+    assert digests(config)["data"] == digest_of({"dataset": "digits", "max_tokens": None, "pack": False})
+
+
 def test_a_run_of_an_earlier_version_goes_on(
     saved: Path, in_process: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +155,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     for data, words in (
         ('dataset = "stamps"\nmax_images = 3\n', "data.prepare = 'stamps'"),
         ('dataset = "digits"\ntrain = ["a.jsonl"]\n', "there is no dataset 'digits'; valid: chats"),
+        ('dataset = "digits"\ntrain = ["a.jsonl"]\n', "data.prepare = 'digits' writes them as chats"),
+        ('dataset = "digits"\ndigit_size = -3\n', "digit_size = -3: a number of pixels"),
+        ('dataset = "digits"\ndigit_jitter = "x"\n', "digit_jitter = 'x': a number from 0 to 10"),
         ('dataset = "chats"\ntrain = ["a.jsonl"]\ndigit_jitter = 1.0\n', r"\[data\] has no key 'digit_jitter'"),
     ):
         with pytest.raises(ConfigError, match=words) as refused:

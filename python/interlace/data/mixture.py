@@ -107,15 +107,15 @@ class MixedDataset(SampleDataset):
     def _through(self, seed: int, place: int, first: int, last: int) -> np.ndarray:
         """The draws [first, last) of a source, with a new permutation of its samples in each pass."""
         size = len(self.parts[place].data)
-        counts = np.empty(last - first, np.int64)
+        drawn = np.empty(last - first, np.int64)
         at = first
         while at < last:
             times, inside = divmod(at, size)
             count = min(size - inside, last - at)
             whole = np.random.default_rng([seed, 4, times, place]).permutation(size)
-            counts[at - first : at - first + count] = whole[inside : inside + count]
+            drawn[at - first : at - first + count] = whole[inside : inside + count]
             at += count
-        return counts
+        return drawn
 
     def source_of(self, indices: ArrayLike) -> np.ndarray:
         """int64: the source of each sample."""
@@ -242,8 +242,8 @@ class MixedDataset(SampleDataset):
 def by_source(
     data: SampleDataset, indices: Sequence[int], samples: Sequence[Found]
 ) -> Iterator[tuple[str, list[Found]]]:
-    """(source, its entries of `found`) for each source among the samples `indices` of a dataset. A dataset that is not
-    a mixture yields everything under ""."""
+    """(source, its entries of `samples`) for each source among the `indices` of a dataset. A dataset that is not a
+    mixture yields everything under ""."""
     if not isinstance(data, MixedDataset) or len(data.parts) < 2:
         yield "", list(samples)
         return

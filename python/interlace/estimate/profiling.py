@@ -48,7 +48,7 @@ ROUNDS = 7  # at most, after the warm-up
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How the layers of a model are timed.
+    """Options for timing the layers of a model.
 
     largest: samples of the largest chunk (default: all). tps: module -> the tensor-parallel degrees to time (default:
     1). device, autocast, sequence_parallel: as in `parallelize`.

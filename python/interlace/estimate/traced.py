@@ -237,9 +237,9 @@ class _Run(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """How a module is run. tp: number of ranks that cut it. sequence_parallel: whether they also cut its rows if
-    possible. dealt: context parallelism: a rank has some of the rows inside the layers and all rows outside. Others as
-    in `activations_of`."""
+    """Options of a module's run. tp: ranks that share its weights. sequence_parallel: they also share its rows,
+    if possible. dealt: context parallelism: a rank has some of the rows inside the layers and all rows outside. The
+    other options: see `activations_of`."""
 
     tp: int
     sequence_parallel: bool

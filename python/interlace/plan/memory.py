@@ -320,7 +320,7 @@ def rank_memory(
 
 
 def shards_by_rank(layout: Layout) -> list[list[Shard]]:
-    """For each rank, the shards of which it is an owner."""
+    """For each rank, the shards that it owns."""
     shards: list[list[Shard]] = [[] for _ in range(layout.world)]
     for shard in layout.shard_groups():
         for rank in shard.owners:
@@ -357,7 +357,7 @@ class _StateBytes(NamedTuple):
 def _owned_weights(
     layout: Layout, rank: int, module: str, weights: Iterable[WeightSize], shards: Iterable[Shard]
 ) -> Iterator[_OwnedWeight]:
-    """Weights of a module on `rank`. shards: shards of which it is an owner."""
+    """Weights of a module on `rank`. shards: shards that it owns."""
     tp, tp_index_of = layout.spec(module).tp, {}
     for stage in layout.of_rank(rank):
         if stage.module == module:

@@ -226,7 +226,8 @@ def styles_of(stage: StageModule) -> dict[str, str]:
 
 
 def cuts_rows(mllm: MultimodalModel, name: str, styles: Mapping[str, str]) -> bool:
-    """Whether the rows of module `name`, cut by these `styles`, can be cut too between the products of its blocks.
+    """True if sequence parallelism is possible: the rows of module `name`, with its weights cut by `styles`, can be cut
+    between the products of its blocks.
 
     They cannot if rows interact outside attention. This concerns modules that process samples separately for this
     reason (`mllm.packing`), modules with a second list of blocks, whose rows may differ, and encoders that pass the

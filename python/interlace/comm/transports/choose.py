@@ -134,6 +134,8 @@ def _class_of(name: str) -> Any:
     transport_class = imported(PREFERENCE.get(name, name), "transport")
     if not (isinstance(transport_class, type) and issubclass(transport_class, Transport)):
         raise ValueError(f"transport = {name!r} is not a subclass of interlace.comm.transports.Transport")
+    if transport_class.capabilities.__func__ is Transport.capabilities.__func__:  # type: ignore[attr-defined]
+        raise ValueError(f"transport = {name!r} does not define capabilities(), which says where it can run")
     return transport_class
 
 

@@ -359,13 +359,13 @@ class _Ahead:
     def _take(self, reader: DecodedReader | None) -> tuple[list[Offer], dict[int, Sample]]:
         """The next batch: the offers of all readers, and this rank's samples by their index in the batch."""
         size, offers, own = self._loader.batch_size, list[Offer](), dict[int, Sample]()
-        epoch_start = -1  # samples since the start of the epoch, if it started in this batch
+        since_start = -1  # samples since the start of the epoch, if it started in this batch
         while len(offers) < size:
             asked = self._shares(size - len(offers))
             if not asked:
-                if epoch_start == 0:
+                if since_start == 0:
                     raise StreamError(f"{self._loader.stream.name}: the stream has no sample that can be read")
-                self._epoch, self._position, epoch_start = self._epoch + 1, 0, 0
+                self._epoch, self._position, since_start = self._epoch + 1, 0, 0
                 self._ended = [False] * self._loader.readers
                 continue
             mine, message = self._read(reader, asked.get(self._number, 0))
@@ -383,7 +383,7 @@ class _Ahead:
                 if number == self._number:
                     own |= {len(offers) + i: sample for i, sample in enumerate(mine)}
                 offers += [offer_of(rank, each, self._encoders) for each in rank_offers]
-                epoch_start += len(rank_offers) if epoch_start >= 0 else 0
+                since_start += len(rank_offers) if since_start >= 0 else 0
         self._position += 1
         return offers, own
 

@@ -135,7 +135,7 @@ def packed(stream: SampleStream, loads: Sequence[Callable[[], Tensor]]) -> bytes
 
 
 def unpacked(stream: SampleStream, data: bytes) -> list[Callable[[], Tensor]]:
-    """What was `packed`, with this process's copy of the stream."""
+    """Inverse of `packed`, with this process's copy of the stream. Trusts the process that started this one."""
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: str) -> SampleStream:

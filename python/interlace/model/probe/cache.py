@@ -91,7 +91,7 @@ def _cached(file: Path, answer: Callable[[], T]) -> T:
 
 
 def _is_answer(value: object) -> bool:
-    """True if `found` is a valid result: a packing, a bool, a word, one of these per layer, or counts."""
+    """True if `value` is a valid result: a packing, a bool, a word, one of these per layer, or counts."""
     return isinstance(value, (Packing, bool, str, tuple)) or (
         isinstance(value, list) and bool(value) and all(isinstance(each, (bool, str)) for each in value)
     )

@@ -124,5 +124,5 @@ def generators(device: torch.device) -> list[Tensor]:
 
 
 def drawn_since(states: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether random numbers have been drawn since `generators` returned `states`."""
+    """True if random numbers were drawn since `generators` returned `states`."""
     return any(not torch.equal(a, b) for a, b in zip(states, generators(device), strict=True))

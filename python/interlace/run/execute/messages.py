@@ -51,7 +51,9 @@ class Messages:
                 lane = self._place(tag, receives=True).lane
                 for sender in self._senders(lane, peer):
                     expected.setdefault(sender, {}).setdefault((peer, lane), set()).add(tag)
-        self._crossing = {rank: set().union(*names.values()) for rank, names in expected.items() if len(names) > 1}
+        self._crossing = {
+            rank: set().union(*by_lane.values()) for rank, by_lane in expected.items() if len(by_lane) > 1
+        }
 
     def send(self, tag: Tag, tensor: Tensor, peer: int) -> None:
         """Start to send this rank's parts of a message to lane `peer`. tensor: its rows of the message."""

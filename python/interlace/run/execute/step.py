@@ -30,8 +30,11 @@ Message = tuple[str, int, int, int, int]
 
 @dataclass
 class StageRuntime:
-    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. place: this rank's place among
-    those that compute it."""
+    """A stage of this rank.
+
+    module: a `StageModule`. last: the last of its pipeline. sink: its output is a loss. place: this rank's place among
+    those that compute it.
+    """
 
     module: nn.Module
     last: bool

@@ -198,7 +198,7 @@ def collated(
 class ChunkInputs:
     """The collated inputs of a step's chunks on one rank, made on first use.
 
-    stages: (module, stage) of the rank, each of which asks once per chunk; after the last call nothing is kept.
+    stages: (module, stage) of the rank. Each asks once per chunk; inputs are dropped after the last call.
     """
 
     def __init__(

@@ -135,6 +135,8 @@ def digests(config: Config) -> dict[str, str]:
     for key in config.parallel.choose or ():
         train.pop(key, None)
     data = {key: value for key, value in config.data.model_dump().items() if key in _DATA}
+    if config.data.of_earlier_version:
+        data["dataset"] = "digits"  # as in the digests of the version that had this kind
     skipped = {"timeout", "max_ranks", "memory"}
     parallel = config.parallel.model_dump(exclude_unset=True, exclude_none=True, exclude=skipped)
     parallel["plan"] = parallel.pop("layout")  # its name in the digests of earlier versions

@@ -128,8 +128,8 @@ def _searched(search: _Search) -> Iterator[Candidate]:
                     )
                 except ValueError:
                     continue
-                again = any(result.recompute.values())
-                checkpointings = [each for each in openings.checkpointings if again == (each == "full")]
+                recompute = any(result.recompute.values())
+                checkpointings = [each for each in openings.checkpointings if recompute == (each == "full")]
                 yield from search.candidates(result.specs, placement, count, checkpointings)
 
 

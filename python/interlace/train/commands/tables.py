@@ -26,7 +26,7 @@ def table_of(title: str, *columns: str, left: Collection[str] = ()) -> Table:
 
 
 def version_of(package: str) -> str:
-    """Installed version of a package; "missing" if there is none."""
+    """Version of a package; "missing" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

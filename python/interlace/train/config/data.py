@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +17,8 @@ NOT_STREAM = ("prefetch", "cache_gb", "drop_last")
 """Keys that streams do not have."""
 CHATS, OWN = "chats", "package.module:Class"
 """The built-in kind of dataset, and the form of names of the user's classes."""
+Prepared = Literal["stamps", "digits"]
+"""Chats that ``prepare`` writes."""
 OF_CHATS = (
     *("sources", "mix_by", "sizes", "prompt", "limit", "media", "on_too_long", "on_broken", "decode_first"),
     *("video_fps", "max_video_tokens", "prepare", "reading"),
@@ -89,7 +91,7 @@ class Data(Section):
     (images ``width`` and ``height``; clips ``samples`` and ``rate``; videos ``width``, ``height`` and ``seconds``).
     Media with a stated size are not opened before training reads them; a file of another size becomes a blank and is
     counted (chats)."""
-    prepare: Literal["stamps", "digits"] | None = None
+    prepare: Prepared | None = None
     """Write missing files before the ranks start, into the folder of ``train``, as ``interlace data`` does. stamps:
     Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the digits if the stamps are not
     available. digits: scikit-learn's handwritten digits (chats)."""
@@ -190,7 +192,8 @@ class Data(Section):
     @classmethod
     def _known(cls, name: str) -> str:
         if name != CHATS and not re.match(IMPORT, name):
-            raise ValueError(f"there is no dataset {name!r}; {nearest(name, [CHATS])} Your own is {OWN!r}")
+            written = f"; data.prepare = {name!r} writes them as chats" if name in get_args(Prepared) else ""
+            raise ValueError(f"there is no dataset {name!r}; {nearest(name, [CHATS])}; your own is {OWN!r}{written}")
         return name
 
     @field_validator("train", "validation", mode="after")

@@ -33,8 +33,15 @@ def read_as_chats(table: dict[str, Any]) -> None:
         return
     encoders = [name for name, section in model.items() if isinstance(section, dict) and name != "language_model"]
     size, jitter = data.pop("digit_size", None), data.pop("digit_jitter", 0.0)
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"[data] digit_size = {size!r}: a number of pixels of at least 1")
+    if type(jitter) not in (int, float) or not 0 <= jitter <= 10:
+        raise ValueError(f"[data] digit_jitter = {jitter!r}: a number from 0 to 10")
+    for key, kinds in (("held_out", (int, float)), ("cache", str)):
+        if key in data and not isinstance(data[key], kinds):
+            raise ValueError(f"[data] {key} = {data[key]!r}: a {'folder' if kinds is str else 'number'}")
     options = {
-        "side": _side(model[encoders[0]]) if size is None and encoders else size,
+        "side": _side(model, encoders) if size is None else size,
         "looks": LOOKS if jitter else 1,
         "held_out": data.get("held_out", 0.1),
         "byte_encoders": encoders,
@@ -56,9 +63,14 @@ def read_as_chats(table: dict[str, Any]) -> None:
         data.setdefault("max_image_tokens", 64)
 
 
-def _side(encoder: dict[str, Any]) -> int:
-    """Side of a picture: the smallest multiple of the encoder's patches of at least the 8 pixels of a digit."""
-    config = encoder.get("config")
-    patch = config.get("patch_size") if isinstance(config, dict) else None
-    patch = patch if isinstance(patch, int) and patch > 0 else 8
-    return -(-8 // patch) * patch
+def _side(model: dict[str, Any], encoders: list[str]) -> int:
+    """Side of a picture: the smallest multiple of the encoders' patches of at least the 8 pixels of a digit. Raises
+    ValueError for encoders of different patches: earlier versions gave each of them pictures of its own size."""
+    configs = [config for name in encoders if isinstance(config := model[name].get("config"), dict)]
+    patches = {patch for config in configs if isinstance(patch := config.get("patch_size"), int) and patch > 0}
+    sides = {-(-8 // patch) * patch for patch in patches} or {8}
+    if len(sides) > 1:
+        raise ValueError(
+            f"[data] dataset 'digits': encoders with patches of {sorted(patches)} pixels; set data.digit_size"
+        )
+    return sides.pop()

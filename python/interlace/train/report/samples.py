@@ -31,7 +31,7 @@ def cards(answers: Sequence[Answer], scalings: Scalings) -> str:
             f"<p class=name>{html.escape(answer.sample.name)}</p>"
             f"<p><b>asked</b> {html.escape(answer.asked)}</p>"
             f"<p><b>wanted</b> {html.escape(answer.truth)}</p>"
-            f'<p class="{verdict}"><b>said</b> {html.escape(answer.generated)}</p></div>'
+            f'<p class="{verdict}"><b>said</b> {html.escape(answer.generated) or "(nothing)"}</p></div>'
         )
     return "\n".join(made)
 

@@ -89,7 +89,7 @@ def _refused(media: tuple[str, ...]) -> dict[str, str]:
 
 
 def unread(given: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> list[str]:
-    """The keys of `said` that are ignored: not among `read`. Raises ValueError for one that is refused."""
+    """The keys of `given` that are ignored: not among `read`. Raises ValueError for one that is refused."""
     ignored = [key for key in given if key not in read]
     for key in ignored:
         if key in refused and not _says_nothing(given[key]) and given[key] != HARMLESS.get(key, NOTHING):

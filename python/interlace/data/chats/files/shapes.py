@@ -159,7 +159,7 @@ class _Reading:
     def note(
         self, where: str, given: Mapping[str, object], read: Collection[str], refused: Mapping[str, str], turn: int = 0
     ) -> None:
-        """Records the keys of `said` that are ignored. where: their container, such as "messages[]"; turn: number of
+        """Records the keys of `given` that are ignored. where: their container, such as "messages[]"; turn: number of
         the turn, if any. Raises BrokenSampleError for a refused key."""
         try:
             for key in unread(given, read, refused):
@@ -239,7 +239,7 @@ class _Files:
 
 
 def stated(kind: str, given: object, place: int = 0, count: int = 1) -> tuple[float, ...]:
-    """The size that a record states for a file; () if it is not usable. `said`: the object with the file, or the
+    """The size that a record states for a file; () if it is not usable. `given`: the object with the file, or the
     record, whose values are numbers or, for several files, lists (entry `place` of `count`)."""
     if not isinstance(given, Mapping):
         return ()
