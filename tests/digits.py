@@ -63,9 +63,7 @@ class Digits(SampleDataset, Reading):
         return np.array([len(self._prompt()) + len(word) for word in self.words], np.int64)
 
     def _prompt(self) -> list[int]:
-        own = self.tokenizer
-        media = [own.placeholders[name] for name, (_, count) in self.items.items() for _ in range(count)]
-        return [own.BOS, *media, own.LANG, *own.encode("en"), own.SEP]
+        return self.tokenizer.prompt([(name, count) for name, (_, count) in self.items.items()], "en")
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
         index = range(len(self))[index]

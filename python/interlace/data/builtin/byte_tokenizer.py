@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "<audio>", "<sep>", "<lang>")
@@ -33,8 +33,11 @@ class ByteTokenizer:
     ``encoders``: names; each gets a placeholder. <image> is that of "vision", <audio> that of "audio". Other names get
     ids after the control tokens, in their order.
 
-    A sample of the digits reads ``<bos> [<image> * n]... <lang> en <sep>``, and its answer ends with ``<eos>``: the
-    template of `write_byte_tokenizer` renders the same.
+    ``prompt`` builds the model's input before its answer::
+
+        <bos> [<image> * n | <audio> * m]... text <lang> fr <sep>
+
+    and the answer is ``encode(caption) + [EOS]``. The language tag determines the language of the answer.
     """
 
     BOS, EOS, PAD, IMAGE, AUDIO, SEP, LANG = range(256, 256 + len(SPECIALS))
@@ -75,6 +78,16 @@ class ByteTokenizer:
                 pieces.append(self.names[token - 256])
         pieces.append(_utf8(run))
         return "".join(pieces)
+
+    def prompt(self, media: Sequence[tuple[str, int]], language: str, text: str = "") -> list[int]:
+        """Ids up to and including ``<sep>``. ``media``: (modality, tokens) in order; each becomes that many
+        copies of its placeholder. Raises ValueError for a modality without a placeholder."""
+        ids = [self.BOS]
+        for modality, tokens in media:
+            if modality not in self.placeholders:
+                raise ValueError(f"no placeholder token for modality {modality!r}; known: {sorted(self.placeholders)}")
+            ids += [self.placeholders[modality]] * tokens
+        return [*ids, *self.encode(text), self.LANG, *self.encode(language), self.SEP]
 
 
 def _utf8(run: bytearray) -> str:
