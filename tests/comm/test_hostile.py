@@ -88,7 +88,7 @@ class Executed:
 def hostile(rank: int, path: str) -> list[str]:
     """Rank 1 writes arbitrary data where rank 0 reads; returns rank 0's errors."""
     introduction: dict[str, Any] = {"wanted": "auto", "device": "cpu", "host": "here", "can": {}}
-    lines: list[bytes] = [
+    messages: list[bytes] = [
         pickle.dumps(("choosing a transport", Executed(path))),
         encode("choosing a transport", [1, 2, 3]),
         encode("choosing a transport", introduction),
@@ -98,7 +98,7 @@ def hostile(rank: int, path: str) -> list[str]:
         b'["choosing a transport", "' + b"x" * (2 << 20) + b'"]',
     ]
     lines = []
-    for number, raw in enumerate(lines):
+    for number, raw in enumerate(messages):
         if rank == 1:
             store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
             dist.PrefixStore(f"interlace/connection/{number + 1}", store).set("round 1 of 1", raw)
