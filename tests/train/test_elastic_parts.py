@@ -276,6 +276,7 @@ class Alone:
 
 
 def meet(rank: int, path: str) -> list[int]:
+    dist.barrier()  # a peer that is still connecting would fail
     dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = rank  # on rank 1 the creation of a group has failed
     nodes = {name: Node(name, 1, "here") for name in "ab"}
