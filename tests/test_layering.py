@@ -16,8 +16,10 @@ ROOMS = (
     *(
         "_core",
         "_cache",
+        "_cores",
         "_device",
         "_hints",
+        "_text",
         "kernels",
         "masks",
         "attention",

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from interlace._text import one_line
+
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``did you mean 'steps'?`` or, if no name is close, the list of valid names."""
@@ -26,7 +28,7 @@ def imported(path: str, where: str) -> Any:
     try:
         target: Any = importlib.import_module(module)
     except Exception as error:  # user code may raise anything
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = one_line(error, None)
         raise ValueError(
             f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
         ) from None

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from interlace._text import first_line
 from interlace.comm.channels.connections import cut_to
 from interlace.resilience.environment import AWAY
-from interlace.resilience.errors import ResilienceError, first_line
+from interlace.resilience.errors import ResilienceError
 
 SERVES = "serves"  # key of a filled store: run and start number of the coordinator that serves it
 LOOK = 0.25  # seconds between two checks of the supervisor's file

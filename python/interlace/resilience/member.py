@@ -31,9 +31,10 @@ from typing import TypeVar, get_args
 
 import torch.distributed as dist
 
+from interlace._text import first_line
 from interlace.comm.process import recorder
 from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PATIENCE, PROGRESS
-from interlace.resilience.errors import ResilienceError, first_line
+from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Answer, Generation
 from interlace.resilience.link import Link
 from interlace.resilience.supervisor.progress import ProgressPage

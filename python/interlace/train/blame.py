@@ -13,11 +13,6 @@ UNREADABLE = (ValueError, ImportError, OSError)
 """Errors of files of the user, or of the library that reads them."""
 
 
-def one_line(error: BaseException) -> str:
-    """Message of an error in one line; the name of its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Names an option and its path in the OSErrors of the block, which become ConfigErrors."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from interlace import _device
+from interlace._text import one_line
 from interlace.train.config.load import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
@@ -123,7 +124,7 @@ def warm_up_attention(
                 progress=partial(_log_for, name, say),
             )
         except Exception as error:  # a compiler may raise anything
-            say(f"{name}: attention kernels were not precompiled: {' '.join(str(error).split())[:200]}")
+            say(f"{name}: attention kernels were not precompiled: {one_line(error)}")
 
 
 def _log_for(name: str, say: Callable[[str], object], line: str) -> None:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from interlace._text import one_line
 from interlace.plan.memory import StateSize
-from interlace.train.blame import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.sections import Config
 from interlace.train.config.train import Train
@@ -236,7 +236,7 @@ def check(train: Train, *, source: str = "config") -> None:
         except ConfigError as error:
             raise ConfigError(f"{source}: [train] {error}") from None
         except Exception as error:  # a user's class may raise anything
-            raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {one_line(error)}") from None
+            raise ConfigError(f"{key} failed in a trial update of a {shape} weight: {one_line(error, None)}") from None
         if not torch.equal(weight, resumed):
             raise ConfigError(
                 f"{key} does not continue from its saved state: keep all of its state as tensors in "

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from interlace._text import one_line
 from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.auto.layout_file import NAME as LAYOUT_FILE
-from interlace.train.blame import one_line
 from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
@@ -249,7 +249,7 @@ def foresee(job: Job) -> forecasts.Forecast | None:
     try:
         costs = forecasts.measure(config, job.model, indexed(job.train_data, job.held_out), job.device)
     except Exception as error:  # a model run in parts may raise anything; forecasting is optional
-        why = one_line(error)
+        why = one_line(error, None)
     links = stated_links(config) or measure_links(parallel.channel, job.model.modules_order())
     if parallel.channel is not None and parallel.channel.rank:
         return None

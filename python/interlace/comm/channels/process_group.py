@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace import _device
+from interlace._text import first_line
 from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
-from interlace.comm.process.abort_reports import AbortReports, first_line, is_slow, named, reason_of
+from interlace.comm.process.abort_reports import AbortReports, is_slow, named, reason_of
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.paths import Paths
 from interlace.comm.process.recorder import FlightRecorder

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from interlace._text import first_line
 from interlace.comm.process.messages import decode, encode
 
 T = TypeVar("T")
@@ -39,10 +40,6 @@ def reason_of(error: BaseException, timeout: float) -> str:
 def is_slow(reason: str) -> bool:
     """True if a reason of `reason_of` means that a wait timed out."""
     return reason.startswith(SLOW.partition("{")[0])
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
 def named(ranks: Sequence[int | str]) -> str:

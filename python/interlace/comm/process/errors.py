@@ -18,8 +18,3 @@ class CommError(RuntimeError):
     def copy(self) -> CommError:
         """A copy without traceback and cause."""
         return CommError(str(self), self.missing, self.reason)
-
-
-def one_line(error: BaseException, most: int = 200) -> str:
-    """The message of an error on one line, at most `most` characters; the type name if the message is empty."""
-    return " ".join(str(error).split())[:most] or type(error).__name__

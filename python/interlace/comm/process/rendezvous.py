@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from interlace._text import one_line
 from interlace.comm.process.abort_reports import named, private_store
-from interlace.comm.process.errors import CommError, one_line
+from interlace.comm.process.errors import CommError
 from interlace.comm.process.messages import OtherOperation, decode, encode
 from interlace.comm.process.recorder import page_in_use
 

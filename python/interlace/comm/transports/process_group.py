@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace._text import one_line
 from interlace.comm.process.abort_reports import SLOW
-from interlace.comm.process.errors import CommError, one_line
+from interlace.comm.process.errors import CommError
 from interlace.comm.process.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities, Copies, Copy, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, pack, pack_abort

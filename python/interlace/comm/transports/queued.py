@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from interlace import _device
+from interlace._text import one_line
 from interlace.comm.process.agreement import NO_ARGUMENTS, Arguments
 from interlace.comm.process.errors import CommError
 from interlace.comm.transports.base import Copies, Copy, Then, Ticket, Transport
@@ -210,7 +211,7 @@ class QueueTransport(Transport):
         """Aborts because a batch raised `error`; returns it as a CommError."""
         failure = error
         if not isinstance(failure, CommError):
-            text = " ".join(str(error).split())[:300]
+            text = one_line(error, 300)
             failure = CommError(": ".join(filter(None, (self._named(batch), type(error).__name__, text))))
             failure.__cause__ = error
         self._abort(failure)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace._cores import usable_cores
 from interlace.data.builtin.byte_tokenizer import write_byte_tokenizer
 from interlace.data.builtin.fetch import exclusive, find_or_fetch
 from interlace.data.builtin.stamps import Drawn, Record, Settings, draw, media_of, texts_of
@@ -133,7 +134,7 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
             from interlace.data.builtin.stamps_media import write_media
 
             drawn = draw(index, settings)
-            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers = usable_cores()
             failed, broken = write_media(root, temporary, drawn.files, settings.side, workers)
             drawn.left_out |= broken
             for records in (drawn.train, drawn.validation):

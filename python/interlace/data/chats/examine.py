@@ -6,7 +6,6 @@ data, processes build an index (`files/index.py`) first; files in the index are 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from interlace._cores import usable_cores
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded
 from interlace.data.chats.files import index as chats_index
 from interlace.data.chats.files import records as chats_files
@@ -72,7 +72,7 @@ def examine_records(records: Iterator[Raw], chats: ChatFormat | None, rules: Rul
 
 
 def _lookers() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return ThreadPoolExecutor(max(2, cores), "interlace-look")
 
 

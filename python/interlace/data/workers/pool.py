@@ -16,7 +16,6 @@ import heapq
 import itertools
 import logging
 import multiprocessing as mp
-import os
 import pickle
 import signal
 import sys
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from interlace._cores import usable_cores
 from interlace.data.workers.decode_cache import Decoded, Place
 from interlace.data.workers.process import READY, work
 from interlace.data.workers.tasks import DEATHS, Loaded, OfStream, Task, sample_key
@@ -337,6 +337,6 @@ def _modules_of(dataset: object) -> list[str]:
 
 def sensible(local_ranks: int) -> int:
     """Default number of worker processes of a rank: half of its cores, at most 4; 0 with fewer than 4 cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     each = cores // max(1, local_ranks)
     return 0 if each < 4 else min(4, each // 2)

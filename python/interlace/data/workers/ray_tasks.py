@@ -32,6 +32,7 @@ from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
+from interlace._text import one_line
 from interlace.data.workers.process import portable
 from interlace.data.workers.tasks import DEATHS, Loaded, Producing, Task
 
@@ -356,7 +357,7 @@ def _connect(address: str | None) -> None:
             socket.create_connection((host, int(port)), REACH).close()
         ray.init(address=place, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, exceptions.RayError, RuntimeError, ValueError, AssertionError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error)
         where = "no Ray cluster runs on this node" if place == "auto" else f"no Ray cluster answers at {place}"
         raise RayError(
             f"{where} ({why}); start one with `ray start --head`, join others with `ray start --address HEAD:6379`, "
@@ -368,7 +369,7 @@ def _connect(address: str | None) -> None:
 
 
 def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 __all__ = ["RayError", "RayTasks"]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from interlace._text import one_line
 from interlace.model.collate import check_bidirectional
 from interlace.model.inputs.placeholders import Ids
 from interlace.model.language import LanguageSettings, merge_tokens
@@ -180,7 +181,7 @@ def load_projectors(encoders: Mapping[str, ModalityModule], folder: Path) -> Non
     try:
         holder.load_state_dict(stored)
     except RuntimeError as error:
-        raise ValueError(f"{folder / PROJECTOR}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"{folder / PROJECTOR}: {one_line(error, 300)}") from None
 
 
 def _class_of(module: nn.Module) -> str:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from interlace._text import one_line
 from interlace.model.counting.fake_run import Forward, Run, blank_inputs, shortest
 from interlace.model.language import merge_tokens
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.probe.cache import remembered
 from interlace.model.probe.encoder import known
 from interlace.model.probe.inconclusive import record_failure
-from interlace.model.probe.separation import one_line
 from interlace.model.probe.stand_in import plainly
 from interlace.model.sample import Media
 

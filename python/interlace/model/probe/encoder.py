@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from interlace._text import one_line
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
 from interlace.model.inputs.base import Inputs, Item
@@ -31,7 +32,6 @@ from interlace.model.probe.separation import (
     holds,
     note_returns,
     one_by_one,
-    one_line,
     random_rows,
 )
 from interlace.model.probe.stand_in import KEPT, Unanswerable, cheaply, stand_in

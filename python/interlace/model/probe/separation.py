@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from interlace._text import one_line
 from interlace.model.inputs.kinds import Feed
 from interlace.model.probe.inconclusive import attempt, raise_if_no_memory, record_failure
 from interlace.model.probe.stand_in import Unanswerable, cheaply
@@ -212,8 +213,3 @@ def note_returns(layers: nn.ModuleList) -> list[int | None]:
 def random_rows(shape: Sequence[int], seed: int) -> Tensor:
     """Standard normal numbers, the same in every process."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def one_line(error: BaseException) -> str:
-    """Message of an error on one line, shortened."""
-    return " ".join(str(error).split())[:200]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from interlace._text import one_line
 from interlace.attention.hf import NAME
 from interlace.model.collate import JOINED, collate_language
 from interlace.model.inputs.base import Item
@@ -25,7 +26,7 @@ from interlace.model.language import LanguageSettings, run_language
 from interlace.model.probe.cache import remembered
 from interlace.model.probe.inconclusive import attempt, raise_if_no_memory
 from interlace.model.probe.language import WORDS, plain_ids, trim
-from interlace.model.probe.separation import TOLERANCE, far, one_line, random_rows
+from interlace.model.probe.separation import TOLERANCE, far, random_rows
 from interlace.model.probe.stand_in import Unanswerable, cheaply, stand_in
 from interlace.model.sample import IGNORE, Media, Sample
 from interlace.model.stages.slice import find_layers, takes

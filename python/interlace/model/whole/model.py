@@ -19,6 +19,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from interlace._text import one_line
 from interlace.attention.hf import NAME
 from interlace.modalities import VIDEO
 from interlace.model.checkpoints.config_file import CONFIG, copy_config
@@ -59,7 +60,7 @@ def whole_class(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks may raise anything
-        raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"{folder / CONFIG}: {one_line(error, 300)}") from None
     named, *_ = _names_of(folder, config) or [""]
     model_class = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if isinstance(model_class, tuple):
@@ -104,7 +105,7 @@ def read_module(model_class: type[PreTrainedModel], folder: Path, dtype: torch.d
             output_loading_info=True,
         )
     except Exception as error:  # the library may raise anything for broken files and configs
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         what = reason if isinstance(error, (OSError, RuntimeError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ValueError(f"{folder} cannot be read: {what}") from None
     for what, keys in (
@@ -126,8 +127,7 @@ def build_whole(folder: Path) -> PreTrainedModel:
         return model_class._from_config(config, attn_implementation=NAME, dtype=torch.float32)
     except Exception as error:  # as above
         raise ValueError(
-            f"{folder / CONFIG}: transformers cannot build a {model_class.__name__} from it: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{folder / CONFIG}: transformers cannot build a {model_class.__name__} from it: {one_line(error, 300)}"
         ) from None
 
 
@@ -146,7 +146,7 @@ def dtype_of(folder: Path) -> torch.dtype:
             dtypes = (stored.get_tensor(key).dtype for key in stored.keys())
             return next((each for each in dtypes if each.is_floating_point), torch.float32)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"{file} cannot be read: {one_line(error, 300)}") from None
 
 
 def modules_of(folder: Path) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from interlace._text import one_line
 from interlace.costs.links import Links
 from interlace.train import device as devices
 from interlace.train.auto import layout_file, report
@@ -76,7 +77,7 @@ def choose(
             around=overhead,
         )
     except Exception as error:  # from any model's own code, called on a single layer
-        why = " ".join(str(error).split())[:300] or type(error).__name__
+        why = one_line(error, 300)
         raise ConfigError(
             f"{source}: [parallel] layout = 'auto' times each layer by itself, but this model's layers cannot be "
             f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead "

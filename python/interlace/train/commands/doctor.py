@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from interlace._text import one_line
 from interlace.train.commands.tables import console_of, table_of, version_of
 
 Check = tuple[bool | None, str]  # on, off, or None = not relevant here; and the reason or version
@@ -46,7 +47,7 @@ def _tried(check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # any error is a result of the check
-        return False, " ".join(str(error).split())[:160] or type(error).__name__
+        return False, one_line(error, 160)
 
 
 def _basics() -> dict[str, Callable[[], Check]]:

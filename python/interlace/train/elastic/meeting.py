@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from interlace._text import first_line
 from interlace.comm.channels.connections import Connections
 from interlace.comm.process.errors import CommError
-from interlace.resilience.errors import ResilienceError, first_line
+from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.train.launch.peers import Peers

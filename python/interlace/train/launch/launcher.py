@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from interlace._cores import usable_cores
+
 LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
 RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
 LOCK = "INTERLACE_RUN_LOCK"  # the nonce of the launcher's lock on it
@@ -273,7 +275,7 @@ def rendezvous(count: int) -> dict[str, str]:
 
 def default_threads(ranks: int) -> int:
     """Threads of one rank: the cores this process may use, divided among the local ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return max(1, cores // ranks)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from interlace.train.blame import one_line
+from interlace._text import one_line
 from interlace.train.config.log import Profile
 from interlace.train.launch import launcher
 from interlace.train.observers.base import Observer, Taken
@@ -79,4 +79,4 @@ class Profiler(Observer):
             work()
         except Exception as error:
             self.records, self._running = False, None
-            launcher.say_error(f"interlace: no steps are recorded (log.profile): {one_line(error)[:300]}")
+            launcher.say_error(f"interlace: no steps are recorded (log.profile): {one_line(error, 300)}")

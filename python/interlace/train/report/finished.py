@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interlace._text import one_line
 from interlace.model import MultimodalModel
-from interlace.train.blame import one_line
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
 from interlace.train.models.build import build, materialize
@@ -148,5 +148,5 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = one_line(error)
+        why = one_line(error, None)
         launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {why}")

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from interlace._hints import nearest
-from interlace.train.blame import one_line
+from interlace._text import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.log import TRACKERS
 from interlace.train.config.sections import Config
@@ -106,7 +106,7 @@ def _tracker_of(name: str, where: str) -> tuple[Tracker, Collection[str] | None]
         try:
             library = importlib.import_module(TRACKERS[name])
         except Exception as error:  # for example a TypeError from an incompatible version of another library
-            hint = f"it cannot be imported: {one_line(error)}"
+            hint = f"it cannot be imported: {one_line(error, None)}"
             if isinstance(error, ModuleNotFoundError) and error.name == name:  # packages have the names of the trackers
                 hint = f"{name} is not installed: pip install {name}"
             raise ConfigError(f"{where}: {name!r}: {hint}, or take {name!r} out of log.trackers") from None
@@ -219,7 +219,7 @@ class _Thread:
             try:
                 work()
             except (Exception, SystemExit) as error:
-                self._switch_off(f"{type(error).__name__}: {one_line(error)[:300]}")
+                self._switch_off(f"{type(error).__name__}: {one_line(error, 300)}")
 
     def _switch_off(self, reason: str) -> None:
         if not self.off:
@@ -306,7 +306,7 @@ class Wandb:
             if mode not in (None, "online"):
                 raise
             wandb.teardown()
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)
             run.say(f"wandb cannot be reached, so it writes to disk: wandb sync {place} sends it ({reason})")
             self.run = init(mode="offline")
         if self.run.offline:

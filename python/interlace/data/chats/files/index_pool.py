@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from interlace._cores import usable_cores
 from interlace.data.chats.files.records import ChatFileError, Piece
 from interlace.data.chats.files.sources import Rules
 from interlace.modalities import all_modalities
@@ -44,7 +45,7 @@ def run(
     """
     if not pieces:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     count = min(processes or cores, len(pieces))
     idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
     for _ in range(count):

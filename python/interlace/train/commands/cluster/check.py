@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from interlace.comm.process.abort_reports import first_line
+from interlace._text import first_line
 from interlace.comm.process.rendezvous import Rounds
 from interlace.train import device as devices
 from interlace.train.commands.cluster import facts as cluster_facts
