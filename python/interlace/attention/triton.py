@@ -8,7 +8,7 @@ deterministic=False. It adds dQ by atomics in the dK/dV kernel: 5 matrix product
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,25 +67,9 @@ def forward(job: Attention) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool, *, fused: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See backend.py."""
-    return _backward(job, out, lse, dout, dlse, wide, fused=False)
-
-
-def atomic_backward(
-    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Like backward, but the last bits of dq change from run to run. Needs 4 bytes more per element of q.
-
-    For fp32, for head dimensions above 128 and before Hopper this is `backward` (see bitfield_tiles.has_fused).
-    """
-    return _backward(job, out, lse, dout, dlse, wide, fused=True)
-
-
-def _backward(
-    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool, *, fused: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    """See backend.py. fused: see `atomic_backward`."""
     from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device, precision
     from interlace.kernels.prepared import launch
 
@@ -111,6 +95,13 @@ def _backward(
     with on_device(q.device):
         dk, dv, *rest = launch(plan, options, inputs, calls)
     return rest[0] if rest else inputs[-1].to(q.dtype), dk, dv
+
+
+atomic_backward = partial(backward, fused=True)
+"""Like backward, but the last bits of dq change from run to run. Needs 4 bytes more per element of q.
+
+For fp32, for head dimensions above 128 and before Hopper this is `backward` (see bitfield_tiles.has_fused).
+"""
 
 
 def _rows(x: Tensor) -> Tensor:
