@@ -122,7 +122,7 @@ class IpcMemory:
     def create(self, size: int) -> tuple[_DeviceMemory, bytes, Callable[[], None]]:
         try:
             memory = _DeviceMemory(size)
-            return memory, _cupy().ipcGetMemHandle(memory.address), _nothing
+            return memory, _cupy().ipcGetMemHandle(memory.address), lambda: None  # handles need no cleanup
         except Exception as error:
             raise OSError(f"cannot share {size >> 20} MiB of device memory ({error})") from error
 
@@ -312,10 +312,6 @@ def _as_comm_error(action: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise CommError(f"cannot {action} ({error})") from error
-
-
-def _nothing() -> None:
-    """No-op: handles of device memory need no cleanup."""
 
 
 def _driver_functions() -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from interlace.comm.process.rendezvous import Rendezvous
-from interlace.comm.transports.base import Capabilities
 from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport, Window
 
 
@@ -24,7 +23,8 @@ class SymmetricWindow:
         """Collective. Raises CommError on every rank, with the reasons of the failed ranks."""
         self.addresses: list[int] = []
         with rendezvous.collective_step("allocating symmetric memory"):
-            memory = _symmetric_memory()
+            import torch.distributed._symmetric_memory as memory
+
             self._tensor: Any = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=rendezvous.device)
         with rendezvous.collective_step("mapping symmetric memory"):
             self._handle: Any = memory.rendezvous(self._tensor, rendezvous.process_group.group_name)
@@ -45,25 +45,5 @@ class SymmMemTransport(CudaIpcTransport):
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     @classmethod
-    def capabilities(cls) -> Capabilities:
-        inherited = super().capabilities()
-        if not inherited.missing:
-            try:
-                _symmetric_memory()
-            except (ImportError, AttributeError) as error:
-                return Capabilities(
-                    cls.name, "cuda", one_host=True, missing=f"this torch has no symmetric memory ({error})"
-                )
-        return inherited
-
-    @classmethod
     def _open_window(cls, rendezvous: Rendezvous, slot_bytes: int) -> Window:
         return SymmetricWindow(rendezvous, slot_bytes)
-
-
-def _symmetric_memory() -> Any:
-    import torch.distributed._symmetric_memory as memory
-
-    if not hasattr(memory, "rendezvous"):
-        raise AttributeError("no rendezvous")
-    return memory
