@@ -23,9 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.comm.channels import process_group as channel_group
-from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.base import Tag
 from interlace.comm.channels.process_group import DTYPES, MAGIC, GroupChannel
 from interlace.comm.channels.star import HEADER, LONGEST, MESSAGE
+from interlace.comm.process.errors import CommError
 from tests.comm.channel_local import ARRIVED, out_of_order
 from tests.distributed.workers import shorten
 

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.base import Tag
 from interlace.comm.channels.local import LocalChannel, LocalNetwork
+from interlace.comm.process.errors import CommError
 from tests.comm.channel_local import ARRIVED, DUE, out_of_order
 
 
@@ -231,23 +232,6 @@ def test_what_a_rank_sent_before_it_left_is_still_read() -> None:
         return here.receive(0, DUE).tolist()
 
     assert play(2, step)[1] == [1.0, 1.0]
-
-
-def test_a_network_that_was_cleared_works_again() -> None:
-    network = LocalNetwork(2, 0.1)
-    here, there = LocalChannel(0, network), LocalChannel(1, network)
-    here.send(torch.ones(1), 1, DUE)
-    here.start_all_reduce(torch.ones(1), [0, 1], "x")
-    there.leave("an error")
-    with pytest.raises(CommError, match="it aborted: an error"):
-        here.finish()
-    network.clear()
-    here.send(torch.ones(3), 1, DUE)
-    mine, theirs = torch.ones(1), torch.ones(1)
-    pending = [here.start_all_reduce(mine, [0, 1], "y"), there.start_all_reduce(theirs, [0, 1], "y")]
-    assert [work.wait() for work in pending] == [None, None] and mine.item() == theirs.item() == 2.0
-    assert there.receive(0, DUE).shape == (3,)
-    assert here.recorder.events()[0]["state"] == "waiting"  # left by the failed step
 
 
 def test_misuse_is_refused() -> None:

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.channels import process_group as channel_group
-from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.base import Tag
 from interlace.comm.channels.edges import TransportEdge
 from interlace.comm.channels.process_group import DTYPES, GroupChannel
+from interlace.comm.process.errors import CommError
 from interlace.comm.transports import choose
 from interlace.comm.transports.choose import PREFERENCE, edge_transports
 from interlace.comm.transports.cuda_ipc import SLOTS

@@ -161,7 +161,8 @@ def test_separate_communicators_for_tensors_equal_one_process(cases: list[int]) 
 
 
 def not_an_edge(rank: int) -> str:
-    from interlace.comm.channels.base import CommError, Tag
+    from interlace.comm.channels.base import Tag
+    from interlace.comm.process.errors import CommError
 
     channel_group.EDGES = {"cpu": "gloo"}
     here = channel_group.GroupChannel(["a"], 20.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from interlace.comm.channels.base import CommError
+from interlace.comm.process.errors import CommError
 
 
 class PipelineError(RuntimeError):

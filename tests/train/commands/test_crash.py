@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import cli
-from interlace.comm.channels.base import CommError, Tag
+from interlace.comm.channels.base import Tag
 from interlace.comm.channels.local import LocalChannel, LocalNetwork
+from interlace.comm.process.errors import CommError
 from interlace.train.commands.crash import read, report
 from interlace.train.config.load import ConfigError
 

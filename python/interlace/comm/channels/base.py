@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,18 +24,6 @@ from torch import Tensor
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.transports.base import Transport
-
-__all__ = [
-    "BaseChannel",
-    "Channel",
-    "CommError",
-    "Part",
-    "Pending",
-    "Sent",
-    "Tag",
-    "check_digest",
-    "check_numbers",
-]
 
 T = TypeVar("T")
 
@@ -79,7 +67,7 @@ class Pending:
         return self._result
 
 
-class Channel(Protocol):
+class Channel(ABC):
     """One rank's end of the connections. All methods raise CommError instead of hanging. After an error it is unusable.
 
     rank, world: among all ranks. timeout: of every wait, in seconds. device: of received tensors.
@@ -87,23 +75,33 @@ class Channel(Protocol):
     recorder: flight recorder of this rank.
     """
 
-    rank: int
-    world: int
-    timeout: float
-    device: torch.device
-    collectives: int
-    recorder: FlightRecorder
+    def __init__(self, rank: int, world: int, timeout: float, device: torch.device | str) -> None:
+        self.rank, self.world, self.timeout, self.device = rank, world, timeout, torch.device(device)
+        self.collectives = 0
+        self.recorder = FlightRecorder(rank, world=world)
+        self._digest = 0
+        self._sent = Sent()
+        self._early: dict[tuple[int, Tag], Part] = {}  # messages that arrived before they were requested
+        self._lanes: dict[tuple[int, ...], Transport] = {}
 
     def begin(self, digest: int) -> None:
         """Starts a step. digest: 48 bits of its table. Receivers refuse messages of another table."""
+        self._digest = digest
 
-    def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
-        """Start sending; returns at once. ``tensor`` must not be modified until `finish`. rows: see `Part`."""
+    def close(self) -> None:
+        """Closes the transports of lanes and edges."""
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+
+    @abstractmethod
+    def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
+        """The next message from ``peer``: ``tag``, or one of the others."""
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         """The next tensor from ``peer``, which must be ``tag``. A gradient must have the sent tensor's shape and
         dtype.
         """
+        return self.receive_part(peer, tag).tensor
 
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         """As `receive`, with the row count that the sender gave for the whole.
@@ -111,7 +109,20 @@ class Channel(Protocol):
         others: further tags expected from ``peer``, which may arrive first because the two ranks share several lanes.
         Such a message is kept for the call that requests it.
         """
+        token = self.recorder.begin("receive", tag, (peer,))
+        while (part := self._early.pop((peer, tag), None)) is None:
+            received, part = self._next(peer, tag, others)
+            if received == tag:
+                break
+            self._early[peer, received] = part
+        self.recorder.end(token)
+        return part
 
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
+        """Start sending; returns at once. ``tensor`` must not be modified until `finish`. rows: see `Part`."""
+
+    @abstractmethod
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         """Begin to sum ``tensor`` in place over ``ranks``, bitwise identical on each. Do not modify it until `wait`.
 
@@ -119,17 +130,20 @@ class Channel(Protocol):
         identified by `key`. Several may be in flight.
         """
 
+    @abstractmethod
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         """Begin to sum ``tensor`` [len(ranks), n] over ``ranks``; `wait` returns this rank's row of the sum, [n].
 
         The row index is this rank's index in ``ranks``. Otherwise as `start_all_reduce`.
         """
 
+    @abstractmethod
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         """Begin to gather every rank's ``tensor`` [n]; `wait` returns [len(ranks), n], in the order of ``ranks``.
         Otherwise as `start_all_reduce`.
         """
 
+    @abstractmethod
     def start_all_gather(self, numbers: Tensor, operation: str, *, compare_sums: bool = False) -> Pending:
         """Begin one collective of all ranks; `wait` returns every rank's ``numbers``, float64 [world, n], on the CPU.
 
@@ -139,15 +153,18 @@ class Channel(Protocol):
         end of a step, where these must agree.
         """
 
+    @abstractmethod
     def exchange(self, value: T, operation: str) -> list[T]:
         """Every rank's ``value`` by rank (small, JSON-serializable, same form everywhere). Slow: goes through rank 0.
 
         An error names the lost rank. Also compared: whether the ranks of each group have begun the same sums so far.
         """
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait until everything sent in this step has been received."""
 
+    @abstractmethod
     def leave(self, reason: str, cause: CommError | None = None) -> str:
         """This rank aborts and notifies peers that wait for it: at once in lanes; other processes, when they abort too.
 
@@ -157,12 +174,11 @@ class Channel(Protocol):
         since it exchanges reports with the other ranks.
         """
 
-    def close(self) -> None:
-        """Closes the transports of lanes and edges."""
-
+    @abstractmethod
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Prepare sums and gathers over each of ``groups``. Collective: every rank passes the same."""
 
+    @abstractmethod
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         """Lane -> a transport between its ranks, for the lanes that include this rank.
 
@@ -170,50 +186,13 @@ class Channel(Protocol):
         only name lanes of the first call, and return all of them.
         """
 
+    @abstractmethod
     def connect_all(self) -> Transport:
         """A separate transport between all ranks, for tensors on the host. Collective; the caller closes it."""
 
+    @abstractmethod
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
         """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""
-
-
-class BaseChannel(ABC):
-    """Common part of the channels: takes messages of a peer as they arrive, and returns them by tag."""
-
-    def __init__(
-        self, rank: int, world: int, timeout: float, device: torch.device | str, recorder: FlightRecorder | None
-    ) -> None:
-        self.rank, self.world, self.timeout, self.device = rank, world, timeout, torch.device(device)
-        self.collectives = 0
-        self.recorder = recorder or FlightRecorder(rank, world=world)
-        self._digest = 0
-        self._sent = Sent()
-        self._early: dict[tuple[int, Tag], Part] = {}  # messages that arrived before they were requested
-        self._lanes: dict[tuple[int, ...], Transport] = {}
-
-    def begin(self, digest: int) -> None:
-        self._digest = digest
-
-    def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
-
-    @abstractmethod
-    def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
-        """The next message from ``peer``: ``tag``, or one of the others."""
-
-    def receive(self, peer: int, tag: Tag) -> Tensor:
-        return self.receive_part(peer, tag).tensor
-
-    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
-        token = self.recorder.begin("receive", tag, (peer,))
-        while (part := self._early.pop((peer, tag), None)) is None:
-            received, part = self._next(peer, tag, others)
-            if received == tag:
-                break
-            self._early[peer, received] = part
-        self.recorder.end(token)
-        return part
 
     def _check_message(self, peer: int, tag: Tag, others: Collection[Tag], digest: int, received: Tag) -> None:
         """Raises CommError unless `received`, sent in a step of `digest`, is ``tag`` or one of the others."""

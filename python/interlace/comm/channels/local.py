@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
+from interlace.comm.channels.base import Channel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.process.abort_reports import SLOW, named
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.groups import Device
 from interlace.comm.process.messages import decode, encode
-from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import Transport
 from interlace.comm.transports.local import LocalHub, LocalTransport
@@ -53,17 +52,11 @@ class LocalNetwork(ThreadRanks):
     def __init__(self, world: int, timeout: float) -> None:
         super().__init__(world)
         self.timeout = timeout
-        self.clear()
-
-    def clear(self) -> None:
-        """Discards the state of a failed step and the aborted ranks. No thread may be inside a channel meanwhile."""
-        with self.changed:
-            self.edges: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
-            self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
-            self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds joined by a rank
-            self.hubs: dict[tuple[int, ...], LocalHub] = {}  # lane -> hub
-            self.hub_of_all = LocalHub(self.world)
-            self.departed.clear()
+        self.edges: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
+        self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
+        self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds joined by a rank
+        self.hubs: dict[tuple[int, ...], LocalHub] = {}  # lane -> hub
+        self.hub_of_all = LocalHub(self.world)
 
     def hub(self, lane: tuple[int, ...]) -> LocalHub:
         """The hub of a lane's ranks."""
@@ -71,15 +64,13 @@ class LocalNetwork(ThreadRanks):
             return self.hubs.setdefault(lane, LocalHub(len(lane), global_ranks=lane))
 
 
-class LocalChannel(BaseChannel):
+class LocalChannel(Channel):
     """Channel of one virtual rank; see `interlace.comm.channels.base.Channel`."""
 
-    def __init__(
-        self, rank: int, network: LocalNetwork, *, device: Device = "cpu", recorder: FlightRecorder | None = None
-    ) -> None:
+    def __init__(self, rank: int, network: LocalNetwork, *, device: Device = "cpu") -> None:
         if not 0 <= rank < network.world:
             raise ValueError(f"rank must be 0 to {network.world - 1}, got {rank}")
-        super().__init__(rank, network.world, network.timeout, device, recorder)
+        super().__init__(rank, network.world, network.timeout, device)
         self.network = network
         self._sends: list[int] = []  # recorder tokens
 

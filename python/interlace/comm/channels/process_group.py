@@ -31,13 +31,12 @@ from torch import Tensor
 
 from interlace import _device
 from interlace._text import first_line
-from interlace.comm.channels.base import BaseChannel, Part, Pending, Tag, check_digest, check_numbers
+from interlace.comm.channels.base import Channel, Part, Pending, Tag, check_digest, check_numbers
 from interlace.comm.channels.edges import Edge, GroupEdge, TransportEdge, Work
 from interlace.comm.channels.star import HEADER, Star, header
 from interlace.comm.process.abort_reports import AbortReports, is_slow, named, reason_of
 from interlace.comm.process.errors import CommError
 from interlace.comm.process.paths import Paths
-from interlace.comm.process.recorder import FlightRecorder
 from interlace.comm.process.reductions import BITS, Reductions, digest_of
 from interlace.comm.transports.base import Transport
 from interlace.comm.transports.choose import connect, edge_transports, introduction_of, sharing
@@ -73,7 +72,7 @@ class _Send(NamedTuple):
         return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
-class GroupChannel(BaseChannel):
+class GroupChannel(Channel):
     """Channel of this process's rank in the default process group; see `interlace.comm.channels.base.Channel`.
 
     Created by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be
@@ -87,12 +86,11 @@ class GroupChannel(BaseChannel):
         timeout: float,
         device: torch.device | str = "cpu",
         *,
-        recorder: FlightRecorder | None = None,
         coordinated: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise CommError("torch.distributed is not initialised: call init_process_group before parallelize")
-        super().__init__(dist.get_rank(), dist.get_world_size(), timeout, device, recorder)
+        super().__init__(dist.get_rank(), dist.get_world_size(), timeout, device)
         self.modules = list(modules)
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise CommError(

@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from interlace.comm.channels.base import Channel, CommError, Tag
+from interlace.comm.channels.base import Channel, Tag
 from interlace.comm.overlap.deferred import DeferredGradients
 from interlace.comm.process.abort_reports import named
+from interlace.comm.process.errors import CommError
 from interlace.comm.process.recorder import page_in_use
 from interlace.parallel.route import Index, put, take
-from interlace.run.errors import PipelineError
+from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.deferred import LinearLayers, linear_layers
 from interlace.run.execute.device import autocast, drawn_since, generators, mark
@@ -339,11 +340,9 @@ class Executor:
     def _finish(self, actions: Sequence[Sequence[int]]) -> None:
         """Wait for all gathers, sums and sends, and note when the sums and the exchange of items ended."""
         step = self._step
-        try:
+        with as_pipeline_errors():
             done = self.collectives.finish(step.device)
             self.channel.finish()
-        except CommError as error:
-            raise PipelineError(str(error)) from error
         for place, row in enumerate(actions):
             begun, _ = step.times[place]
             if row[0] == REDUCE_GRAD:
