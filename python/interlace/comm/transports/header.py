@@ -83,35 +83,26 @@ def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
             f"rank {rank}, {expected.label}: rank {peer} sent something else than a header: its program differs"
         )
     if (sequence, label) != (expected.sequence, _digested(expected.label, 0)[0]):
-        raise _other_operation(rank, peer, expected, sequence, texts[0])
+        raise CommError(
+            f"rank {rank} is in {expected.label} (batch {expected.sequence}), but rank {peer} is in {texts[0]} (batch "
+            f"{sequence}): the ranks' programs differ"
+        )
     if arguments != _digested(expected.arguments, 0)[0]:
-        raise _other_arguments(rank, peer, expected, texts[1], cut=lengths[1] == _ARGUMENT_BYTES)
+        cut = lengths[1] == _ARGUMENT_BYTES
+        different = "; ".join(differences(expected.arguments, texts[1], "here", f"on rank {peer}", cut))
+        different = different or f"arguments of rank {peer} differ after the part that fits in a header"
+        raise CommError(f"rank {rank}, {expected.label}: {different}: every rank must pass the same")
     if sizes != _digested(described(expected.sizes), 0)[0]:
-        raise _other_sizes(rank, peer, expected, texts[2])
+        raise CommError(
+            f"rank {rank}, {expected.label}: rank {peer} sends {texts[2]}, {described(expected.sizes)} expected: the "
+            "ranks pass tensors of different shapes or dtypes"
+        )
     raise CommError(f"rank {rank}, {expected.label}: the header that rank {peer} sent is damaged")
-
-
-def check(rank: int, peer: int, expected: Header, received: Header) -> None:
-    """Raises CommError unless `received`, from `peer`, equals the header that `rank` expects."""
-    if received == expected:
-        return
-    if (received.sequence, received.label) != (expected.sequence, expected.label):
-        raise _other_operation(rank, peer, expected, received.sequence, received.label)
-    if received.arguments != expected.arguments:
-        raise _other_arguments(rank, peer, expected, received.arguments, cut=False)
-    raise _other_sizes(rank, peer, expected, described(received.sizes))
 
 
 @lru_cache(4096)  # the same headers repeat in every step
 def described(sizes: Sequence[tuple[int, torch.dtype]]) -> str:
     return " + ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes) or "nothing"
-
-
-def _other_operation(rank: int, peer: int, expected: Header, sequence: int, label: str) -> CommError:
-    return CommError(
-        f"rank {rank} is in {expected.label} (batch {expected.sequence}), but rank {peer} is in {label} (batch "
-        f"{sequence}): the ranks' programs differ"
-    )
 
 
 def differences(own_text: str, peer_text: str, own_place: str, peer_place: str, cut: bool = False) -> list[str]:
@@ -127,22 +118,9 @@ def differences(own_text: str, peer_text: str, own_place: str, peer_place: str, 
     ]
 
 
-def _other_arguments(rank: int, peer: int, expected: Header, text: str, cut: bool) -> CommError:
-    different = differences(expected.arguments, text, "here", f"on rank {peer}", cut)
-    operation = "; ".join(different) or f"arguments of rank {peer} differ after the part that fits in a header"
-    return CommError(f"rank {rank}, {expected.label}: {operation}: every rank must pass the same")
-
-
 def _named(arguments: str) -> dict[str, str]:
     pairs = (pair.partition("=") for pair in arguments.split(BETWEEN_ARGUMENTS) if pair)
     return {name: value for name, _, value in pairs}
-
-
-def _other_sizes(rank: int, peer: int, expected: Header, sizes: str) -> CommError:
-    return CommError(
-        f"rank {rank}, {expected.label}: rank {peer} sends {sizes}, {described(expected.sizes)} expected: the ranks "
-        "pass tensors of different shapes or dtypes"
-    )
 
 
 @lru_cache(4096)

@@ -25,14 +25,14 @@ from interlace.comm.process.groups import use
 from interlace.comm.process.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, peers_of
 from interlace.comm.transports.copiers import Copier, plain_copies
-from interlace.comm.transports.header import Header, check
+from interlace.comm.transports.header import pack
 from interlace.comm.transports.queued import Batch, QueueTransport, no_step
 
 T = TypeVar("T")
 
 
 class _Parcel(NamedTuple):
-    header: Header
+    header: bytes
     tensors: list[Tensor]
     ready: torch.Event | None
 
@@ -75,12 +75,12 @@ class LocalTransport(QueueTransport):
         with hub.changed:
             for peer in peers:  # also empty parcels: a peer that expects data gets an error instead of waiting
                 tensors = [tensor for to, tensor in batch.outgoing if to == peer]
-                hub.posted[rank, peer].append(_Parcel(batch.header_to(peer), tensors, ready))
+                hub.posted[rank, peer].append(_Parcel(pack(batch.header_to(peer)), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
             parcel = self._take(peer, batch.label, hub.posted[peer, rank])
-            check(self.global_ranks[rank], self.global_ranks[peer], batch.header_from(peer), parcel.header)
+            self._check_header(batch, peer, parcel.header)
             expected = [tensor for source, tensor in batch.incoming if source == peer]
             self.before(rank, "take")
             if parcel.ready is not None:
