@@ -46,9 +46,7 @@ def copied_products(
     All ranks must agree on whether x requires a gradient.
     """
     if ranks.world == 1:
-        if deferral is not None:
-            return x, [deferred_linear(x, weight, None, deferral) for weight in weights]
-        return x, [linear(x, weight) for weight in weights]
+        return x, [deferred_linear(x, weight, None, deferral) for weight in weights]
     check_reverse_mode("copied_products", x, *weights)
     originals = weights
     x, *weights = cast_operands(x, *weights)
@@ -75,7 +73,7 @@ def sum_of_products(
     autocast x and weight are cast as for torch.matmul. num_chunks, deferral: as for `matmul_reduce_scatter`.
     """
     if ranks.world == 1:
-        return linear(x, weight) if deferral is None else deferred_linear(x, weight, None, deferral)
+        return deferred_linear(x, weight, None, deferral)
     check_reverse_mode("sum_of_products", x, weight)
     original = weight
     x, weight = cast_operands(x, weight)

@@ -130,11 +130,16 @@ class DeferredWeights:
         self._deferral.defer(weight, product)
 
 
-def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, *, by: str = "out") -> Tensor:
+def deferred_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None, *, by: str = "out"
+) -> Tensor:
     """x [..., K] @ weight.T + bias: [..., N]. The weight gradient is deferred if possible.
 
     weight: [N, K], or with by="in" [K, N] (transformers' Conv1D). bias: [N] or None; its gradient is not deferred.
+    deferral: None for a plain product.
     """
+    if deferral is None:
+        return linear(x, weight, bias)
     if not deferral.takes(weight) or weight.dim() != 2 or x.dim() < 2:
         return _product(x, weight, bias, by)
     check_reverse_mode("deferred_linear", x, weight)

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.comm.collectives.one_operation import as_one_operation
@@ -89,9 +89,7 @@ def all_gather_matmul(
     transport = resolve(group, x.device)
     x, *weights = cast_operands(x, *weights)
     if transport.world == 1:
-        if deferral is not None:
-            return x, [deferred_linear(x, weight, None, deferral) for weight in originals]
-        return x, [nn.functional.linear(x, weight) for weight in weights]
+        return x, [deferred_linear(x, weight, None, deferral) for weight in originals]
     check_reverse_mode("all_gather_matmul", x, *weights)
     leading, (rows, width) = x.shape[:-2], x.shape[-2:]
     x = x.reshape(leading.numel(), rows, width)
@@ -143,7 +141,7 @@ def matmul_reduce_scatter(
     transport = resolve(group, x.device)
     leading, (total, width), world = x.shape[:-2], x.shape[-2:], transport.world
     if world == 1:
-        return nn.functional.linear(x, weight) if deferral is None else deferred_linear(x, original, None, deferral)
+        return deferred_linear(x, original, None, deferral)
     check_reverse_mode("matmul_reduce_scatter", x, weight)
     if total % world:
         raise ValueError(
