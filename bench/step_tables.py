@@ -28,8 +28,8 @@ from interlace.run.comparison import Comparison
 from interlace.run.execute.collectives import Collectives
 from interlace.run.execute.executor import Executor
 from interlace.run.execute.step import StageRuntime, Step
-from interlace.run.execute.threads import run_threads
 from interlace.run.lanes import Place
+from interlace.run.process import run_threads
 from interlace.run.tables.table import Lengths, step_table
 from interlace.schedule import Schedule, StageGraph, StepTable, check, one_f_one_b
 

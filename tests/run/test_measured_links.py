@@ -8,7 +8,7 @@ import torch
 from interlace.comm.channels.local import LocalChannel, LocalNetwork
 from interlace.costs.links import NO_LINK, Links
 from interlace.estimate.measured_links import measure_links
-from interlace.run.execute.threads import run_threads
+from interlace.run.process import run_threads
 
 
 def measured(hosts: list[str]) -> list[Links]:

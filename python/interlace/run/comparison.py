@@ -6,13 +6,13 @@ numbers only if the numbers differ, to report the difference.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from interlace.comm.channels.base import Channel
 from interlace.comm.process.agreement import Arguments, Fingerprint
+from interlace.comm.process.reductions import digest_of
 from interlace.comm.transports.header import differences
 from interlace.layout import Layout
 from interlace.model import MultimodalModel
@@ -60,8 +60,7 @@ def disagreement(texts: Sequence[str]) -> str:
 
 def number(*parts: object) -> int:
     """48-bit hash of the arguments: a float64 holds it exactly."""
-    text = "\n".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+    return digest_of("\n".join(map(str, parts)))
 
 
 class Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -18,7 +19,6 @@ from interlace.run.execute.device import current, drawn_since, generators
 from interlace.run.execute.ranks import make_ranks
 from interlace.run.execute.sharding import Sharded
 from interlace.run.execute.step import Step
-from interlace.run.execute.threads import run_threads
 from interlace.run.execute.weights import Pieces
 from interlace.run.graph import edges, groups
 from interlace.run.lanes import groups_of
@@ -133,3 +133,31 @@ class Process:
 
     def _sharded(self) -> list[Sharded]:
         return [sharded for rank in self.ranks.values() for sharded in rank.sharded.values()]
+
+
+def run_threads(ranks: Sequence[int], play: Callable[[int], None], leave: Callable[[int, str], object]) -> None:
+    """Run play(rank) in a thread for each rank. After all have ended, raises the error of the first rank that failed
+    by itself, not because of another rank.
+
+    leave(rank, reason): reports the failure of a rank to the ranks that wait for it.
+    """
+    errors: list[tuple[int, BaseException]] = []
+    grad = torch.is_grad_enabled()  # one per thread
+
+    def main(rank: int) -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                play(rank)
+        except BaseException as error:
+            errors.append((rank, error))
+            leave(rank, f"it raised {type(error).__name__}: {str(error)[:300]}")
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        # The first failure makes the other ranks fail too: its error is the cause.
+        causes = [e for _, e in errors if not (isinstance(e, PipelineError) and "lost rank" in str(e))]
+        raise (causes or [errors[0][1]])[0]
