@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
                 )
             flat = flat.index_copy(0, rows, encoded.to(flat.dtype))
     return {**inputs, "inputs_embeds": flat.view_as(embeds)}
+
+
+class MediaOptions(TypedDict, total=False):
+    """How a language model reads media: keywords of a `MultimodalModel`, which describes them."""
+
+    bidirectional: bool | str
+    positions: Callable[[Sample], Tensor] | None
+    deepstack: int
 
 
 @dataclass

@@ -48,7 +48,9 @@ from interlace.parallel.sending import plan_to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
+    from typing_extensions import Unpack
 
+    from interlace.model.inputs.callbacks import Callbacks
     from interlace.parallel.context import Context
 
 Rows = Callable[[Tensor], Tensor]
@@ -86,13 +88,9 @@ class ModalityModule(nn.Module):
         projector: str | nn.Module | type[nn.Module] | None = "linear",
         *,
         projector_config: Mapping[str, Any] | None = None,
-        preprocess: Callable[[Inputs], Inputs] | None = None,
-        postprocess: Callable[..., Any] | None = None,
-        postprocess_projector: Callable[[Inputs, Tensor], Tensor] | None = None,
         downsample: int = 1,
-        tokens: Callable[[Shape, About], int] | None = None,
-        collate: Callable[[Sequence[Media]], Inputs] | None = None,
         layers: str | None = None,
+        **given: Unpack[Callbacks],
     ):
         super().__init__()
         self.module = module
@@ -101,8 +99,7 @@ class ModalityModule(nn.Module):
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
         self.kind = kind_of(module)
-        given = {"preprocess": preprocess, "postprocess": postprocess, "postprocess_projector": postprocess_projector}
-        callbacks.check({**given, "tokens": tokens, "collate": collate})
+        callbacks.check(given)
         if downsample < 1:
             raise ValueError(f"downsample is {downsample}; it must be at least 1 (tokens that become one)")
         if isinstance(projector, str) and projector not in PROJECTORS:
@@ -114,9 +111,9 @@ class ModalityModule(nn.Module):
             self.projector_class = PROJECTORS[projector]
         self.projector_config = dict(projector_config or {})
         self.downsample = downsample
-        self.preprocess, self.postprocess = preprocess, postprocess
-        self.postprocess_projector = postprocess_projector
-        self._tokens, self._collate = tokens, collate
+        self.preprocess, self.postprocess = given.get("preprocess"), given.get("postprocess")
+        self.postprocess_projector = given.get("postprocess_projector")
+        self._tokens, self._collate = given.get("tokens"), given.get("collate")
         self.tower_names, self.projector_names = ["module"], ["projector"]  # module names for freezing
         self.out_features = 0
         self.hidden_size = self.feature_size = 0
@@ -205,14 +202,14 @@ class ModalityModule(nn.Module):
         """Tokens inside the layers for an item of the encoder's configured size."""
         return self._length(self.default)
 
-    def check_shape(self, shape: Shape, about: About = NOTHING) -> None:
-        """Raise ValueError for an item that the encoder does not support; the message lists what it supports."""
-        self.feed.check(Item(tuple(shape), about), type(self.module).__name__)
-
     def encoder_length(self, shape: Shape, about: About = NOTHING) -> int:
-        """Tokens of an item inside the encoder's layers, class tokens included."""
-        self.check_shape(shape, about)
-        return self._length(Item(tuple(shape), about))
+        """Tokens of an item inside the encoder's layers, class tokens included.
+
+        Raises ValueError for an item that the encoder does not support; the message lists what it supports.
+        """
+        item = Item(tuple(shape), about)
+        self.feed.check(item, type(self.module).__name__)
+        return self._length(item)
 
     def _length(self, item: Item) -> int:
         if not isinstance(self.feed, ClipInputs):

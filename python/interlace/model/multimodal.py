@@ -19,7 +19,7 @@ from interlace.model.collate import check_bidirectional, collate_language
 from interlace.model.counting.layers import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.inputs.placeholders import Ids, check_placeholders, configured
-from interlace.model.language import LanguageSettings, merge_tokens, run_language
+from interlace.model.language import LanguageSettings, MediaOptions, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
 from interlace.model.modality import Encoders, ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL, did_you_mean, inside, resolve
@@ -39,6 +39,7 @@ from interlace.model.whole.tower import WholeEncoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -83,11 +84,12 @@ class MultimodalModel(nn.Module):
         preprocess: Callable[[Mapping[str, Tensor], dict[str, Any]], dict[str, Any]] = merge_tokens,
         placeholders: Mapping[str, Ids] | None = None,
         backend: str | None = None,
-        bidirectional: bool | str = True,
-        positions: Callable[[Sample], Tensor] | None = None,
-        deepstack: int = 0,
+        **media: Unpack[MediaOptions],
     ):
         super().__init__()
+        if unknown := media.keys() - MediaOptions.__annotations__.keys():
+            raise TypeError(f"MultimodalModel.__init__() got an unexpected keyword argument {min(unknown)!r}")
+        check_bidirectional(media.get("bidirectional", True))
         if language_model is None:
             raise ValueError("a MultimodalModel needs a language_model")
         if generators:
@@ -130,9 +132,7 @@ class MultimodalModel(nn.Module):
             preprocess=before,
             postprocess=after,
             backend=backend,
-            bidirectional=check_bidirectional(bidirectional),
-            positions=positions,
-            deepstack=deepstack,
+            **media,
         )
         self._packing = language_packing(language_model, self.language_settings)
         if encoders:

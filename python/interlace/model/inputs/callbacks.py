@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-# Arguments of each callback.
+if TYPE_CHECKING:
+    from interlace.model.inputs.base import About, Inputs, Shape
+    from interlace.model.sample import Media
+
 CALLBACKS = {
     "preprocess": ("inputs",),
     "postprocess": ("inputs", "output"),
@@ -17,6 +20,17 @@ CALLBACKS = {
     "tokens": ("shape", "about"),
     "collate": ("items",),
 }
+"""Arguments of each callback."""
+
+
+class Callbacks(TypedDict, total=False):
+    """Keywords of a `ModalityModule`, which describes them. None: no callback."""
+
+    preprocess: Callable[[Inputs], Inputs] | None
+    postprocess: Callable[..., Any] | None
+    postprocess_projector: Callable[[Inputs, Tensor], Tensor] | None
+    tokens: Callable[[Shape, About], int] | None
+    collate: Callable[[Sequence[Media]], Inputs] | None
 
 
 def misfit(name: str, given: object) -> str:
@@ -34,8 +48,10 @@ def misfit(name: str, given: object) -> str:
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Raise TypeError for a callback that is not a function of its arguments. None: no callback."""
+    """Raise TypeError for an unknown keyword and for a callback that is not a function of its arguments."""
     for name, callback in given.items():
+        if name not in CALLBACKS:
+            raise TypeError(f"ModalityModule.__init__() got an unexpected keyword argument {name!r}")
         if callback is not None and (why := misfit(name, callback)):
             raise TypeError(f"{name} = {_name(callback)} {why}")
 
