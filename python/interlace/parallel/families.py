@@ -90,7 +90,8 @@ def derived_styles(module: nn.Module) -> dict[str, str]:
         styles[path] = "layers"
         _check_own_styles(parts, path, styles)
     for path in blocks:
-        model = min((outer for outer in (path, *ancestors(path)) if _is_model(parts[outer])), key=len, default=None)
+        models = (outer for outer in (path, *ancestors(path)) if hasattr(parts[outer], "base_model_prefix"))
+        model = min(models, key=len, default=None)
         if model is not None:
             styles |= dict.fromkeys(_outside_blocks(parts[model], model, set(blocks)), "replicate")
     return styles
@@ -109,11 +110,6 @@ def ancestors(path: str) -> Iterator[str]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _is_model(module: nn.Module) -> bool:
-    """True if the module is a HuggingFace model, or a part of one that could be."""
-    return hasattr(module, "base_model_prefix")
 
 
 def _outside_blocks(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:

@@ -287,7 +287,7 @@ class SplitInput:
                 f"{type(module).__name__} got {rows} rows, but length() returned {length}: its rows cannot be sharded, "
                 "pass sequence_parallel=False"
             )
-        return _replaced(args, kwargs, hidden, split(hidden, self.ranks, -2, fill=self.length is not None))
+        return replaced(args, kwargs, hidden, split(hidden, self.ranks, -2, fill=self.length is not None))
 
 
 class GatherOutput:
@@ -334,7 +334,7 @@ class SharedInput:
         shared_rows = average_gradient(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
             column.precomputed = (shared_rows, product)
-        return _replaced(args, kwargs, hidden, shared_rows)
+        return replaced(args, kwargs, hidden, shared_rows)
 
     def release(self, module: nn.Module, args: Any, output: Any) -> None:
         for column in self._layers(module):
@@ -355,7 +355,8 @@ def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return hidden
 
 
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: object) -> Any:
+    """(args, kwargs) of a forward with its hidden state, the first argument or a keyword `old`, replaced by `new`."""
     if args:
         return (new, *args[1:]), kwargs
     return args, {key: new if value is old else value for key, value in kwargs.items()}

@@ -123,11 +123,11 @@ def copy(
                 tensors = _in_order(transfer.names, into if receives else held)
                 for tag, message in enumerate(_messages(tensors)):
                     if receives:
-                        flat, put = message.room()
+                        flat, put = _room(message)
                         received += flat.nbytes
                         waits.append((group.recv([flat], transfer.source, tag), put))
                     else:
-                        waits.append((group.send([message.flat()], transfer.to, tag), lambda: None))
+                        waits.append((group.send([_flat(message)], transfer.to, tag), lambda: None))
         for work, put in waits:
             work.wait()
             put()
@@ -137,30 +137,25 @@ def copy(
     return received
 
 
-class _Message:
-    """Tensors sent together, as bytes; a single tensor is sent without a copy."""
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors that are sent together; of a single tensor without a copy."""
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
 
-    def flat(self) -> Tensor:
-        """Bytes to send."""
-        parts = [_bytes_of(tensor) for tensor in self.tensors]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _room(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Receive buffer for `_flat` of a peer's tensors, and a function that then copies it into these tensors."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return _bytes_of(tensors[0]), lambda: None
+    flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
 
-    def room(self) -> tuple[Tensor, Callable[[], None]]:
-        """Receive buffer, and a function that then copies it into the tensors."""
-        if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
-            return _bytes_of(self.tensors[0]), lambda: None
-        flat = torch.empty(sum(tensor.nbytes for tensor in self.tensors), dtype=torch.uint8)
+    def put() -> None:
+        parts = flat.split([tensor.nbytes for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            # A part may be misaligned for this dtype; its clone is aligned.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
-        def put() -> None:
-            parts = flat.split([tensor.nbytes for tensor in self.tensors])
-            for tensor, part in zip(self.tensors, parts, strict=True):
-                # A part may be misaligned for this dtype; its clone is aligned.
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-        return flat, put
+    return flat, put
 
 
 def _in_order(names: Sequence[str], tensors: Tensors) -> Iterator[Tensor]:
@@ -169,7 +164,7 @@ def _in_order(names: Sequence[str], tensors: Tensors) -> Iterator[Tensor]:
             yield tensors[name][key].detach()
 
 
-def _messages(tensors: Iterator[Tensor]) -> Iterator[_Message]:
+def _messages(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
     """Groups tensors into messages. Both sides agree, because grouping depends on sizes only."""
     small: list[Tensor] = []
     size = 0
@@ -177,16 +172,16 @@ def _messages(tensors: Iterator[Tensor]) -> Iterator[_Message]:
         if tensor.nbytes >= ALONE:
             step = max(PIECE // tensor.element_size(), 1)
             parts = tensor.view(-1).split(step) if tensor.is_contiguous() else [tensor]
-            yield from (_Message([part]) for part in parts)
+            yield from ([part] for part in parts)
             continue
         if size + tensor.nbytes > TOGETHER:
-            yield _Message(small)
+            yield small
             small, size = [], 0
         if tensor.nbytes:
             small.append(tensor)
             size += tensor.nbytes
     if small:
-        yield _Message(small)
+        yield small
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

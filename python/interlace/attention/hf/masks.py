@@ -140,8 +140,7 @@ def describe(function: MaskFunction) -> str:
     name = name_of(function)
     for kind in ("and", "or"):
         if name == f"{kind}_masks.<locals>.{kind}_mask" and function.__closure__:
-            cells = zip(function.__code__.co_freevars, function.__closure__)
-            parts = dict(cells)["mask_functions"].cell_contents
+            parts = cells_of(function)["mask_functions"]
             return f"{kind}({', '.join(describe(part) for part in parts)})"
     return name.removesuffix(".<locals>.inner_mask")
 

@@ -44,7 +44,7 @@ class ItemInputs:
 
     argument: str
     item_keys: tuple[str, ...]
-    in_one_row: bool
+    in_one_row: bool = False
 
     def collate(self, items: Sequence[Media]) -> Inputs:
         inputs: Inputs = {self.argument: [data_of(item) for item in items]}

@@ -43,7 +43,6 @@ class ClipInputs(ItemInputs):
     default: Item
     time: int
     any_length: bool = False
-    in_one_row = False
     item_keys = ()
 
     @staticmethod

@@ -37,7 +37,6 @@ class AudioInputs(ItemInputs):
     frames: int
     stride: int
     argument: str = "input_features"
-    in_one_row = False
     item_keys = ()
 
     @staticmethod

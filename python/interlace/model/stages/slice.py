@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from interlace.model.checkpointing import Checkpointing, check_entry, set_checkpointing
+from interlace.parallel.tensor import replaced
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -257,10 +258,7 @@ def run(
         nonlocal entered
         entered = True
         given = hidden_argument(args, kwargs)
-        new = enter(given) if enter is not None else hidden
-        if args:
-            return (new, *args[1:]), kwargs
-        return args, {key: new if value is given else value for key, value in kwargs.items()}
+        return replaced(args, kwargs, given, enter(given) if enter is not None else hidden)
 
     if not entered:
         check_entry(first_layer)

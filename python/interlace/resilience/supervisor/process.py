@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
 
@@ -86,10 +85,12 @@ class Supervisor:
         then. Code of a rank: this rank failed. Else 1: the node is lost, the run was saved because too few nodes are
         left, or it ended without this node. Raises ResilienceError if no coordinator admits the node.
         """
-        previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = {each: signal.signal(each, lambda number, _: self._signals.append(number)) for each in numbers}
         try:
             line, store_port = self._join()
-            with tempfile.TemporaryDirectory(dir=_memory()) as pages:
+            in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            with tempfile.TemporaryDirectory(dir=in_memory) as pages:
                 ranks = range(self.settings.ranks_per_node)
                 return self._supervise(line, store_port, [Path(pages) / str(rank) for rank in ranks])
         finally:
@@ -255,9 +256,6 @@ class Supervisor:
 
     # -- signals ---------------------------------------------------------------------------------------------
 
-    def _noticed(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
-
     def _leave(self, line: Line, now: float) -> None:
         if self._signals and self._leave_deadline is None:
             self._leave_deadline = now + self._notice
@@ -324,8 +322,3 @@ class Supervisor:
         treat the node as done.
         """
         return (128 + self._signals[0] if self._signals else 1) if early else 0
-
-
-def _memory() -> str | None:
-    """In-memory folder, if available."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
