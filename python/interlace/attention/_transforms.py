@@ -101,6 +101,13 @@ def _taken(take: Callable[[Tensor, int], Tensor], x: Any, dim: Any) -> Any:
     return take(x, dim) if isinstance(dim, int) else [_taken(take, *pair) for pair in zip(x, dim)]
 
 
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Saves the inputs (q, k, v, plan, *numbers) and the output (out, lse) of the op for its backward."""
+    q, k, v, plan, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, *plan)
+    ctx.set_materialize_grads(False)  # avoids allocating zeros for an unused LSE
+
+
 class _Attention(torch.autograd.Function):
     """apply(q, k, v, plan, *numbers) -> (out, lse); plan and numbers as in the op."""
 
@@ -110,11 +117,7 @@ class _Attention(torch.autograd.Function):
     def forward(*args: object) -> tuple[Tensor, Tensor]:
         return _call(torch.ops.interlace.bitfield_attention, *args)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, plan, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, *output, *plan)
-        ctx.set_materialize_grads(False)
+    setup_context = staticmethod(setup_context)
 
     @staticmethod
     @torch.compiler.disable  # runs with the transform, which may be in a frame that torch.compile traces

@@ -382,12 +382,6 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, plan, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, *plan)
-    ctx.set_materialize_grads(False)  # avoids allocating zeros for an unused LSE
-
-
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, *plan = ctx.saved_tensors
     nothing = ([None] * len(plan), *(None for _ in ctx.numbers))
@@ -398,7 +392,7 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     return (*_backward(dout, dlse, q, k, v, out, lse, plan, *ctx.numbers), *nothing)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+_forward.register_autograd(_gradients, setup_context=_transforms.setup_context)
 _backward.register_autograd(_transforms.no_second_derivative)
 _forward.register_vmap(_transforms.row_by_row(_forward))
 _backward.register_vmap(_transforms.row_by_row(_backward))
