@@ -32,21 +32,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any: ...
 
 
-class Edge(Protocol):
-    """One end of a one-directional connection between two ranks. peer: the other rank. Errors are RuntimeErrors."""
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        """Returns at once. `tensor` is contiguous, and must not be modified until the work is complete."""
-
-    def receive(self, tensor: Tensor, peer: int) -> Work:
-        """On a GPU `wait` makes the current stream wait."""
-
-    def _abort(self, error: CommError) -> None:
-        """Notifies the peer that this rank sends no more messages."""
-
-    def close(self) -> None: ...
-
-
 class GroupEdge:
     """An edge over a group of torch.distributed; None: the default one.
 
@@ -57,6 +42,7 @@ class GroupEdge:
         self._group, self._paths, self._path = group, paths, path
 
     def send(self, tensor: Tensor, peer: int) -> Work:
+        """Returns at once. `tensor` is contiguous, and must not be modified until the work is complete."""
         work = dist.isend(tensor, peer, group=self._group)
         assert work is not None
         if self._path:
@@ -64,11 +50,13 @@ class GroupEdge:
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
+        """On a GPU `wait` makes the current stream wait."""
         work = dist.irecv(tensor, peer, group=self._group)
         assert work is not None
         return work
 
-    def _abort(self, error: CommError) -> None: ...
+    def _abort(self, error: CommError) -> None:
+        """Notifies the peer that this rank sends no more messages."""
 
     def close(self) -> None: ...
 
@@ -95,6 +83,10 @@ class TransportEdge:
 
     def close(self) -> None:
         self.transport.close()
+
+
+Edge = GroupEdge | TransportEdge
+"""One end of a one-directional connection between two ranks. peer: the other rank. Errors are RuntimeErrors."""
 
 
 class _Delivery:
