@@ -259,7 +259,6 @@ class MultimodalModel(nn.Module):
         """
         if context is None:
             context = self.nominal_length(name) / (2 if name == LANGUAGE_MODEL else 1)
-        self._check_module(name)
         return describe_layers(self, name, context)
 
     def tied_parameters(self) -> list[tuple[str, ...]]:

@@ -25,13 +25,13 @@ APART = "_apart"
 """Suffix of the style of a layer that is cut by its outputs and has its own input, equal on every rank."""
 
 
-def linear_of(layer: Any) -> nn.Linear | None:
+def linear_of(layer: object) -> nn.Linear | None:
     """The nn.Linear of `layer`: the layer itself or the base layer of an adapter. None if it is neither."""
-    base = layer.base_layer if is_adapted(layer) else layer
+    base = getattr(layer, "base_layer", None) if is_adapted(layer) else layer
     return base if isinstance(base, nn.Linear) else None
 
 
-def is_adapted(layer: Any) -> bool:
+def is_adapted(layer: object) -> bool:
     """True if `layer` is a layer of peft with an adapter."""
     return isinstance(layer, nn.Module) and hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 

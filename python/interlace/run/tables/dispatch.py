@@ -128,7 +128,7 @@ class Dispatcher:
 
     def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
         """float64 [dp], cost of each replica of a module. replica: int64 [n], of each sample; -1: no replica."""
-        rows, items = self._rows(module, lengths)
+        rows, items = lengths.of_module(module)
         used = np.flatnonzero((replica >= 0) & (rows > 0))
         phase = self.phases[module]
         return balance.batch_costs(
@@ -165,14 +165,8 @@ class Dispatcher:
             between += int(rows[self._nodes[edge.producer][source] != self._nodes[language_model][reader]].sum())
         return moved, between
 
-    def _rows(self, module: str, lengths: Lengths) -> tuple[Ints, Ints]:
-        """int64 [n] each: the rows of a module's samples, and their items."""
-        if module in lengths.rows:
-            return lengths.rows[module], lengths.items_of(module)
-        return lengths.tokens, np.ones(len(lengths), np.int64)
-
     def _dealt(self, module: str, lengths: Lengths, used: Ints) -> Ints:
-        rows, items = self._rows(module, lengths)
+        rows, items = lengths.of_module(module)
         phase = self.phases[module]
         dp = self.layout.spec(module).dp
         return balance.post_balance(phase.lengths(rows[used]), dp, **phase.how(items[used])).astype(np.int64)

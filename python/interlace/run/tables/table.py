@@ -68,6 +68,12 @@ class Lengths:
         """int64 [n], the items of an encoder."""
         return (self.rows[encoder] > 0).astype(np.int64) if self.items is None else self.items[encoder]
 
+    def of_module(self, module: str) -> tuple[Ints, Ints]:
+        """int64 [n] each: rows and items of a module; for the language model tokens, and one item per sample."""
+        if module in self.rows:
+            return self.rows[module], self.items_of(module)
+        return self.tokens, np.ones(len(self), np.int64)
+
     def take(self, index: Ints) -> Lengths:
         """The lengths of the samples at `index`."""
         items = None if self.items is None else {name: each[index] for name, each in self.items.items()}

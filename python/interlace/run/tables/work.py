@@ -85,9 +85,7 @@ class Work:
         """Module -> int64 [n], the FLOPs of each sample, forward and backward."""
         flops = {}
         for name, module in self.modules.items():
-            rows = lengths.tokens if module.causal else lengths.rows[name]
-            items = lengths.items_of(name) if not module.causal else np.ones_like(rows)
-            flops[name] = module.sizes(rows, items) @ (module.forward + module.backward).sum(0)
+            flops[name] = module.sizes(*lengths.of_module(name)) @ (module.forward + module.backward).sum(0)
         return flops
 
     def shares(self, layout: Layout, context: int = 1024) -> dict[tuple[Op, str, int, int], float]:
