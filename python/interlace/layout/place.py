@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.balance.partition import partition
-from interlace.layout.parts import Lane, Pipeline, Stage
+from interlace.layout.parts import Lane, Pipeline
 from interlace.layout.spec import ParallelSpec
 
 PLACEMENTS = ("parallel", "colocated", "shared", "replicated")
@@ -192,13 +192,9 @@ def _layout(
 ) -> Parts:
     modules = {}
     for name in order:
-        pipelines = []
-        for replica in range(specs[name].dp):
-            stages = []
-            for i, (start, stop) in enumerate(pairwise(cuts[name].tolist())):
-                lane, *copies = home[name, i, replica]
-                stages.append(Stage(name, i, start, stop, lane, tuple(copies)))
-            pipelines.append(Pipeline(name, replica, tuple(stages)))
+        bounds = cuts[name].tolist()
+        lanes = [[home[name, i, replica] for i in range(len(bounds) - 1)] for replica in range(specs[name].dp)]
+        pipelines = (Pipeline.cut(name, replica, bounds, own) for replica, own in enumerate(lanes))
         modules[name] = (specs[name], tuple(pipelines))
     return modules, world, placement
 
