@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -48,11 +48,7 @@ class Spent:
     @classmethod
     def sum(cls, runs: Iterable[Spent]) -> Spent:
         """Sum of seconds and samples of several runs."""
-        total = cls()
-        for run in runs:
-            for field in fields(cls):
-                setattr(total, field.name, getattr(total, field.name) + getattr(run, field.name))
-        return total
+        return cls(*map(sum, zip(*map(astuple, runs))))
 
 
 KINDS = tuple(field.name for field in fields(Spent) if field.name != "samples")

@@ -193,13 +193,9 @@ class Data(Section):
         raise ValueError(f"a number of processes from 0 to 1024, 'auto' or 'ray' is wanted, not {value!r}")
 
     @model_validator(mode="after")
-    def _workers_fit(self) -> Data:
+    def _keys_fit(self) -> Data:
         if self.ray_address is not None and self.workers != "ray":
             raise ValueError("ray_address is read with workers = 'ray' alone: set that, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _keys_fit(self) -> Data:
         if foreign := self.set_of(OF_CHATS if self.own else () if self.prepare else ("options",)):
             raise ValueError(
                 f"{foreign[0]} is a key of dataset {CHATS if self.own else OWN!r}, not of {self.dataset!r}: remove it, "
@@ -249,13 +245,9 @@ class Data(Section):
         if not self.sources:
             only: dict[str, Any] = {"train": self.train, "validation": self.validation, "limit": self.limit}
             return [Source.model_construct(None, name="data", media=self.media, prompt=self.prompt, **only)]
+        defaults = {"media": self.media, "prompt": self.prompt}
         return [
-            source.model_copy(
-                update={
-                    "media": self.media if source.media is None else source.media,
-                    "prompt": self.prompt if source.prompt is None else source.prompt,
-                }
-            )
+            source.model_copy(update={key: value for key, value in defaults.items() if getattr(source, key) is None})
             for source in self.sources
         ]
 
