@@ -260,9 +260,7 @@ def rank_memory(
     offload_optimizer: whether optimizer state is in host memory. state: optimizer state of each trained weight, by name
     (default: that of AdamW). by_layer: pairs (rank, module) whose weights the step gathers layer by layer.
     """
-    by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
-    for weight in weights:
-        by_module[weight.module].append(weight)
+    by_module = {name: [weight for weight in weights if weight.module == name] for name in layout.modules}
     shards = shards_by_rank(layout)
     reductions: dict[int, list[Reduction]] = {}
     in_part = {weight.module for weight in weights if weight.in_part and weight.trainable}
