@@ -16,21 +16,14 @@ if TYPE_CHECKING:
     from interlace.model import Media, ModalityModule, MultimodalModel, Sample
     from interlace.run import ParallelModel, PipelineError, parallelize
 
-_HOMES = {
-    "AttentionPlan": "attention",
-    "bitfield_attention": "attention",
-    "BitfieldMask": "masks",
-    "Segment": "masks",
-    "Media": "model",
-    "ModalityModule": "model",
-    "MultimodalModel": "model",
-    "Sample": "model",
-    "Layout": "layout",
-    "ParallelSpec": "layout",
-    "ParallelModel": "run",
-    "PipelineError": "run",
-    "parallelize": "run",
+_NAMES = {
+    "attention": ("AttentionPlan", "bitfield_attention"),
+    "masks": ("BitfieldMask", "Segment"),
+    "model": ("Media", "ModalityModule", "MultimodalModel", "Sample"),
+    "layout": ("Layout", "ParallelSpec"),
+    "run": ("ParallelModel", "PipelineError", "parallelize"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 """Name -> its module. All other names of ``__all__`` are modules."""
 
 __all__ = [

@@ -86,23 +86,15 @@ class LayerTimes:
         weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
         if len(weight) != len(self.forward):
             raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
-        weight_alone = weight & ~inputs
-        if self.forward.ndim == 2:
-            total = self.forward.copy()
-            total[weight_alone] += self.weight_only[weight_alone]
-            total[weight & inputs] += self.weight_grad[weight & inputs]
-            total[inputs] += self.input_grad[inputs]
-            if recompute:
-                total[weight | inputs] += self.forward[weight | inputs]
-            return total
-        return frozen_costs(
-            self.forward,
-            self.input_grad,
-            np.where(weight_alone, self.weight_only, self.weight_grad),
-            frozen,
-            trainable_before=trainable_before,
-            recompute=recompute,
-        )
+        total = self.forward.astype(np.float64)
+        for grad, layers in (
+            (self.weight_only, weight & ~inputs),
+            (self.weight_grad, weight & inputs),
+            (self.input_grad, inputs),
+            (self.forward, (weight | inputs) & recompute),
+        ):
+            total[layers] += grad[layers]
+        return total
 
 
 def trainable_before(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:

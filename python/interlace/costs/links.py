@@ -14,7 +14,6 @@ with the largest slice.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,32 +100,22 @@ class Links:
 
     def reduce_scatter(self, size: float, ranks: Sequence[int]) -> float:
         """Seconds of a reduce-scatter of `size` bytes over `ranks`."""
-        inside, hosts, smallest = self._parts(size, ranks)
-        return inside + self.network.reduce_scatter(size / smallest, hosts)
+        by_host: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.host_of(rank), []).append(rank)
+        counts = [len(members) for members in by_host.values()] or [1]
+        one_process = all(self.inside(members) is self.process for members in by_host.values())
+        link = self.process if one_process else self.host
+        inside = max(link.reduce_scatter(size, count) for count in counts)
+        return inside + self.network.reduce_scatter(size / min(counts), len(counts))
 
     def all_gather(self, size: float, ranks: Sequence[int]) -> float:
-        """Seconds of an all-gather over `ranks`. size: total bytes of the result."""
-        inside, hosts, smallest = self._parts(size, ranks)
-        return inside + self.network.all_gather(size / smallest, hosts)
+        """Seconds of an all-gather over `ranks`. size: total bytes of the result. It moves as much as the other."""
+        return self.reduce_scatter(size, ranks)
 
     def all_reduce(self, size: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-reduce of `size` bytes over `ranks`."""
         return self.reduce_scatter(size, ranks) + self.all_gather(size, ranks)
-
-    def _parts(self, size: float, ranks: Sequence[int]) -> tuple[float, int, int]:
-        """Seconds of the part inside hosts, the number of hosts, and the smallest number of ranks on a host."""
-        counts = Counter(map(self.host_of, ranks))
-        largest = max(counts.values(), default=1)
-        link = self.inside(ranks) if len(counts) == 1 else self._inside_hosts(ranks)
-        seconds = max((link.reduce_scatter(size, count) for count in set(counts.values())), default=0.0)
-        return (seconds if largest > 1 else 0.0), max(len(counts), 1), min(counts.values(), default=1)
-
-    def _inside_hosts(self, ranks: Sequence[int]) -> Link:
-        """The slowest kind of link inside any host of a group."""
-        by_host: dict[int, set[int]] = {}
-        for rank in ranks:
-            by_host.setdefault(self.host_of(rank), set()).add(rank // self.ranks_per_process)
-        return self.process if all(len(processes) == 1 for processes in by_host.values()) else self.host
 
     def to_table(self) -> dict[str, Any]:
         """JSON-compatible table; `from_table` reads it."""

@@ -47,9 +47,7 @@ class ModuleCosts:
 
     def summed(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sums of the parts' values by layer: [parts] -> [layers], or [parts, c] -> [layers, c]."""
-        if parts.ndim == 1:
-            return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
-        totals = np.zeros((self.num_layers, parts.shape[1]))
+        totals = np.zeros((self.num_layers, *parts.shape[1:]))
         np.add.at(totals, self.layer, parts)
         return totals
 

@@ -33,7 +33,7 @@ from interlace.comm.transports.silent import SilentTransport
 from interlace.estimate.identical_layers import Alike, NotAlike, Storage
 from interlace.layout import Layout
 from interlace.model import Checkpointing, Media
-from interlace.model.counting.fake_run import blank_inputs, give_shapes
+from interlace.model.counting.fake_run import blank_inputs, give_shapes, without_gc
 from interlace.model.inputs.base import Item
 from interlace.model.loss import LOGITS_BYTES, head_of
 from interlace.model.naming import LANGUAGE_MODEL
@@ -295,9 +295,11 @@ class _Shaped:
                     _put_off(self._mllm, self.module, linears, output, self._layers, self._options.dealt)
                 )
             else:
-                with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved):
+                gc.collect(0)
+                with without_gc(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved):
                     with notes, context:
                         output = self.module(stage_inputs)
+                    gc.collect(0)  # frees new objects in reference cycles, without a search through older objects
                 storages = notes.alive(output, self._alike)
         edges = [*notes.edges.values(), output.numel() * output.element_size()]
         backward = [*list(notes.wanted.values())[1:], output.requires_grad]
@@ -466,20 +468,6 @@ class _Notes(TorchDispatchMode):
         _, _, layer, before = self._made.get(storage._cdata, (None, 0, 0, True))
         made = Storage(storage.nbytes(), outside, -1 if before else layer)
         return self._saved.setdefault((storage._cdata, outside), made)
-
-
-@contextmanager
-def _swept() -> Iterator[None]:
-    """Context that frees new objects in reference cycles at its end, without a search through older objects."""
-    was = gc.isenabled()
-    gc.collect(0)
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)
-        if was:
-            gc.enable()
 
 
 class _Unanswered(Ranks):

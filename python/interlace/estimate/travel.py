@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,5 @@ def _travel(links: Links, host: Ints, source: Ints, target: NDArray[np.int32], s
     """`Links.message` for arrays of one shape."""
     each = links.ranks_per_process
     kind = np.where(host[source] != host[target], 2, (source // each != target // each).astype(np.int64))
-    models = [link.message for link in (links.process, links.host, links.network)]
-    latency, per_byte = (np.array([getattr(model, name) for model in models]) for name in ("latency", "per_byte"))
+    latency, per_byte = np.array([astuple(link.message) for link in (links.process, links.host, links.network)]).T
     return np.where((source == target) | (size <= 0), 0.0, latency[kind] + size * per_byte[kind])

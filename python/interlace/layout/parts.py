@@ -7,6 +7,7 @@ computation (placement "replicated"). The ranks of one lane divide the work; cop
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,6 +92,13 @@ class Pipeline:
         if self.stages[0].start != 0 or any(a.stop != b.start for a, b in pairwise(self.stages)):
             cuts = ", ".join(f"[{s.start}, {s.stop})" for s in self.stages)
             raise ValueError(f"{label}: stages must cover consecutive layers from 0, got {cuts}")
+
+    @classmethod
+    def cut(cls, module: str, replica: int, cuts: Sequence[int], lanes: Iterable[Sequence[Lane]]) -> Pipeline:
+        """Stages between consecutive `cuts`. lanes: those of each stage; those after its first are copies."""
+        places = enumerate(zip(pairwise(cuts), lanes, strict=True))
+        stages = (Stage(module, i, start, stop, own[0], tuple(own[1:])) for i, ((start, stop), own) in places)
+        return cls(module, replica, tuple(stages))
 
     @property
     def num_layers(self) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.balance.partition import partition
-from interlace.layout.parts import Lane, Pipeline, Stage
+from interlace.layout.parts import Lane, Pipeline
 from interlace.layout.spec import ParallelSpec
 
 PLACEMENTS = ("parallel", "colocated", "shared", "replicated")
@@ -52,38 +52,70 @@ def from_specs(
     Raises ValueError for unknown modules, more stages than layers, degrees that do not fit the placement, and ranks
     that the specs cannot use.
     """
-    order = list(per_layer)
-    _check_specs(order, specs)
+    _check_specs(list(per_layer), specs)
+    specs = {name: specs[name] for name in per_layer}
+    check_degrees(specs, placement, ranks)
+    cuts: Cuts = {name: _cut(name, per_layer[name], spec) for name, spec in specs.items()}
+    if placement == "shared":
+        return _shared(specs, cuts)
+    units = _units(specs, placement)
+    if ranks is not None:
+        unit_cost = [sum(float(per_layer[n][cuts[n][i] : cuts[n][i + 1]].sum()) for n, i in unit) for unit in units]
+        bounds = partition(np.asarray(unit_cost), ranks)
+        units = [[key for unit in units[start:stop] for key in unit] for start, stop in pairwise(bounds)]
+    return _placed(specs, cuts, units, placement)
+
+
+def check_degrees(specs: Mapping[str, ParallelSpec], placement: str, ranks: int | None) -> None:
+    """Raises ValueError for an unknown placement, degrees that do not fit it, and ranks that the specs cannot use.
+
+    specs: of all modules, in the order of data flow. Other arguments as in `from_specs`.
+    """
     if placement not in PLACEMENTS:
         raise ValueError(
             f"unknown placement {placement!r}: use {', '.join(map(repr, PLACEMENTS))} "
             "(a chain cut anywhere comes from Layout.balanced)"
         )
-    cuts: Cuts = {name: _cut(name, per_layer[name], specs[name]) for name in order}
     if placement == "shared":
-        return _shared(order, specs, cuts, ranks)
-    units = _units(order, specs, placement)
+        products = {name: spec.ranks for name, spec in specs.items()}
+        if len({*products.values()} | ({ranks} - {None})) > 1:
+            raise ValueError(
+                f"shared modules run on the same ranks, so tp * cp * pp * dp must be equal for all"
+                f"{'' if ranks is None else f' and equal to ranks = {ranks}'}; got "
+                f"{', '.join(f'{name}: {product}' for name, product in products.items())}: change a degree, or use "
+                "placement 'parallel'"
+            )
+        return
+    encoders = {name: specs[name] for name in list(specs)[:-1]}
+    for name, spec in encoders.items() if placement == "replicated" else ():
+        if spec.stages != 1:
+            raise ValueError(
+                f"replicated placement runs all of {name!r} on every language model rank: "
+                f"set its pp and virtual to 1, not {spec.stages} stages"
+            )
+    for degree in ("pp", "virtual", "order", "dp", "tp", "cp") if placement == "colocated" else ():
+        if len({getattr(spec, degree) for spec in encoders.values()}) > 1:
+            raise ValueError(
+                f"colocated encoders are merged stage by stage, so they need one {degree}; got "
+                f"{_degrees(encoders, degree)}: make them equal, or use placement 'parallel'"
+            )
     if len({spec.dp for spec in specs.values()}) > 1 or any(spec.lane_size > 1 for spec in specs.values()):
         if placement == "replicated":
             raise ValueError(
                 "replicated encoders run on every rank of the language model, which needs one dp for all modules and "
-                f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}"
+                f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}: change these, or use placement 'parallel'"
             )
         if ranks is not None:
             raise ValueError(
                 f"ranks = {ranks} makes stages of a replica share ranks, which needs one dp for all modules and "
                 f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}: leave ranks out"
             )
-    if ranks is not None:
-        if not 1 <= ranks <= len(units):
-            raise ValueError(
-                f"{ranks} ranks do not match the specs, which give {len(units)} stages to place "
-                f"({placement}: {_degrees(specs, 'pp')}): use 1 to {len(units)} ranks per replica, or raise pp"
-            )
-        unit_cost = [sum(float(per_layer[n][cuts[n][i] : cuts[n][i + 1]].sum()) for n, i in unit) for unit in units]
-        bounds = partition(np.asarray(unit_cost), ranks)
-        units = [[key for unit in units[start:stop] for key in unit] for start, stop in pairwise(bounds)]
-    return _placed(order, specs, cuts, units, placement)
+    most = len(_units(specs, placement))
+    if ranks is not None and not 1 <= ranks <= most:
+        raise ValueError(
+            f"{ranks} ranks do not match the specs, which give {most} stages to place "
+            f"({placement}: {_degrees(specs, 'pp')}): use 1 to {most} ranks per replica, or raise pp"
+        )
 
 
 def balanced(per_layer: Mapping[str, NDArray[np.float64]], ranks: int, *, dp: int) -> Parts:
@@ -92,8 +124,7 @@ def balanced(per_layer: Mapping[str, NDArray[np.float64]], ranks: int, *, dp: in
     A range may hold the end of one module and the start of the next: then its rank has a stage of each. per_layer: as
     in `from_specs`. dp: replicas of the whole chain.
     """
-    order = list(per_layer)
-    chain = np.concatenate([per_layer[name] for name in order])
+    chain = np.concatenate(list(per_layer.values()))
     if not 1 <= ranks <= len(chain):
         raise ValueError(f"cannot cut {len(chain)} layers into {ranks} ranges: use 1 to {len(chain)} ranks")
     bounds = partition(chain, ranks)
@@ -101,8 +132,8 @@ def balanced(per_layer: Mapping[str, NDArray[np.float64]], ranks: int, *, dp: in
     units: list[Unit] = [[] for _ in range(ranks)]
     specs = {}
     offset = 0
-    for name in order:
-        layers = len(per_layer[name])
+    for name, costs in per_layer.items():
+        layers = len(costs)
         starts = np.clip(bounds - offset, 0, layers)
         homes = [rank for rank in range(ranks) if starts[rank] < starts[rank + 1]]
         cuts[name] = np.array([*(starts[rank] for rank in homes), layers], dtype=np.int32)
@@ -110,42 +141,28 @@ def balanced(per_layer: Mapping[str, NDArray[np.float64]], ranks: int, *, dp: in
         for index, rank in enumerate(homes):
             units[rank].append((name, index))
         offset += layers
-    return _placed(order, specs, cuts, units, "chain")
+    return _placed(specs, cuts, units, "chain")
 
 
-def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: str) -> list[Unit]:
-    *encoders, language_model = order
-
-    def lanes(name: str) -> list[Unit]:
-        """The stages of each of its lanes."""
-        spec = specs[name]
-        return [[(name, i) for i in range(spec.stages) if spec.lane_index(i) == lane] for lane in range(spec.pp)]
-
+def _units(specs: Mapping[str, ParallelSpec], placement: str) -> list[Unit]:
+    """The units that need a lane. Replicated encoders need none of their own."""
+    lanes = [
+        [[(name, i) for i in range(spec.stages) if spec.lane_index(i) == lane] for lane in range(spec.pp)]
+        for name, spec in specs.items()
+    ]
+    *encoders, language_model = lanes
     if placement == "parallel":
-        return [unit for name in order for unit in lanes(name)]
-    llm_lanes = lanes(language_model)
+        return [unit for units in lanes for unit in units]
     if placement == "replicated":
-        for name in encoders:
-            if specs[name].stages != 1:
-                raise ValueError(
-                    f"replicated placement runs all of {name!r} on every language model rank: "
-                    f"set its pp and virtual to 1, not {specs[name].stages} stages"
-                )
-        return llm_lanes
-    for degree in ("pp", "virtual", "order", "dp", "tp", "cp"):
-        if len({getattr(specs[name], degree) for name in encoders}) > 1:
-            degrees = _degrees({name: specs[name] for name in encoders}, degree)
-            raise ValueError(f"colocated encoders are merged stage by stage, so they need one {degree}; got {degrees}")
-    merged = zip(*(lanes(name) for name in encoders), strict=True)
-    return [[stage for unit in units for stage in unit] for units in merged] + llm_lanes
+        return language_model
+    return [[stage for unit in units for stage in unit] for units in zip(*encoders, strict=True)] + language_model
 
 
-def _placed(
-    order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, units: Sequence[Unit], placement: str
-) -> Parts:
+def _placed(specs: Mapping[str, ParallelSpec], cuts: Cuts, units: Sequence[Unit], placement: str) -> Parts:
     """One separate lane for each unit of each replica. Replicated encoders are on all lanes of their replica."""
-    if len({spec.dp for spec in specs.values()}) == 1:
-        turns = [(replica, unit) for replica in range(specs[order[0]].dp) for unit in units]
+    replicas = {spec.dp for spec in specs.values()}
+    if len(replicas) == 1:
+        turns = [(replica, unit) for replica in range(replicas.pop()) for unit in units]
     else:
         blocks: dict[str, list[Unit]] = {}
         for unit in units:
@@ -165,41 +182,28 @@ def _placed(
         next_rank += size
         of_replica.setdefault(replica, []).append(lane)
         home.update({(name, index, replica): [lane] for name, index in unit})
-    for name in order[:-1] if placement == "replicated" else ():  # encoders of one stage
+    for name in list(specs)[:-1] if placement == "replicated" else ():  # encoders of one stage
         home.update({(name, 0, replica): lanes for replica, lanes in of_replica.items()})
-    return _layout(order, specs, cuts, home, next_rank, placement)
+    return _layout(specs, cuts, home, next_rank, placement)
 
 
-def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, ranks: int | None) -> Parts:
-    world = specs[order[-1]].ranks
-    if len({specs[name].ranks for name in order}) > 1 or ranks not in (None, world):
-        products = ", ".join(f"{name}: {specs[name].ranks}" for name in order)
-        raise ValueError(
-            f"shared modules run on the same ranks, so tp * cp * pp * dp must be equal for all"
-            f"{'' if ranks in (None, world) else f' and equal to ranks = {ranks}'}; got {products}"
-        )
+def _shared(specs: Mapping[str, ParallelSpec], cuts: Cuts) -> Parts:
     home: Home = {}
     for name, spec in specs.items():
         for replica in range(spec.dp):
             for index in range(spec.stages):
                 first = (replica * spec.pp + spec.lane_index(index)) * spec.lane_size
                 home[name, index, replica] = [Lane(tuple(range(first, first + spec.lane_size)))]
-    return _layout(order, specs, cuts, home, world, "shared")
+    return _layout(specs, cuts, home, next(iter(specs.values())).ranks, "shared")
 
 
-def _layout(
-    order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, home: Home, world: int, placement: str
-) -> Parts:
+def _layout(specs: Mapping[str, ParallelSpec], cuts: Cuts, home: Home, world: int, placement: str) -> Parts:
     modules = {}
-    for name in order:
-        pipelines = []
-        for replica in range(specs[name].dp):
-            stages = []
-            for i, (start, stop) in enumerate(pairwise(cuts[name].tolist())):
-                lane, *copies = home[name, i, replica]
-                stages.append(Stage(name, i, start, stop, lane, tuple(copies)))
-            pipelines.append(Pipeline(name, replica, tuple(stages)))
-        modules[name] = (specs[name], tuple(pipelines))
+    for name, spec in specs.items():
+        bounds = cuts[name].tolist()
+        lanes = [[home[name, i, replica] for i in range(len(bounds) - 1)] for replica in range(spec.dp)]
+        pipelines = (Pipeline.cut(name, replica, bounds, own) for replica, own in enumerate(lanes))
+        modules[name] = (spec, tuple(pipelines))
     return modules, world, placement
 
 

@@ -46,7 +46,7 @@ class ParallelSpec:
         if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
             raise ValueError(
                 f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r}: use shard_ranks >= 2 with "
-                "shard = 'optimizer' or 'full', or shard_ranks = None"
+                "shard = 'optimizer' or 'full', or leave shard_ranks out"
             )
 
     @property

@@ -25,9 +25,8 @@ def convert(field: Tensor, dialect: str) -> tuple[Tensor, Tensor | None]:
         got = f"{field.dtype} {list(field.shape)}" if isinstance(field, Tensor) else type(field).__name__
         raise TypeError(f"field must be an int64 tensor of shape [batch, length], got {got}")
     distinct, inverse = torch.unique(field, return_inverse=True)
-    words = [int(value) for value in distinct.tolist()]
     translate = _causal_bit if dialect == "causal_bit" else _text_bit
-    table = translate(words)
+    table = translate(distinct.tolist())
     bits = torch.tensor(table, dtype=torch.int64, device=field.device)[inverse]
     padding = field & MODALITY_BITS == 0
     if not bool(padding.any()):

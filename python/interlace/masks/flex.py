@@ -40,11 +40,11 @@ def first_difference(
     if samples is not None and samples < 1:
         raise ValueError(f"samples is {samples}; it must be at least 1, or None for every pair")
     total = mask.batch * mask.length * keys.length
-    exhaustive = samples is None or samples >= total
+    count = total if samples is None else min(samples, total)
     bitfield = mask.to_flex(keys)
-    for start in range(0, total if exhaustive or samples is None else samples, CHUNK):
-        stop = min(start + CHUNK, total if exhaustive or samples is None else samples)
-        if exhaustive:
+    for start in range(0, count, CHUNK):
+        stop = min(start + CHUNK, count)
+        if count == total:
             pair = torch.arange(start, stop, device=mask.device)
         else:
             generator = torch.Generator().manual_seed(seed + start)

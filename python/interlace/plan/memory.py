@@ -18,6 +18,7 @@ results contain both variants, and the one that applies to each module.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -259,9 +260,7 @@ def rank_memory(
     offload_optimizer: whether optimizer state is in host memory. state: optimizer state of each trained weight, by name
     (default: that of AdamW). by_layer: pairs (rank, module) whose weights the step gathers layer by layer.
     """
-    by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
-    for weight in weights:
-        by_module[weight.module].append(weight)
+    by_module = {name: [weight for weight in weights if weight.module == name] for name in layout.modules}
     shards = shards_by_rank(layout)
     reductions: dict[int, list[Reduction]] = {}
     in_part = {weight.module for weight in weights if weight.in_part and weight.trainable}
@@ -284,14 +283,13 @@ def rank_memory(
             )
             continue
         parts: list[_OwnedWeight] = []
-        total = _StateBytes(*(0,) * len(_StateBytes._fields))
+        sizes = Counter[str]()
         for name in dict.fromkeys(stage.module for stage in stages):
             module_parts = list(_owned_weights(layout, rank, name, by_module[name], shards[rank]))
             layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
-            added = _state_bytes(module_parts, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
-            total = _StateBytes(*(a + b for a, b in zip(total, added, strict=True)))
+            shard, layered = layout.spec(name).shard, (rank, name) in by_layer
+            sizes.update(_state_bytes(module_parts, layers, shard, layered, state or {}))
             parts += module_parts
-        sizes = total._asdict()
         optimizer = sizes.pop("optimizer")
         shares = [(stage, activations[stage.module], _load_of_stage(layout, stage, loads)) for stage in stages]
         buckets = (
@@ -306,12 +304,7 @@ def rank_memory(
                 in_flight=in_flight,
                 messages=math.ceil(_messages(layout, shares)),
                 sums=max(buckets, default=0),
-                workspace=math.ceil(
-                    max(
-                        module_activations.workspace(stage.start, stage.stop, load)
-                        for stage, module_activations, load in shares
-                    )
-                ),
+                workspace=math.ceil(max(kept.workspace(stage.start, stage.stop, load) for stage, kept, load in shares)),
                 host=optimizer if offload_optimizer else 0,
             )
         )
@@ -343,17 +336,6 @@ class _OwnedWeight(NamedTuple):
     sharers: int
 
 
-class _StateBytes(NamedTuple):
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    weights_once: int
-    gradients_once: int
-    weights_run: int
-    gradients_run: int
-
-
 def _owned_weights(
     layout: Layout, rank: int, module: str, weights: Iterable[WeightSize], shards: Iterable[Shard]
 ) -> Iterator[_OwnedWeight]:
@@ -380,23 +362,29 @@ def _owned_weights(
 
 def _state_bytes(
     owned: Sequence[_OwnedWeight], stages: Sequence[range], shard: str, by_layer: bool, state: Mapping[str, StateSize]
-) -> _StateBytes:
-    """stages: the layers of each stage of the rank."""
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state, as fields of RankMemory. stages: the layers of each stage of the
+    rank."""
     trained = [entry for entry in owned if entry.weight.trainable]
     count = sum(entry.elements for entry in owned)
     sizes = [(entry.part, state.get(entry.weight.name, ADAMW)) for entry in trained]
     optimizer = sum(size.moments * shard_size + size.bytes for shard_size, size in sizes)
     whole, gradients = (sum(entry.whole for entry in selected) for selected in (owned, trained))
-    if shard != "full":
-        return _StateBytes(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
-    shared, shared_trained = ([entry for entry in selected if entry.sharers > 1] for selected in (owned, trained))
-    shard_bytes = sum(entry.part for entry in owned)
-    # Layer by layer, gradients are summed in fp32, and each bucket of sums is freed once it is a gradient.
-    sums = sum(entry.part * max(SUM_BYTES // entry.weight.itemsize, 1) for entry in shared_trained)
-    sums += sum(entry.part for entry in trained if entry.sharers == 1)
-    layered = shard_bytes + _largest_stage_bytes(shared, stages), sums + _largest_stage_bytes(shared_trained, stages)
-    once = shard_bytes + sum(entry.whole for entry in shared), gradients
-    return _StateBytes(count, *layered, optimizer, *once, *(layered if by_layer else once))
+    layered = once = whole, gradients
+    if shard == "full":
+        shared, shared_trained = ([entry for entry in selected if entry.sharers > 1] for selected in (owned, trained))
+        shard_bytes = sum(entry.part for entry in owned)
+        # Layer by layer, gradients are summed in fp32, and each bucket of sums is freed once it is a gradient.
+        sums = sum(entry.part * max(SUM_BYTES // entry.weight.itemsize, 1) for entry in shared_trained)
+        sums += sum(entry.part for entry in trained if entry.sharers == 1)
+        sums += _largest_stage_bytes(shared_trained, stages)
+        layered = shard_bytes + _largest_stage_bytes(shared, stages), sums
+        once = shard_bytes + sum(entry.whole for entry in shared), gradients
+    sizes_of = {"": layered, "_once": once, "_run": layered if by_layer else once}
+    by_name = {"parameters": count, "optimizer": optimizer}
+    for suffix, (weights, summed) in sizes_of.items():
+        by_name |= {f"weights{suffix}": weights, f"gradients{suffix}": summed}
+    return by_name
 
 
 def _largest_stage_bytes(parts: Sequence[_OwnedWeight], stages: Sequence[range]) -> int:

@@ -134,15 +134,11 @@ def admit(
         if index < 0 or len(nodes[index]) >= largest:
             break
         nodes[index].append(node)
-    result: list[Reconfigured[Node]] = []
-    for index, members in enumerate(nodes):
-        if index >= len(pipelines):
-            result.append(Reconfigured(tuple(members), (), "new"))
-        else:
-            result.append(
-                Reconfigured(tuple(members), (index,), "kept" if len(members) == len(pipelines[index]) else "grown")
-            )
-    return result
+    old = [
+        Reconfigured(tuple(new), (index,), "kept" if len(new) == len(pipeline) else "grown")
+        for index, (new, pipeline) in enumerate(zip(nodes, pipelines))
+    ]
+    return old + [Reconfigured(tuple(members), (), "new") for members in nodes[len(pipelines) :]]
 
 
 def regroup(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from interlace import _core
 from interlace.balance.assignment import require
 from interlace.costs.fitted import FREE, Degrees, LinkModel
-from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline
 from interlace.plan.stable_batch import proportional_allocation
 
 Floats = NDArray[np.float64]
@@ -249,22 +249,19 @@ def _configuration(
     specs, recompute, peaks = {}, {}, {}
     first_rank = 0
     for names, (tp, cp, pp, recomputed, cuts, peak) in zip(groups, results, strict=True):
+        replicas = [_lanes(r * width + first_rank, pp, tp * cp) for r in range(dp)]
         for name, cuts_of in zip(names, cuts, strict=True):
             specs[name] = ParallelSpec(tp, cp, pp, dp)
             recompute[name] = recomputed
             peaks[name] = peak
-            pipelines[name] = tuple(_pipeline(name, r, cuts_of, r * width + first_rank, tp * cp) for r in range(dp))
+            pipelines[name] = tuple(Pipeline.cut(name, r, cuts_of.tolist(), lanes) for r, lanes in enumerate(replicas))
         first_rank += tp * cp * pp
     layout = Layout({name: (specs[name], cuts_of) for name, cuts_of in pipelines.items()}, width * dp, placement)
     throughput = batch / time if time > 0 else float("inf")
     return Configuration(layout, specs, recompute, peaks, batch // (dp * microbatch), time, throughput)
 
 
-def _pipeline(name: str, replica: int, cuts: NDArray[np.int32], first_rank: int, lane_size: int) -> Pipeline:
-    """Stages on consecutive lanes, starting at rank `first_rank`."""
-    stages = []
-    for index in range(len(cuts) - 1):
-        start = first_rank + index * lane_size
-        lane = Lane(tuple(range(start, start + lane_size)))
-        stages.append(Stage(name, index, int(cuts[index]), int(cuts[index + 1]), lane))
-    return Pipeline(name, replica, tuple(stages))
+def _lanes(first_rank: int, stages: int, size: int) -> list[list[Lane]]:
+    """Lanes of `size` consecutive ranks, one for each stage."""
+    starts = range(first_rank, first_rank + stages * size, size)
+    return [[Lane(tuple(range(start, start + size)))] for start in starts]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace import _core
-from interlace.schedule.actions import COMPUTE, Action, Op, action_of
+from interlace.schedule.actions import CODES, COMPUTE, Action, Op, action_of
 from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.schedule import Schedule
 from interlace.schedule.step import job_bytes, jobs_of, rank_limits, step_arrays
@@ -72,11 +72,8 @@ def check(
     )
     if result["fault"] is not None:
         raise _error(schedule, result["fault"], limits, result["peak_memory"])
-    messages = int(np.count_nonzero(schedule.rows[:, 0] == _SEND))
+    messages = int(np.count_nonzero(schedule.rows[:, 0] == CODES[Op.SEND]))
     return CheckReport(tuple(result["peak_in_flight"]), tuple(result["peak_memory"]), len(schedule.rows), messages)
-
-
-_SEND = list(Op).index(Op.SEND)
 
 
 def _error(

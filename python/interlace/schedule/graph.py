@@ -339,11 +339,8 @@ class StageGraph:
             flags[name] = (trained,) * len(stage_ranks) if isinstance(trained, bool) else tuple(map(bool, trained))
             pipelines = []
             for replica in range(replicas):
-                stages = []
-                for i, held_by in enumerate(stage_ranks):
-                    lane, *copies = (Lane((replica * per_replica + rank,)) for rank in held_by)
-                    stages.append(Stage(name, i, i, i + 1, lane, tuple(copies)))
-                pipelines.append(Pipeline(name, replica, tuple(stages)))
+                lanes = [[Lane((replica * per_replica + rank,)) for rank in held_by] for held_by in stage_ranks]
+                pipelines.append(Pipeline.cut(name, replica, range(len(lanes) + 1), lanes))
             specs[name] = (ParallelSpec(pp=len(stage_ranks), dp=replicas), tuple(pipelines))
         layout = Layout(specs, per_replica * replicas)
         return cls(layout, tuple(links), flags, tuple(tuple(group) for group in tied))

@@ -6,7 +6,7 @@ Pure data, computed from lengths alone (`interlace.run.tables.table`), identical
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -134,12 +134,11 @@ class StepTable:
         presence: Sequence[Collection[str]],
         *,
         replicas: int = 1,
-        samples: Mapping[str, int] | None = None,
     ) -> StepTable:
         """Table with one chunk per module and microbatch; linked chunks of a microbatch read one row of one sample.
 
         links: (producer, consumer) modules. presence: per microbatch, the modules that have a chunk in it. replicas:
-            replicas of every module, each with these microbatches. samples: per module, samples per chunk (default 1).
+            replicas of every module, each with these microbatches.
         """
         chunks: list[Chunk] = []
         at: dict[tuple[int, int, str], int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,63 +93,54 @@ class Job:
             )
         counts = node_counts(cluster.nodes, cluster.faults, least)
         self.sizes = [int(n) for n in counts if n * per_node <= self.layers]
-        self._templates: dict[int, PipelineTemplate] = {}
-        self._makespans: dict[tuple[int, int, bool], float] = {}
-        self._best_pipelines: dict[int, tuple[int, ...]] = {}
-        self._grids: dict[tuple[int, bool], Grid] = {}
+        self.template, self.pipeline_seconds = cache(self._template), cache(self._pipeline_seconds)
+        self.best_pipelines, self.grid = cache(self._best_pipelines), cache(self._grid)
 
     @property
     def min_nodes(self) -> int:
         """Fewest nodes for faults + 1 pipelines."""
         return (self.cluster.faults + 1) * self.cluster.least_nodes
 
-    def template(self, nodes: int) -> PipelineTemplate:
+    def _template(self, nodes: int) -> PipelineTemplate:
         """The fastest pipeline of `nodes` nodes."""
-        if nodes not in self._templates:
-            costs = (self.forward + self.backward)[:, None]
-            self._templates[nodes] = pipeline_template(costs, nodes, self.cluster.stages_per_node, widths=[1])
-        return self._templates[nodes]
+        costs = (self.forward + self.backward)[:, None]
+        return pipeline_template(costs, nodes, self.cluster.stages_per_node, widths=[1])
 
     def layers_of_nodes(self, nodes: int) -> list[range]:
         """Layers of each node of a pipeline of `nodes` nodes."""
         cuts = self.template(nodes).boundaries[:: self.cluster.stages_per_node].tolist()
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
-    def pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
+    def _pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
         """Makespan of 1F1B.
 
         redundant: each stage also computes the forward of the next stage, the last one that of the first (dissertation
         2.2.2). This work adds to the stage's own; none of it is hidden in bubbles.
         """
-        key = nodes, microbatches, redundant
-        if key not in self._makespans:
-            start = self.template(nodes).boundaries[:-1]
-            forward, backward = np.add.reduceat(self.forward, start), np.add.reduceat(self.backward, start)
-            if redundant and len(start) > 1:
-                forward = forward + np.roll(forward, -1)
-            graph = StageGraph.build({"m": list(range(len(start)))})
-            table = StepTable.aligned((), [graph.modules] * microbatches)
-            schedule = one_f_one_b(graph, table, reduce_grad=False)
-            rank = np.repeat(np.arange(len(start)), np.diff(schedule.first))
-            none = np.zeros(len(start))
-            seconds = np.array([{Op.FORWARD: forward, Op.BACKWARD: backward}.get(op, none) for op in OPS])
-            self._makespans[key] = simulate_arrays(schedule, seconds[schedule.rows[:, OP], rank]).makespan
-        return self._makespans[key]
+        start = self.template(nodes).boundaries[:-1]
+        forward, backward = np.add.reduceat(self.forward, start), np.add.reduceat(self.backward, start)
+        if redundant and len(start) > 1:
+            forward = forward + np.roll(forward, -1)
+        graph = StageGraph.build({"m": list(range(len(start)))})
+        table = StepTable.aligned((), [graph.modules] * microbatches)
+        schedule = one_f_one_b(graph, table, reduce_grad=False)
+        rank = np.repeat(np.arange(len(start)), np.diff(schedule.first))
+        none = np.zeros(len(start))
+        seconds = np.array([{Op.FORWARD: forward, Op.BACKWARD: backward}.get(op, none) for op in OPS])
+        return simulate_arrays(schedule, seconds[schedule.rows[:, OP], rank]).makespan
 
-    def best_pipelines(self, nodes: int) -> tuple[int, ...]:
+    def _best_pipelines(self, nodes: int) -> tuple[int, ...]:
         """Nodes of each pipeline of the best combination. It uses all nodes unless layers or microbatches are too few.
 
         nodes: at least `min_nodes`.
         """
-        if nodes not in self._best_pipelines:
-            times = [self._per_microbatch(size) for size in self.sizes]
-            smallest, largest = self.sizes[0], self.sizes[-1]
-            # Sizes are consecutive, so k pipelines have k * smallest to k * largest nodes.
-            counts = range(self.cluster.faults + 1, self.microbatches + 1)
-            used = max(min(nodes, k * largest) for k in counts if k * smallest <= nodes)
-            best = instantiate(self.sizes, times, used, faults=self.cluster.faults, microbatches=self.microbatches)
-            self._best_pipelines[nodes] = tuple(int(n) for n in np.repeat(self.sizes, best.counts))
-        return self._best_pipelines[nodes]
+        times = [self._per_microbatch(size) for size in self.sizes]
+        smallest, largest = self.sizes[0], self.sizes[-1]
+        # Sizes are consecutive, so k pipelines have k * smallest to k * largest nodes.
+        counts = range(self.cluster.faults + 1, self.microbatches + 1)
+        used = max(min(nodes, k * largest) for k in counts if k * smallest <= nodes)
+        best = instantiate(self.sizes, times, used, faults=self.cluster.faults, microbatches=self.microbatches)
+        return tuple(int(n) for n in np.repeat(self.sizes, best.counts))
 
     def iteration(self, sizes: Sequence[int]) -> float:
         """Makespan of the slowest of the pipelines of `sizes` nodes, which share the batch by speed."""
@@ -157,27 +149,24 @@ class Job:
         distinct = {(size, int(share)) for size, share in zip(ordered, shares, strict=True)}
         return max(self.pipeline_seconds(size, share) for size, share in distinct)
 
-    def grid(self, nodes: int, *, redundant: bool = False) -> Grid:
+    def _grid(self, nodes: int, *, redundant: bool = False) -> Grid:
         """The fastest grid on at most `nodes` nodes. Raises ValueError for too few nodes.
 
         redundant: the grid computes and holds every stage twice, so a pipeline needs twice the nodes for its memory.
         """
-        key = nodes, redundant
-        if key not in self._grids:
-            min_depth, max_depth = self.grid_depths(nodes, redundant=redundant)
-            grids = []
-            for depth in range(min_depth, max_depth + 1):
-                pipelines = min(nodes // depth, self.microbatches)
-                seconds = self.pipeline_seconds(depth, -(-self.microbatches // pipelines), redundant=redundant)
-                grids.append(Grid(seconds, pipelines, depth))
-            if not grids:
-                raise ValueError(f"{nodes} nodes cannot hold the model: a pipeline needs at least {min_depth}")
-            best = min(grids, key=lambda grid: (grid.seconds, grid.nodes))
-            if redundant:
-                plain_seconds = self.pipeline_seconds(best.depth, -(-self.microbatches // best.pipelines))
-                best = best._replace(redundant=1.0 - plain_seconds / best.seconds)
-            self._grids[key] = best
-        return self._grids[key]
+        min_depth, max_depth = self.grid_depths(nodes, redundant=redundant)
+        grids = []
+        for depth in range(min_depth, max_depth + 1):
+            pipelines = min(nodes // depth, self.microbatches)
+            seconds = self.pipeline_seconds(depth, -(-self.microbatches // pipelines), redundant=redundant)
+            grids.append(Grid(seconds, pipelines, depth))
+        if not grids:
+            raise ValueError(f"{nodes} nodes cannot hold the model: a pipeline needs at least {min_depth}")
+        best = min(grids, key=lambda grid: (grid.seconds, grid.nodes))
+        if not redundant:
+            return best
+        plain_seconds = self.pipeline_seconds(best.depth, -(-self.microbatches // best.pipelines))
+        return best._replace(redundant=1.0 - plain_seconds / best.seconds)
 
     def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
         """Least and most nodes per pipeline of a grid on `nodes` nodes. No grid is possible if least exceeds most."""

@@ -56,7 +56,12 @@ def read_trace(lines: Iterable[str], source: str) -> list[Change]:
         position = f"{source}:{number}"
         cells = [cell.strip() for cell in next(csv.reader([line]))]
         if header is None:
-            header = _header(cells, position)
+            if sorted(cells) not in (sorted(REQUIRED), sorted(COLUMNS)):
+                raise TraceError(
+                    f"{position}: the columns are {','.join(cells)}: they must be {','.join(REQUIRED)}, optionally "
+                    f"with {COLUMNS[-1]}"
+                )
+            header = cells
             continue
         change = _change(cells, header, position)
         if changes and change.time < changes[-1].time:
@@ -74,15 +79,6 @@ def read_trace(lines: Iterable[str], source: str) -> list[Change]:
     if header is None:
         raise TraceError(f"{source}:1: no header: the first line must be {','.join(REQUIRED)}")
     return changes
-
-
-def _header(cells: list[str], position: str) -> list[str]:
-    if sorted(cells) not in (sorted(REQUIRED), sorted(COLUMNS)):
-        raise TraceError(
-            f"{position}: the columns are {','.join(cells)}: they must be {','.join(REQUIRED)}, optionally with "
-            f"{COLUMNS[-1]}"
-        )
-    return cells
 
 
 def _change(cells: list[str], header: list[str], position: str) -> Change:

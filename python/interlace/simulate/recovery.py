@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -48,11 +48,7 @@ class Spent:
     @classmethod
     def sum(cls, runs: Iterable[Spent]) -> Spent:
         """Sum of seconds and samples of several runs."""
-        total = cls()
-        for run in runs:
-            for field in fields(cls):
-                setattr(total, field.name, getattr(total, field.name) + getattr(run, field.name))
-        return total
+        return cls(*map(sum, zip(*map(astuple, runs))))
 
 
 KINDS = tuple(field.name for field in fields(Spent) if field.name != "samples")
@@ -169,10 +165,14 @@ class _InMemory(ABC):
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         self.job, self.rates = job, rates
         self.alive = list(nodes)
-        self.pipelines: Pipelines = []
-        self.layers_held: dict[Hashable, set[int]] = {}  # layers in memory of live nodes
-        self._next_layers: dict[Hashable, set[int]] = {}  # layers after the recovery
+        self.pipelines = self._new_pipelines()
+        self.layers_held = self._layers_of(self.pipelines)  # layers in memory of live nodes
+        self._next_layers = self.layers_held  # layers after the recovery
         self._recovery, self._since_checkpoint, self._repeated = 0.0, 0, 0
+
+    @abstractmethod
+    def _new_pipelines(self) -> Pipelines:
+        """The fastest pipelines of the live nodes; empty if there are too few."""
 
     @abstractmethod
     def pace(self) -> Pace:
@@ -227,26 +227,22 @@ class Oobleck(_InMemory):
     layer, it restarts from the checkpoint.
     """
 
-    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
-        super().__init__(job, rates, nodes)
-        self.pipelines = self._new_pipelines(nodes)
-        self.layers_held = self._next_layers = self._layers_of(self.pipelines)
-
     def pace(self) -> Pace:
         return Pace(self.rates.unit * self.job.iteration([len(nodes) for nodes in self.pipelines]))
 
     def change(self, failed: Collection[Hashable], joined: Sequence[Hashable]) -> None:
         self._update_nodes(failed, joined)
         if not self.pipelines:
-            self._assign_layers(self._new_pipelines(self.alive))
+            self._assign_layers(self._new_pipelines())
             return
         job = self.job
         limits = {"faults": job.cluster.faults, "max_pipelines": job.microbatches}
         new = regroup(self.pipelines, failed, self.alive, job.sizes, **limits)
         self._assign_layers([list(nodes) for nodes in new or ()])
 
-    def _new_pipelines(self, nodes: Sequence[Hashable]) -> Pipelines:
-        return _split_nodes(nodes, self.job.best_pipelines(len(nodes))) if len(nodes) >= self.job.min_nodes else []
+    def _new_pipelines(self) -> Pipelines:
+        count = len(self.alive)
+        return _split_nodes(self.alive, self.job.best_pipelines(count)) if count >= self.job.min_nodes else []
 
 
 class Redundant(_InMemory):
@@ -256,10 +252,8 @@ class Redundant(_InMemory):
     neighbours costs a restart from the checkpoint.
     """
 
-    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
-        super().__init__(job, rates, nodes)
-        self.pipelines = _grid(job, self.alive, redundant=True)
-        self.layers_held = self._next_layers = self._layers_of(self.pipelines)
+    def _new_pipelines(self) -> Pipelines:
+        return _grid(self.job, self.alive, redundant=True)
 
     def pace(self) -> Pace:
         grid = self.job.grid(len(self.alive), redundant=True)
@@ -270,7 +264,7 @@ class Redundant(_InMemory):
             a in failed and b in failed for nodes in self.pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])
         )
         self._update_nodes(failed, joined)
-        self._assign_layers(_grid(self.job, self.alive, redundant=True), from_checkpoint=neighbours_lost)
+        self._assign_layers(self._new_pipelines(), from_checkpoint=neighbours_lost)
 
     def _layers_of(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
         needed = super()._layers_of(pipelines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,12 +66,11 @@ class Timeline:
     @cached_property
     def busy(self) -> dict[tuple[int, str], float]:
         """(rank, module) -> seconds of compute."""
-        total: dict[tuple[int, str], float] = {}
+        total = defaultdict[tuple[int, str], float](float)
         for rank, action, start, finish in self.records():
             if action.op in COMPUTE:
-                key = (rank, action.module)
-                total[key] = total.get(key, 0.0) + finish - start
-        return total
+                total[rank, action.module] = total[rank, action.module] + finish - start
+        return dict(total)
 
     @property
     def busy_per_rank(self) -> tuple[float, ...]:
@@ -84,10 +83,10 @@ class Timeline:
     @property
     def busy_per_module(self) -> dict[str, float]:
         """Seconds of compute of each module, summed over ranks."""
-        total: dict[str, float] = {}
+        total = defaultdict[str, float](float)
         for (_, module), seconds in self.busy.items():
-            total[module] = total.get(module, 0.0) + seconds
-        return total
+            total[module] += seconds
+        return dict(total)
 
     @property
     def utilization(self) -> dict[str, float]:

@@ -259,7 +259,7 @@ class Run:
         self._after: Any = None  # key for other products once the layers have begun
         self._known: dict[Any, Any] = {}
         self._segments: list[_Segment] = []
-        with _swept(), tally:
+        with without_gc(), tally:
             made = self.stage(inputs)
             went = self._backward(made) if made.requires_grad else Counter()
         times = Counter(segment.key for segment in self._segments)
@@ -300,7 +300,7 @@ class Run:
         self._known, self._segments = {}, []
         tally.rest = next(reversed([*before]), None)
         self._after = next(iter(after), tally.rest)
-        with _swept(), torch.no_grad(), tally:
+        with without_gc(), torch.no_grad(), tally:
             self.stage(inputs)
         sums = {key: float(forward) for key, (forward, _) in tally.sums.items()}
         pairs = {
@@ -469,7 +469,7 @@ def give_shapes(stage: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | Non
 
 
 @contextmanager
-def _swept() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Inside, Python's cyclic garbage collection is off: it would scan the whole model again and again."""
     was = gc.isenabled()
     gc.disable()

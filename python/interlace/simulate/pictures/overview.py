@@ -56,7 +56,7 @@ def write_overview(
     modules = schedule.graph.modules
     colours = module_colours(modules)
     boxes = _boxes_of_lanes(schedule)
-    lane_group = _group_of_lanes(schedule, groups)
+    lane_group = np.array([groups.of_rank[lane.ranks[0]] for lane in schedule.graph.layout.lanes()])
     size = np.bincount(lane_group, weights=[len(at) for at in boxes], minlength=len(groups.names))
     count = len(size) if size.sum() <= most_boxes else max(int(most_boxes / size.max()), 1)
     full = set(spread_over(used.mean, count))
@@ -83,16 +83,15 @@ def write_overview(
 
 def _boxes_of_lanes(schedule: Schedule) -> list[NDArray[np.int64]]:
     """For each lane, the compute rows of its first rank in the lane's stages."""
-    arrays = schedule.graph.arrays
+    module_of = schedule.graph.arrays.pipeline_module
     at = compute_rows(schedule)
     rank = np.searchsorted(schedule.first, at, side="right") - 1
     # A rank may be in several lanes, of several stages: the stage of a row determines its lane.
     lanes = schedule.graph.layout.lanes()
-    of: dict[tuple[int, int, int], int] = {}
-    for node in range(len(schedule.graph.nodes)):
-        stage = schedule.graph.stage_of(node)
-        lane = int(arrays.node_lane[node])
-        of[lanes[lane].ranks[0], schedule.graph.modules.index(stage.module), stage.index] = lane
+    of = {
+        (lanes[node.lane].ranks[0], int(module_of[node.pipeline]), node.stage): node.lane
+        for node in schedule.graph.nodes
+    }
     kinds, number = np.unique(
         np.stack([rank, schedule.rows[at, MODULE], schedule.rows[at, STAGE]], axis=1), axis=0, return_inverse=True
     )
@@ -100,10 +99,6 @@ def _boxes_of_lanes(schedule: Schedule) -> list[NDArray[np.int64]]:
     order = np.argsort(lane_of, kind="stable")
     bounds = np.searchsorted(lane_of[order], np.arange(len(lanes) + 1))
     return [at[order[a:b]] for a, b in pairwise(bounds.tolist())]
-
-
-def _group_of_lanes(schedule: Schedule, groups: RankGroups) -> NDArray[np.int64]:
-    return np.array([groups.of_rank[lane.ranks[0]] for lane in schedule.graph.layout.lanes()])
 
 
 def _lane(schedule: Schedule, simulated: Simulated, lane: int, at: NDArray[np.int64]) -> dict[str, str]:

@@ -57,10 +57,8 @@ def plot_recovery(
     )  # fmt: skip
     lines, nodes_present, bars = (figure.add_subplot(grid[row]) for row in range(3))
     for (name, stretches), colour in zip(runs.items(), COLOURS, strict=False):
-        throughput, mean = (
-            throughput_over_time(stretches, edges),
-            Spent.sum(each.spent for each in stretches).throughput,
-        )
+        throughput = throughput_over_time(stretches, edges)
+        mean = Spent.sum(each.spent for each in stretches).throughput
         lines.step(edges / 3600, [*throughput, throughput[-1]], where="post", color=colour, linewidth=1.3, label=name)
         lines.axhline(mean, color=colour, linewidth=1.0, linestyle=":")
     lines.set_ylabel("samples per second", fontsize=9, color=QUIET)

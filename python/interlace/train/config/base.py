@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -16,6 +17,8 @@ NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, le=1e6)]
 LocalPath = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
+AbsolutePath = Annotated[LocalPath, AfterValidator(lambda name: str(Path(name).expanduser().absolute()))]
+"""Absolute, because a run may resume from any folder."""
 
 
 class Section(BaseModel):

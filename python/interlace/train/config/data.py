@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from interlace._hints import nearest
-from interlace.train.config.base import IMPORT, MOST, WEEK, LocalPath, Positive, Section
+from interlace.train.config.base import IMPORT, MOST, WEEK, AbsolutePath, LocalPath, Positive, Section
 
 STREAM = ("readers", "shuffle_buffer", "exchange_mb")
 """Keys for streams only."""
@@ -34,29 +33,19 @@ class Source(Section):
 
     name: Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9_.-]+$")]
     """Name in metrics and reports: up to 40 letters, digits and ``._-``."""
-    train: Annotated[list[LocalPath], Field(min_length=1)]
+    train: Annotated[list[AbsolutePath], Field(min_length=1)]
     """Files to train on, as ``data.train``."""
-    validation: list[LocalPath] = []
+    validation: list[AbsolutePath] = []
     """Files to validate on. Default: ``data.held_out`` of this source's records."""
     weight: Annotated[float, Field(gt=0.0, le=1e9)] = 1.0
     """Share of the drawn samples or tokens (``mix_by``), relative to the other weights. It does not depend on the
     source's size: a source with a large weight is repeated several times per epoch."""
     limit: Positive | None = None
     """Maximum number of records to train on. They are chosen at random, the same ones each time."""
-    media: LocalPath | None = None
+    media: AbsolutePath | None = None
     """Folder to which media paths are relative. Default: ``data.media``."""
     prompt: str | None = None
     """Question about the media of captions in tars. Default: ``data.prompt``."""
-
-    @field_validator("train", "validation", mode="after")
-    @classmethod
-    def _absolute_files(cls, names: list[str]) -> list[str]:
-        return [_absolute(name) for name in names]
-
-    @field_validator("media", mode="after")
-    @classmethod
-    def _absolute_file(cls, name: str | None) -> str | None:
-        return None if name is None else _absolute(name)
 
 
 class Data(Section):
@@ -69,11 +58,11 @@ class Data(Section):
     options: dict[str, Any] = {}
     """Arguments of your class, constructed as Class(split, setup, **options) for split "train" and "heldout" (own).
     With ``prepare``: settings of the chats to write, such as ``records``, ``seed``, ``held_out`` and ``languages``."""
-    train: list[LocalPath] = []
+    train: list[AbsolutePath] = []
     """Files of chats to train on: JSON lines, JSON, parquet, WebDataset tars (``shard-{000..015}.tar``), or folders
     saved by HuggingFace's datasets or prepared by Energon. Required unless ``sources`` is given (chats). Any files,
     given to your class as ``setup.train`` (own)."""
-    validation: list[LocalPath] = []
+    validation: list[AbsolutePath] = []
     """Files of chats to validate on. Default: ``held_out`` of the training records. Required with reading = "stream"
     (chats). Any files, as ``setup.validation`` (own)."""
     sources: list[Source] = []
@@ -95,11 +84,11 @@ class Data(Section):
     """Write missing files before the ranks start, into the folder of ``train``, as ``interlace data`` does. stamps:
     Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the digits if the stamps are not
     available. digits: scikit-learn's handwritten digits (chats)."""
-    media: LocalPath | None = None
+    media: AbsolutePath | None = None
     """Folder to which media paths are relative. Default: the folder of the file that names them (chats)."""
-    tokenizer: LocalPath | None = None
+    tokenizer: AbsolutePath | None = None
     """Folder of the tokenizer and, for whole checkpoints, the processor. Default: the model's folder (chats, own)."""
-    chat_template: LocalPath | None = None
+    chat_template: AbsolutePath | None = None
     """File with a chat template (Jinja), in place of the tokenizer's own (chats, own)."""
     end_of_turn: Annotated[str, Field(min_length=1)] | None = None
     """Special token after each answer, such as ``</s>``, which the model learns to write. For templates that end
@@ -196,11 +185,6 @@ class Data(Section):
             raise ValueError(f"there is no dataset {name!r}; {nearest(name, [CHATS])}; your own is {OWN!r}{written}")
         return name
 
-    @field_validator("train", "validation", mode="after")
-    @classmethod
-    def _absolute_files(cls, names: list[str]) -> list[str]:
-        return [_absolute(name) for name in names]  # absolute, because a run may resume from any folder
-
     @field_validator("workers", mode="before")
     @classmethod
     def _one_of_three(cls, value: Any) -> Any:
@@ -208,19 +192,10 @@ class Data(Section):
             return value
         raise ValueError(f"a number of processes from 0 to 1024, 'auto' or 'ray' is wanted, not {value!r}")
 
-    @field_validator("media", "tokenizer", "chat_template", mode="after")
-    @classmethod
-    def _absolute_file(cls, name: str | None) -> str | None:
-        return None if name is None else _absolute(name)
-
-    @model_validator(mode="after")
-    def _workers_fit(self) -> Data:
-        if self.ray_address is not None and self.workers != "ray":
-            raise ValueError("ray_address is read with workers = 'ray' alone: set that, or remove it")
-        return self
-
     @model_validator(mode="after")
     def _keys_fit(self) -> Data:
+        if self.ray_address is not None and self.workers != "ray":
+            raise ValueError("ray_address is read with workers = 'ray' alone: set that, or remove it")
         if foreign := self.set_of(OF_CHATS if self.own else () if self.prepare else ("options",)):
             raise ValueError(
                 f"{foreign[0]} is a key of dataset {CHATS if self.own else OWN!r}, not of {self.dataset!r}: remove it, "
@@ -270,13 +245,9 @@ class Data(Section):
         if not self.sources:
             only: dict[str, Any] = {"train": self.train, "validation": self.validation, "limit": self.limit}
             return [Source.model_construct(None, name="data", media=self.media, prompt=self.prompt, **only)]
+        defaults = {"media": self.media, "prompt": self.prompt}
         return [
-            source.model_copy(
-                update={
-                    "media": self.media if source.media is None else source.media,
-                    "prompt": self.prompt if source.prompt is None else source.prompt,
-                }
-            )
+            source.model_copy(update={key: value for key, value in defaults.items() if getattr(source, key) is None})
             for source in self.sources
         ]
 
@@ -284,7 +255,3 @@ class Data(Section):
         """Returns those of `keys` whose value differs from the default. Saved configs write all defaults out."""
         default = type(self).model_construct(dataset=self.dataset)
         return [key for key in keys if getattr(self, key) != getattr(default, key)]
-
-
-def _absolute(name: str) -> str:
-    return str(Path(name).expanduser().absolute())

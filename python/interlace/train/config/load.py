@@ -104,10 +104,8 @@ def loads(text: str, overrides: list[str] | None = None, *, source: str = "confi
 
 
 def _parsed(text: str, source: str) -> Table:
-    try:
+    with blaming(f"{source}: not valid TOML", (tomllib.TOMLDecodeError, RecursionError)):
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
 
 def from_table(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from interlace.train.config.base import WEEK, Positive, Section
+
+if TYPE_CHECKING:
+    from interlace.layout import ParallelSpec
 
 
 class ModuleParallel(Section):
@@ -35,14 +38,14 @@ class ModuleParallel(Section):
 
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> ModuleParallel:
-        if self.order == "v" and self.virtual != 2:
-            raise ValueError(f"order = 'v' goes down the ranks and up again: set virtual = 2, not {self.virtual}")
-        if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
-            raise ValueError(
-                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
-                "and shard = 'optimizer' or 'full', or leave shard_ranks out"
-            )
+        self.spec(1)
         return self
+
+    def spec(self, dp: int) -> ParallelSpec:
+        """These degrees, with `dp` replicas. Raises ValueError for keys that do not fit each other."""
+        from interlace.layout import ParallelSpec
+
+        return ParallelSpec(**self.model_dump(exclude={"chunks"}) | {"dp": dp})
 
 
 class EncoderParallel(ModuleParallel):
@@ -172,8 +175,11 @@ class Parallel(Section):
 
     def ranks_of(self, name: str) -> int:
         """Number of ranks of all stages of all replicas of the module `name`, without sharing."""
-        spec = self.module(name)
-        return spec.tp * spec.cp * spec.pp * self.replicas(name)
+        return self.spec(name).ranks
+
+    def spec(self, name: str) -> ParallelSpec:
+        """Degrees of the module `name`."""
+        return self.module(name).spec(self.replicas(name))
 
     @model_validator(mode="after")
     def _schedule_exists_and_limits_have_a_use(self) -> Parallel:

@@ -9,7 +9,7 @@ names the nearest valid one). Checks that need the model library (architectures 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -106,17 +106,18 @@ class Config(Section):
         parallel = self.parallel
         if parallel.replica_ranks is not None and self.uniform():
             return parallel.replica_ranks * parallel.replicas("language_model")
-        return self._placed({name: parallel.ranks_of(name) for name in self.modules()})
-
-    def _placed(self, ranks: Mapping[str, int]) -> int:
-        """Number of ranks under the placement, if each module has `ranks` of its own."""
-        encoders = [ranks[name] for name in self.model.encoders()]
-        if self.parallel.placed in ("shared", "replicated") or not encoders:
-            return ranks["language_model"]
-        return ranks["language_model"] + (max(encoders) if self.parallel.placed == "colocated" else sum(encoders))
+        encoders = [parallel.ranks_of(name) for name in self.model.encoders()]
+        if parallel.placed in ("shared", "replicated"):
+            encoders = []
+        own = max(encoders, default=0) if parallel.placed == "colocated" else sum(encoders)
+        return parallel.ranks_of("language_model") + own
 
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
+        from interlace.layout import ParallelSpec
+        from interlace.layout.place import check_degrees
+        from interlace.schedule.generate import KINDS
+
         parallel, encoders = self.parallel, self.model.encoders()
         for name in parallel.encoders():
             if name not in encoders:
@@ -129,59 +130,32 @@ class Config(Section):
             )
         if parallel.auto:  # the chosen layout is checked later
             return self
-        keys = ("pp", "tp", "cp", "virtual", "order")
-        degrees = {key: {name: getattr(parallel.module(name), key) for name in self.modules()} for key in keys}
-        replicas = {name: parallel.replicas(name) for name in self.modules()}
+        specs = {name: parallel.spec(name) for name in self.modules()}
         if parallel.placed == "chain":
             if parallel.ranks is None:
                 raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
-            own_keys = {*keys, "shard", "shard_ranks"}
-            given = {n: parallel.module(n).model_dump(include=own_keys, exclude_defaults=True) for n in self.modules()}
-            cut = [f"parallel.{name}.{key}" for name, own in given.items() for key in own]
-            cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != (parallel.dp or 1)]
+            plain = ParallelSpec(dp=parallel.dp or 1)
+            keys = [field.name for field in fields(ParallelSpec)]
+            cut = [
+                f"parallel.{name}.{key}"
+                for name, spec in specs.items()
+                for key in keys
+                if getattr(spec, key) != getattr(plain, key)
+            ]
             if cut:
                 raise ValueError(
                     f"placement 'chain' cuts all layers into parallel.ranks = {parallel.ranks} ranges of equal cost, "
                     f"one to a rank, so no module has degrees or shards of its own; remove {', '.join(cut)}"
                 )
-        if parallel.placed == "colocated":
-            for degree, values in {"pp": degrees["pp"], "dp": replicas, **degrees}.items():
-                theirs = {name: values[name] for name in encoders}
-                if len(set(theirs.values())) > 1:
-                    raise ValueError(
-                        f"colocated encoders share their ranks stage by stage, so all need the same {degree}, not "
-                        f"{theirs}; make them equal or set parallel.placement = 'parallel'"
-                    )
-        if parallel.placed == "replicated":
-            for degree in ("tp", "cp"):
-                if any(value != 1 for value in degrees[degree].values()):
-                    raise ValueError(
-                        f"replicated encoders run on every single rank of the language model, so {degree} must be 1 "
-                        f"everywhere, not {degrees[degree]}; set parallel.placement = 'parallel'"
-                    )
-            theirs = {name: degrees["pp"][name] * degrees["virtual"][name] for name in encoders}
-            if any(count != 1 for count in theirs.values()):
-                raise ValueError(
-                    f"replicated encoders run whole on every rank, so their pp * virtual must be 1, not {theirs}"
-                )
-            if not self.uniform():
-                raise ValueError(
-                    f"replicated encoders run wherever the language model does, so all need the same dp, not "
-                    f"{replicas}; set parallel.dp alone"
-                )
-        if parallel.placed == "shared":
-            ranks = {name: parallel.ranks_of(name) for name in self.modules()}
-            if len(set(ranks.values())) > 1:
-                raise ValueError(
-                    "placement 'shared' runs all modules on the same ranks, so tp * cp * pp * dp must be one number, "
-                    f"not {ranks}; raise a degree of the smaller ones or set parallel.placement = 'parallel'"
-                )
-            if parallel.ranks is not None:
-                raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
-        from interlace.schedule.generate import KINDS
-
+        elif parallel.placed == "shared" and parallel.ranks is not None:
+            raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
+        else:
+            check_degrees(specs, parallel.placed, parallel.ranks)
         order = KINDS[parallel.schedule].order if parallel.schedule in KINDS else ""
-        has = {"loop": max(degrees["virtual"].values()) > 1, "v": "v" in degrees["order"].values()}
+        has = {
+            "loop": any(spec.virtual > 1 for spec in specs.values()),
+            "v": any(spec.order == "v" for spec in specs.values()),
+        }
         needs = {"loop": "virtual = 2 or more", "v": "virtual = 2 and order = 'v'"}
         if order and not has[order]:
             raise ValueError(
@@ -195,25 +169,7 @@ class Config(Section):
         parallel, train = self.parallel, self.train
         if parallel.auto:
             return self
-        stages = {name: parallel.module(name).pp for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
-        if parallel.ranks is not None and not self.uniform():
-            raise ValueError(
-                f"parallel.ranks = {parallel.ranks} counts the ranks of a replica of the whole model, which needs one "
-                f"dp for all modules, not {replicas}; remove parallel.ranks"
-            )
-        lanes = {name: parallel.module(name).tp * parallel.module(name).cp for name in self.modules()}
-        if parallel.ranks is not None and any(size > 1 for size in lanes.values()):
-            raise ValueError(
-                f"parallel.ranks = {parallel.ranks} lets stages of a replica share ranks, which needs tp = cp = 1 for "
-                f"all modules, not tp * cp = {lanes}; remove parallel.ranks"
-            )
-        most = self._placed(stages)  # ranks of one replica with one rank per stage
-        if parallel.ranks is not None and parallel.placed != "chain" and parallel.ranks > most:
-            raise ValueError(
-                f"parallel.ranks = {parallel.ranks}, but placement {parallel.placed!r} with pp = {stages} has work "
-                f"for {most}; use 1 to {most}, or raise a pp"
-            )
         counts = {"language_model": train.microbatches} | dict.fromkeys(self.model.encoders(), 1) | self.chunks()
         named = {"language_model": "train.microbatches"} | {name: f"parallel.{name}.chunks" for name in self.chunks()}
         for name, count in counts.items():
