@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -121,14 +120,10 @@ def warm_up_attention(
                 device=device,
                 backward=trained,
                 threads=torch.get_num_threads(),
-                progress=partial(_log_for, name, say),
+                progress=lambda line, name=name: say(f"{name}: {line}"),
             )
         except Exception as error:  # a compiler may raise anything
             say(f"{name}: attention kernels were not precompiled: {one_line(error)}")
-
-
-def _log_for(name: str, say: Callable[[str], object], line: str) -> None:
-    say(f"{name}: {line}")
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
