@@ -39,18 +39,10 @@ def check(options: argparse.Namespace) -> int:
     """Reports on the data and writes a page of samples; 0 if all is well, 1 if records or files are broken."""
     from interlace.data.chats import page as chats_page
     from interlace.data.chats.dataset import SEEN
-    from interlace.data.chats.files.sources import Rules
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples}: 0 or more")
-    path = _config_among(options)
-    chats: ChatFormat | None = None
-    config: Config | None = None
-    splits: list[_Split]
-    if path is not None:
-        splits, chats, config = _of_config(path, options.set, not options.headers)
-    else:
-        splits = [_Split("", "", options.files, Rules(decode=not options.headers))]
+    splits, chats, config = _splits(options)
     if options.samples:
         _check_out(options.out, [*options.files, *(file for split in splits for file in split.files)])
     strict = splits[0].rules.on_too_long == "error"
@@ -263,16 +255,21 @@ def _write(texts: Mapping[Path, str]) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], ChatFormat, Config]:
-    """Training and validation files of a config, the chat format of its model, and the config. Raises ConfigError."""
+def _splits(options: argparse.Namespace) -> tuple[list[_Split], ChatFormat | None, Config | None]:
+    """The files to check; for those of a config also the chat format of its model, and the config. Raises
+    ConfigError."""
     from dataclasses import replace
 
+    from interlace.data.chats.files.sources import Rules
     from interlace.train.data.feed import chat_format, chat_sources
     from interlace.train.data.texts import ModelTokenizer, tokenizer_of
     from interlace.train.models.build import build
     from interlace.train.models.media_specs import check_inputs
 
-    config = load(path, overrides)
+    path, decode = _config_among(options), not options.headers
+    if path is None:
+        return [_Split("", "", options.files, Rules(decode=decode))], None, None
+    config = load(path, options.set)
     if config.data.own:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))

@@ -148,8 +148,7 @@ def of_any_size(costs: pricing.Costs, loads: Mapping[str, Load]) -> Costs:
     """
     from interlace.costs.step import ScaledCosts
 
-    estimate = costs.step or costs.counted
-    return estimate or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
+    return costs.step or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
 
 
 def drawn_step(
