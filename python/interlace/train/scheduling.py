@@ -158,8 +158,7 @@ def kept_bytes(
     from interlace.plan.memory import activation_bytes
     from interlace.schedule import Chunk
 
-    activations = activations_of_config(config, model, layout)
-    loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
+    activations, loads = _of_full_chunks(config, model, layout, microbatches)
     chunks = [Chunk(name, 0, 0, np.zeros(0, np.int32)) for name in layout.modules]
     kept = activation_bytes(layout, activations, chunks, loads)
     later = activation_bytes(layout, activations, chunks, loads, deferred=True)
@@ -177,19 +176,18 @@ def held_by_layout(
     from interlace.estimate.traced import weights_of
 
     weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
-    activations = activations_of_config(config, model, layout)
-    sizes = chunk_sizes(config, layout, microbatches if of_step is None else of_step)
-    loads = chunk_loads(config, model, activations, sizes)
+    activations, loads = _of_full_chunks(config, model, layout, microbatches if of_step is None else of_step)
     schedule = step_schedule(config, model, layout, microbatches)
     return held_by_ranks(config, model, schedule, weights, activations, loads), weights
 
 
-def chunk_loads(
-    config: Config, model: MultimodalModel, activations: Mapping[str, Activations], sizes: Mapping[str, float]
-) -> dict[str, Load]:
-    """Load of a chunk of each module; all text counts as targets."""
+def _of_full_chunks(
+    config: Config, model: MultimodalModel, layout: Layout, microbatches: int
+) -> tuple[dict[str, Activations], dict[str, Load]]:
+    """Activation memory of each module, and the load of a chunk that fills its budgets; all text counts as targets."""
     from interlace.plan.memory import Load
 
+    activations, sizes = activations_of_config(config, model, layout), chunk_sizes(config, layout, microbatches)
     tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}
     language = activations[LANGUAGE_MODEL]
     features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != LANGUAGE_MODEL)
@@ -198,7 +196,7 @@ def chunk_loads(
     loads = {name: Load(tokens[name] * sizes[name]) for name in tokens}
     size = sizes[LANGUAGE_MODEL]
     loads[LANGUAGE_MODEL] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
-    return loads
+    return activations, loads
 
 
 # ---------------------------------------------------------------------- memory of ranks

@@ -13,7 +13,7 @@ The model is allocated only for timing, so a config for a thousand GPUs can be p
 from __future__ import annotations
 
 import argparse
-import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,14 +172,10 @@ def _check_speed(options: argparse.Namespace) -> None:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
 
 
-def matmul_tflops(size: int = 768, repeats: int = 5) -> float:
+def matmul_tflops() -> float:
     """Speed of one thread pool of this machine in fp32 matrix products, in TFLOP/s."""
     import torch
 
+    size = 768
     a, b = torch.randn(size, size), torch.randn(size, size)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
+    return 2 * size**3 / min(timeit.repeat(lambda: a @ b, number=1, repeat=5)) / 1e12
