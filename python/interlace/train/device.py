@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -120,10 +121,14 @@ def warm_up_attention(
                 device=device,
                 backward=trained,
                 threads=torch.get_num_threads(),
-                progress=lambda line, name=name: say(f"{name}: {line}"),
+                progress=partial(_log_for, name, say),
             )
         except Exception as error:  # a compiler may raise anything
             say(f"{name}: attention kernels were not precompiled: {one_line(error)}")
+
+
+def _log_for(name: str, say: Callable[[str], object], line: str) -> None:
+    say(f"{name}: {line}")
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
