@@ -136,7 +136,7 @@ class Outside(ABC):
         """Token ids of the prompt."""
 
     @abstractmethod
-    def generated(self, prompt: Prompt, **options: Any) -> list[int]:
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
         """Tokens that ``generate`` writes after the prompt."""
 
     @abstractmethod
@@ -192,7 +192,7 @@ class ReloadedWhole(Outside):
     def ids(self, prompt: Prompt) -> list[int]:
         return list(self._inputs(prompt)["input_ids"][0].tolist())
 
-    def generated(self, prompt: Prompt, **options: Any) -> list[int]:
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
         given = self._inputs(prompt)
         return list(self.model.generate(**given, **options)[0, given["input_ids"].shape[1] :].tolist())
 
@@ -228,7 +228,7 @@ class Reloaded(Outside):
     def ids(self, prompt: Prompt) -> list[int]:
         return list(prompt.sample.input_ids.tolist())
 
-    def generated(self, prompt: Prompt, **options: Any) -> list[int]:
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
         embeds, mask = self._inputs(prompt.sample.input_ids, _data(prompt.sample))
 
         def look_both_ways(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
