@@ -3,6 +3,7 @@
 - `config/`: sections and keys, TOML and --set. `models/`: model and layout of a config. `data/`: batches.
 - `job`: the steps that make the training of a rank. `rank`: a rank of a fixed run. `trainer`: the training loop.
 - `observers/`: measure, validate and save after steps. `progress`: state of the loop that a resumed run needs.
+- `scheduling`: schedule of a config's steps, and memory of each rank.
 - `optim`: optimizer and learning rates. `device`: GPU or CPU.
 - `watching`: averages, early stop, loss scale. `runfolder`: files of a run. `selection`: selection of a checkpoint.
 - `launch/`: starts ranks and coordinates them. `checkpoint/`: saving and resuming. `elastic/`: nodes that join and

@@ -73,13 +73,10 @@ class OffloadedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """One update. The last new weights may still be in flight to a GPU, ordered by its current stream."""
-        buckets = list(self._buckets())
-        staged = self._fetch(*buckets[0], 0) if buckets else None
-        for place in range(len(buckets)):
-            assert staged is not None
-            here, staged = staged, None
-            if place + 1 < len(buckets):
-                staged = self._fetch(*buckets[place + 1], place + 1)
+        copied = (self._fetch(*bucket, place) for place, bucket in enumerate(self._buckets()))
+        following = next(copied, None)
+        while (here := following) is not None:
+            following = next(copied, None)  # copied while the CPU updates this one
             if here.arrived is not None:
                 here.arrived.synchronize()
             self._update(here)

@@ -209,10 +209,9 @@ def check(train: Train, *, source: str = "config") -> None:
         return
     key = f"{source}: [train] optimizer = {train.optimizer!r}"
     for shape in ((4, 3), (5,)):
-        size = torch.Size(shape).numel()
-        weight = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
+        start = torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).reshape(shape)
         try:
-            optimizer = _of_one(weight, train)
+            weight, optimizer = _of_one(start, train)
             _update(optimizer, weight, weight.detach().cos())
             if wrong := [name for name, value in optimizer.state[weight].items() if not isinstance(value, Tensor)]:
                 kind = type(optimizer.state[weight][wrong[0]]).__name__
@@ -220,19 +219,16 @@ def check(train: Train, *, source: str = "config") -> None:
                     f"optimizer = {train.optimizer!r} keeps its state {wrong[0]!r} as {kind}: keep it as a tensor, so "
                     "that checkpoints include it"
                 )
-            resumed = nn.Parameter(weight.detach().clone())
-            other = _of_one(resumed, train)
+            resumed, other = _of_one(weight.detach(), train)
             state = first_state(train.optimizer, resumed, train)
             for name, value in optimizer.state[weight].items():
                 state[name].copy_(value)
             other.state[resumed].update(state)
-            for each, parameter in ((optimizer, weight), (other, resumed)):
-                _update(each, parameter, parameter.detach().sin())
-            fresh = nn.Parameter(torch.linspace(-1.0, 1.0, size).reshape(shape))
-            begun = _of_one(fresh, train)
+            fresh, begun = _of_one(start, train)
             begun.state[fresh].update(first_state(train.optimizer, fresh, train))
             _update(begun, fresh, fresh.detach().cos())
-            _update(begun, fresh, fresh.detach().sin())
+            for each, parameter in ((optimizer, weight), (other, resumed), (begun, fresh)):
+                _update(each, parameter, parameter.detach().sin())
         except ConfigError as error:
             raise ConfigError(f"{source}: [train] {error}") from None
         except Exception as error:  # a user's class may raise anything
@@ -249,9 +245,11 @@ def check(train: Train, *, source: str = "config") -> None:
             )
 
 
-def _of_one(weight: nn.Parameter, train: Train) -> torch.optim.Optimizer:
-    """A user's optimizer of one weight."""
-    return _own(train.optimizer, [{"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}], train)
+def _of_one(start: Tensor, train: Train) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A weight with the values of `start`, and a user's optimizer of it."""
+    weight = nn.Parameter(start.clone())
+    group = {"params": [weight], "lr": train.lr, "weight_decay": train.weight_decay}
+    return weight, _own(train.optimizer, [group], train)
 
 
 def _update(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradient: Tensor) -> None:

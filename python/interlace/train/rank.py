@@ -12,14 +12,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from interlace._text import one_line
-from interlace.model import MultimodalModel
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.auto.layout_file import NAME as LAYOUT_FILE
 from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.parallel import Parallel
 from interlace.train.config.sections import Config
-from interlace.train.data.feed import Feed, batch_notes, indexed, report_left_out
+from interlace.train.data.feed import batch_notes, indexed, report_left_out
 from interlace.train.data.feed_stream import StreamFeed
 from interlace.train.job import Job, say_trained, settled
 from interlace.train.launch import launcher, lock
@@ -111,7 +110,8 @@ class Rank:
         if start.resume is not None:
             self._resume(at)
         elif self.rank == 0:
-            draw_mask(job.model, job.feed, job.folder / "mask.png")
+            mask = job.model.collate(job.feed.held_out[:4], only=["language_model"])["mask"]
+            mask.plot(job.folder / "mask.png", names=dict(enumerate(job.model.encoders, start=1)))
         return self._run()
 
     def _meet(self) -> None:
@@ -303,9 +303,3 @@ def check_data(mine: str, startup: Startup) -> None:
         raise ConfigError(
             f"ranks {other} do not have the data that rank 0 has: share one cache (data.cache) or fetch it on each node"
         )
-
-
-def draw_mask(model: MultimodalModel, feed: Feed, path: Path) -> None:
-    """mask.png: the attention mask of a few packed held-out samples."""
-    mask = model.collate(feed.held_out[:4], only=["language_model"])["mask"]
-    mask.plot(path, names=dict(enumerate(model.encoders, start=1)))

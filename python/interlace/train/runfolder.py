@@ -129,8 +129,11 @@ def has_checkpoint(folder: Path) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file of a run folder atomically: readers see the old or new file, never a part, even after a kill."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Schedule of a config: costs and memory of its chunks for the generator, with the memory limit.
+"""Schedule of a config, and memory of each rank: costs and memory of chunks for the generator, with the memory limit.
 
 ``interlace plan``, ``interlace simulate`` and the run share this code, so that all three generate the same schedule for
 the same table. A run's table follows from the lengths of its samples, assigned as `train.assign` says. A plan without
@@ -7,22 +7,29 @@ lengths uses a table of samples of equal length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from interlace.model.naming import LANGUAGE_MODEL
 from interlace.train.config.sections import Config
-from interlace.train.models.costs import budget_loads, flop_costs
-from interlace.train.rank_memory import Held, activations_of_config, held_by_ranks
+from interlace.train.models.costs import budget_loads, flop_costs, ranks_per_node
 
 if TYPE_CHECKING:
+    from interlace.costs.step import Size
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
     from interlace.plan import ModuleCosts
-    from interlace.plan.memory import Activations, Load, WeightSize
+    from interlace.plan.memory import Activations, Load, RankMemory, StateSize, WeightSize
     from interlace.run.options import StepOptions
+    from interlace.run.tables.assign import Assigner
+    from interlace.run.tables.dispatch import Dispatcher
     from interlace.schedule import Options, Schedule, StepTable
+    from interlace.schedule.costs import ActivationBytes
+    from interlace.schedule.memory import Peak
 
 
 def schedule_options(config: Config, model: MultimodalModel, layout: Layout, microbatches: int) -> Options:
@@ -75,23 +82,35 @@ def step_schedule(
     from interlace.schedule import StepTable, generator_of
 
     graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
-    chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
-    rounds = chunks.pop("language_model")
-    if table is not None:
-        pass
-    elif all(replicas[name] == replicas["language_model"] and count == rounds for name, count in chunks.items()):
-        presence = [frozenset(layout.modules)] * rounds
-        table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
-    else:
-        table = nominal_table(graph.layout, rounds, chunks)
+    if table is None:
+        chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
+        rounds, dp = chunks.pop(LANGUAGE_MODEL), replicas[LANGUAGE_MODEL]
+        if all(replicas[name] == dp and count == rounds for name, count in chunks.items()):
+            table = StepTable.aligned(graph.links, [frozenset(layout.modules)] * rounds, replicas=dp)
+        else:
+            table = nominal_table(graph.layout, rounds, chunks)
     options = schedule_options(config, model, layout, microbatches) | (timed or {})
     return generator_of(config.parallel.schedule)(graph, table, **options)
+
+
+def samples_to_ranks(
+    config: Config, layout: Layout, model: MultimodalModel
+) -> tuple[Assigner | None, Dispatcher | None]:
+    """Assigner and dispatcher of the samples of a step on `layout`, as in a run; None where a run has none."""
+    from interlace.run.tables.assign import assigner_of
+    from interlace.run.tables.dispatch import dispatcher_of
+
+    recompute, node = config.train.recompute, ranks_per_node(config, [layout.world] * layout.world)
+    return (
+        assigner_of(config.train.assign, layout, model, recompute=recompute),
+        dispatcher_of(config.train.balance, layout, model, recompute=recompute, ranks_per_node=node),
+    )
 
 
 def chunk_sizes(config: Config, layout: Layout, microbatches: int) -> dict[str, float]:
     """Samples per chunk of each module, in microbatches of the language model."""
     chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
-    samples = chunks["language_model"] * replicas["language_model"]
+    samples = chunks[LANGUAGE_MODEL] * replicas[LANGUAGE_MODEL]
     return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
 
 
@@ -113,10 +132,10 @@ def chunk_counts(config: Config, layout: Layout, microbatches: int) -> dict[str,
     def spread(name: str, count: int) -> int:
         return count if config.uniform() else max(1, count * config.parallel.replicas(name) // layout.spec(name).dp)
 
-    rounds, own = spread("language_model", microbatches), config.chunks()
+    rounds, own = spread(LANGUAGE_MODEL, microbatches), config.chunks()
     default = 1 if layout.placement == "shared" else rounds
     encoders = config.model.encoders()
-    return {name: spread(name, own[name]) if name in own else default for name in encoders} | {"language_model": rounds}
+    return {name: spread(name, own[name]) if name in own else default for name in encoders} | {LANGUAGE_MODEL: rounds}
 
 
 def scaled(cost: ModuleCosts, factor: float) -> ModuleCosts:
@@ -139,8 +158,7 @@ def kept_bytes(
     from interlace.plan.memory import activation_bytes
     from interlace.schedule import Chunk
 
-    activations = activations_of_config(config, model, layout)
-    loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
+    activations, loads = _of_full_chunks(config, model, layout, microbatches)
     chunks = [Chunk(name, 0, 0, np.zeros(0, np.int32)) for name in layout.modules]
     kept = activation_bytes(layout, activations, chunks, loads)
     later = activation_bytes(layout, activations, chunks, loads, deferred=True)
@@ -158,25 +176,161 @@ def held_by_layout(
     from interlace.estimate.traced import weights_of
 
     weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
-    activations = activations_of_config(config, model, layout)
-    sizes = chunk_sizes(config, layout, microbatches if of_step is None else of_step)
-    loads = chunk_loads(config, model, activations, sizes)
+    activations, loads = _of_full_chunks(config, model, layout, microbatches if of_step is None else of_step)
     schedule = step_schedule(config, model, layout, microbatches)
     return held_by_ranks(config, model, schedule, weights, activations, loads), weights
 
 
-def chunk_loads(
-    config: Config, model: MultimodalModel, activations: Mapping[str, Activations], sizes: Mapping[str, float]
-) -> dict[str, Load]:
-    """Load of a chunk of each module; all text counts as targets."""
+def _of_full_chunks(
+    config: Config, model: MultimodalModel, layout: Layout, microbatches: int
+) -> tuple[dict[str, Activations], dict[str, Load]]:
+    """Activation memory of each module, and the load of a chunk that fills its budgets; all text counts as targets."""
     from interlace.plan.memory import Load
 
+    activations, sizes = activations_of_config(config, model, layout), chunk_sizes(config, layout, microbatches)
     tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}
-    language = activations["language_model"]
-    features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != "language_model")
+    language = activations[LANGUAGE_MODEL]
+    features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != LANGUAGE_MODEL)
     features = features / language.feature if language.feature else 0.0
-    rows = tokens["language_model"]
+    rows = tokens[LANGUAGE_MODEL]
     loads = {name: Load(tokens[name] * sizes[name]) for name in tokens}
-    size = sizes["language_model"]
-    loads["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
+    size = sizes[LANGUAGE_MODEL]
+    loads[LANGUAGE_MODEL] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
+    return activations, loads
+
+
+# ---------------------------------------------------------------------- memory of ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """memory: by rank. by_layer: the (rank, module) whose weights the step gathers layer by layer."""
+
+    memory: tuple[RankMemory, ...]
+    by_layer: frozenset[tuple[int, str]]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank with the highest peak, in the planned step."""
+        return max(memory.peak_run for memory in self.memory)
+
+
+def activations_of_config(config: Config, model: MultimodalModel, layout: Layout) -> dict[str, Activations]:
+    """Activation memory of forwards under the config's precision and checkpointing.
+
+    Raises ValueError as `activations_of` does.
+    """
+    from interlace.estimate.traced import activations_of
+    from interlace.schedule import splits_backward
+    from interlace.train.device import AUTOCAST
+
+    return activations_of(
+        model,
+        layout,
+        checkpointing=config.train.activation_checkpointing,
+        sequence_parallel=config.parallel.sequence_parallel,
+        autocast=AUTOCAST[config.train.precision],
+        items=_items(config, model),
+        split=splits_backward(config.parallel.schedule),
+    )
+
+
+def held_by_ranks(
+    config: Config,
+    model: MultimodalModel,
+    schedule: Schedule,
+    weights: Sequence[WeightSize],
+    activations: Mapping[str, Activations],
+    loads: Mapping[Any, Load],
+    state: Mapping[str, StateSize] | None = None,
+) -> Held:
+    """Memory of every rank of the schedule's layout.
+
+    loads: load of a chunk by its place in the table, else by its module; by module the largest.
+    state: the result of `optim.state_sizes`, which is the same for all layouts of a model.
+    """
+    from interlace.plan.memory import activation_bytes, rank_memory
+    from interlace.run.execute.gradients import BUCKET_BYTES
+    from interlace.train.models.tuning import rates
+    from interlace.train.optim import state_sizes
+
+    layout = schedule.graph.layout
+    sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
+    later = activation_bytes(layout, activations, schedule.table.chunks, loads, deferred=True)
+    peaks = _peaks(schedule, sizes, later)
+    by_layer = _by_layer(schedule)
+    memory = rank_memory(
+        layout,
+        weights,
+        activations,
+        loads,
+        [(peak.in_flight, peak.bytes) for peak in peaks],
+        bucket_bytes=BUCKET_BYTES,
+        offload_optimizer=config.train.offload_optimizer,
+        state=state_sizes(config, model, rates(config, model)) if state is None else state,
+        by_layer=by_layer,
+    )
+    return Held(memory, by_layer)
+
+
+def loads_of(table: StepTable, sizes: Sequence[Size]) -> dict[Any, Load]:
+    """Load of each chunk of a table, by its place, and the largest load of each module, by its name."""
+    from interlace.plan.memory import Load
+
+    features = [0.0] * len(table.chunks)
+    for edge in table.edges:
+        for _, _, reader, _, count in edge.pieces.tolist():
+            features[reader] += count
+    loads: dict[Any, Load] = {}
+    for place, (chunk, size) in enumerate(zip(table.chunks, sizes, strict=True)):
+        reads = features[place] if chunk.module == LANGUAGE_MODEL else 0.0
+        own = Load(size.rows, size.targets, reads)
+        largest = loads.get(chunk.module, Load(0))
+        loads[place] = own
+        loads[chunk.module] = Load(
+            max(own.rows, largest.rows), max(own.targets, largest.targets), max(own.features, largest.features)
+        )
     return loads
+
+
+def _peaks(schedule: Schedule, sizes: ActivationBytes, later: ActivationBytes) -> list[Peak]:
+    """Peak activation memory of each rank. Ranks with identical compute actions, such as those of a lane, are computed
+    once."""
+    from interlace.schedule.actions import CODES, COMPUTE, OP, action_of
+    from interlace.schedule.memory import peak
+
+    modules = schedule.graph.modules
+    known: dict[bytes, Peak] = {}
+    computes = np.isin(schedule.rows[:, OP], [CODES[op] for op in COMPUTE])
+    peaks = []
+    for first, stop in pairwise(schedule.first.tolist()):
+        rows = schedule.rows[first:stop][computes[first:stop]]
+        key = rows.tobytes()
+        if key not in known:
+            known[key] = peak([action_of(row, modules) for row in rows.tolist()], sizes, later)
+        peaks.append(known[key])
+    return peaks
+
+
+def _by_layer(schedule: Schedule) -> frozenset[tuple[int, str]]:
+    """The (rank, module) whose weights a schedule gathers layer by layer, in all of the rank's stages."""
+    from interlace.schedule import Op
+    from interlace.schedule.actions import CODES, MODULE, OP
+
+    def gathered(op: Op) -> set[tuple[int, int]]:
+        at = np.flatnonzero(schedule.rows[:, OP] == CODES[op])
+        ranks = np.searchsorted(schedule.first, at, side="right") - 1
+        return set(zip(ranks.tolist(), schedule.rows[at, MODULE].tolist(), strict=True))
+
+    layered = gathered(Op.UNSHARD_LAYERS) - gathered(Op.UNSHARD)
+    return frozenset((rank, schedule.graph.modules[module]) for rank, module in layered)
+
+
+def _items(config: Config, model: MultimodalModel) -> dict[str, tuple[int, ...]]:
+    """Audio encoder -> shape of a clip that fills its budget. Shorter clips are padded to the encoder's length."""
+    from interlace.model.inputs.spectrograms import AudioInputs
+
+    longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
+    audio = [name for name in model.encoders if isinstance(model.encoders[name].feed, AudioInputs)]
+    clips = {name: model.encoders[name].default_shape for name in audio}
+    return {name: (shape[0], min(shape[1], longest)) for name, shape in clips.items()}

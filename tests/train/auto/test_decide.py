@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -169,7 +170,7 @@ def test_simulated_tables_and_schedules_match_the_run(method: Any, monkeypatch: 
 
     monkeypatch.setattr(evaluate, "predict", noted)
     Evaluator(config, model, work, machine).simulate(candidate)
-    assert Estimator(config, model, work, machine).seconds(candidate) > 0
+    assert Estimator(config, model, work, machine).seconds(candidate) < math.inf
 
     settled = applied(config, candidate)
     parallel = parallelize(

@@ -21,7 +21,7 @@ from interlace.train.config.load import load
 from interlace.train.data.texts import vocabulary_of
 from interlace.train.models.build import build, build_layout
 from interlace.train.models.costs import budget_loads, flop_costs
-from interlace.train.rank_memory import _peaks
+from interlace.train.scheduling import _peaks
 
 CONFIG = Path(__file__).parents[3] / "configs" / "vlm_10240_example.toml"
 SMALL = [

@@ -196,10 +196,8 @@ class Openings:
             return [most] if most else []
         if self.microbatches is not None:
             return [self.microbatches]
-        numbers, count = [], 1
-        while count <= min(most, max(_MOST_MICROBATCHES * stages, 1)):
-            numbers.append(count)
-            count *= 2
+        largest = min(most, max(_MOST_MICROBATCHES * stages, 1))
+        numbers = [1 << power for power in range(largest.bit_length())]
         if stages > 1 and stages <= most and stages not in numbers:
             numbers.append(stages)
         return numbers

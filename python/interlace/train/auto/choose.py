@@ -108,7 +108,7 @@ def decide(
                 refuse(MEMORY, f"{candidate}: weights and gradients alone exceed it by {over / 2**30:,.2f} GiB")
                 tight.append((over, candidate))
                 continue
-            seconds = estimator.safe_seconds(candidate)
+            seconds = estimator.seconds(candidate)
             if math.isinf(seconds):
                 refuse("the model cannot be cut so", f"{candidate}: too few layers, or heads are not divisible")
                 continue

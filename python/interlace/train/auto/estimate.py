@@ -135,15 +135,18 @@ class Estimator:
         return self._uneven[key]
 
     def seconds(self, candidate: Candidate) -> float:
-        """Estimated seconds of a step."""
+        """Estimated seconds of a step; inf if the model cannot be cut so (the simulation gives the reason)."""
         rounds = candidate.microbatches
         recompute = candidate.checkpointing == "full"
         default = 1 if candidate.placement == "shared" else rounds
         counts = {name: self.chunks.get(name, default) for name in self.order[:-1]} | {LANGUAGE_MODEL: rounds}
         own = self._chain if candidate.placement == "chain" else self._modules
-        return own(candidate, counts, recompute) + sum(
-            self._beside(candidate, name, spec) for name, spec in candidate.specs
-        )
+        try:
+            return own(candidate, counts, recompute) + sum(
+                self._beside(candidate, name, spec) for name, spec in candidate.specs
+            )
+        except ValueError:
+            return math.inf
 
     def _modules(self, candidate: Candidate, counts: dict[str, int], recompute: bool) -> float:
         stages, uneven = {}, self.unevenness(candidate, counts)  # seconds of one chunk on each stage
@@ -206,16 +209,11 @@ class Estimator:
 
     def _messages(self, candidate: Candidate) -> float:
         """Seconds of one microbatch's messages in transit, and of handling all messages."""
-        links, hops = self.machine.links(candidate.world), self._hops(candidate)
+        *encoders, language = (spec.pp for _, spec in candidate.specs)
+        hops = (candidate.ranks or language + max(encoders, default=0)) - 1
+        links = self.machine.links(candidate.world)
         link = links.slowest(range(candidate.world)).message
         return 2 * hops * (link.latency + candidate.microbatches * 2 * links.overhead)
-
-    @staticmethod
-    def _hops(candidate: Candidate) -> int:
-        if candidate.ranks is not None:
-            return candidate.ranks - 1
-        specs = [spec for _, spec in candidate.specs]
-        return specs[-1].pp - 1 + max((spec.pp for spec in specs[:-1]), default=0)
 
     def _beside(self, candidate: Candidate, name: str, spec: ParallelSpec) -> float:
         """Seconds of sums, gathers and the optimizer for one module."""
@@ -231,10 +229,3 @@ class Estimator:
             return seconds + update
         gathers = links.all_gather(weights, ranks) if spec.shard == "full" else 0.0
         return seconds + gathers + update / sharers
-
-    def safe_seconds(self, candidate: Candidate) -> float:
-        """Estimated seconds of a step; inf if the model cannot be cut so (the simulation gives the reason)."""
-        try:
-            return self.seconds(candidate)
-        except ValueError:
-            return math.inf

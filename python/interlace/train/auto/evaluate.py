@@ -16,9 +16,7 @@ from interlace.model.naming import LANGUAGE_MODEL
 from interlace.plan.memory import Activations, StateSize
 from interlace.run.graph import check_read, stage_graph
 from interlace.run.lanes import check_stages, with_lanes
-from interlace.run.tables.assign import assigner_of
 from interlace.run.tables.batch import GlobalBatch
-from interlace.run.tables.dispatch import dispatcher_of
 from interlace.run.tables.sizes import chunk_sizes
 from interlace.schedule import Op, Schedule, generator_of, splits_backward
 from interlace.schedule.actions import COMPUTE
@@ -28,11 +26,15 @@ from interlace.train.auto.work import Work
 from interlace.train.config.load import ConfigError
 from interlace.train.config.sections import Config
 from interlace.train.models.build import build_layout
-from interlace.train.models.costs import ranks_per_node
 from interlace.train.models.tuning import check_degrees, rates
 from interlace.train.optim import state_sizes
-from interlace.train.rank_memory import activations_of_config, held_by_ranks, loads_of
-from interlace.train.scheduling import schedule_options
+from interlace.train.scheduling import (
+    activations_of_config,
+    held_by_ranks,
+    loads_of,
+    samples_to_ranks,
+    schedule_options,
+)
 
 if TYPE_CHECKING:
     from interlace.estimate.traced import WeightSize
@@ -89,10 +91,7 @@ class Evaluator:
             check_stages(self.model, layout)
             traffic, activations = self._traffic(config, layout)
             graph, _ = with_lanes(stage_graph(self.model, layout), self.model, sequence_parallel=rows)
-            assigner = assigner_of(config.train.assign, layout, self.model, recompute=recompute)
-            node = ranks_per_node(config, [layout.world] * layout.world)
-            balance = config.train.balance
-            dispatcher = dispatcher_of(balance, layout, self.model, recompute=recompute, ranks_per_node=node)
+            assigner, dispatcher = samples_to_ranks(config, layout, self.model)
         except (ValueError, ConfigError) as error:
             raise Refused("the model cannot be cut so", _message(error)) from None
         seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)

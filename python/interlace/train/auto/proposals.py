@@ -95,7 +95,7 @@ def _regular(search: _Search) -> Iterator[Candidate]:
         named = tuple(zip(modules, specs, strict=True))
         one = Candidate(placed.placement, named, openings.batch_size, counts[len(counts) // 2], ranks=placed.ranks)
         too_large = estimator.least_bytes(one) > search.memory
-        seconds[placed] = estimator.safe_seconds(one) * (2.0 if too_large else 1.0)
+        seconds[placed] = estimator.seconds(one) * (2.0 if too_large else 1.0)
     kept = set(heapq.nsmallest(_KEPT, seconds, key=seconds.__getitem__))
     for candidate in listed(modules, search.world, openings, schedule=search.schedule, few=False):
         plain = tuple(ParallelSpec(s.tp, s.cp, s.pp, s.dp) for _, s in candidate.specs)

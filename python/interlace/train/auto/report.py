@@ -10,7 +10,7 @@ from interlace.simulate.pictures.style import EDGE, GREY, INK, QUIET, canvas, pl
 from interlace.train.auto.candidates import unsharded
 from interlace.train.auto.choose import Decision
 from interlace.train.auto.evaluate import Outcome
-from interlace.train.config.load import ConfigError
+from interlace.train.blame import check_picture, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,8 +72,7 @@ def draw(decision: Decision, path: Path, title: str) -> None:
 
     Raises ConfigError for a file that cannot be written.
     """
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture {path}: name a file that ends in .png or .svg")
+    check_picture("--picture", path)
     shown = families(decision)[:_SHOWN]
     figure = canvas(13.0, 1.3 + 0.42 * len(shown), 110)
     left, right = figure.subplots(1, 2, width_ratios=[3, 1])
@@ -81,11 +80,9 @@ def draw(decision: Decision, path: Path, title: str) -> None:
     _memory(right, shown)
     figure.suptitle(title, x=0.01, y=0.995, ha="left", va="top", fontsize=11, color=INK)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
-    try:
+    with writing("--picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--picture {path}: cannot write there: {error.strerror}") from None
 
 
 def _bars(axes: Axes, shown: list[Outcome]) -> None:

@@ -128,11 +128,9 @@ def nominal_work(config: Config, model: MultimodalModel, batch_size: int) -> Wor
 
 def workloads(samples: Sequence[Sample], model: MultimodalModel, costs: Costs) -> list[list[float]]:
     """Seconds of each sample in each module, forward and backward, on one rank: [samples][modules]."""
-    rows = []
-    for sample in samples:
-        row = []
-        for name in model.modules_order():
-            size = size_of(model, name, [sample])
-            row.append(float(costs.of(name, size).per_layer().sum()) if size.rows else 0.0)
-        rows.append(row)
-    return rows
+
+    def seconds(name: str, sample: Sample) -> float:
+        size = size_of(model, name, [sample])
+        return float(costs.of(name, size).per_layer().sum()) if size.rows else 0.0
+
+    return [[seconds(name, sample) for name in model.modules_order()] for sample in samples]

@@ -177,7 +177,9 @@ def report(crash: Crash) -> list[str]:
         lines += ["", f"rank {rank} on {dump.host}, process {dump.pid}, ended at {_clock(dump.time)}: {dump.error}"]
         for event in dump.events[-LAST:]:
             how = "not ended" if event.end is None else f"{1e3 * (event.end - event.begin):.1f} ms"
-            lines.append(f"  {_clock(event.begin)} {event}{_whom(event, rank)}: {how}")
+            others = [other for other in event.ranks if other != rank]
+            whom = f" ({_some(others)})" if others else ""
+            lines.append(f"  {_clock(event.begin)} {event}{whom}: {how}")
     return lines
 
 
@@ -197,11 +199,6 @@ def _verdict(crash: Crash) -> list[str]:
             last = f", in {busy[-1]}" if busy else ""
             lines.append(f"likely cause: rank {rank}, which waited for nobody ({waited}){last}: {dump.error}")
     return lines
-
-
-def _whom(event: Event, rank: int) -> str:
-    others = [other for other in event.ranks if other != rank]
-    return f" ({_some(others)})" if others else ""
 
 
 def _some(ranks: Sequence[int]) -> str:

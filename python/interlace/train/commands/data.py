@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,8 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from interlace.train.blame import UNREADABLE, check_at_least
+from interlace.train.blame import UNREADABLE, check_at_least, writing
 from interlace.train.config.load import ConfigError, blaming, load
+from interlace.train.runfolder import write_whole
 
 if TYPE_CHECKING:
     from interlace.data.chats.encoding.tokens import ChatFormat
@@ -39,18 +38,10 @@ def check(options: argparse.Namespace) -> int:
     """Reports on the data and writes a page of samples; 0 if all is well, 1 if records or files are broken."""
     from interlace.data.chats import page as chats_page
     from interlace.data.chats.dataset import SEEN
-    from interlace.data.chats.files.sources import Rules
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples}: 0 or more")
-    path = _config_among(options)
-    chats: ChatFormat | None = None
-    config: Config | None = None
-    splits: list[_Split]
-    if path is not None:
-        splits, chats, config = _of_config(path, options.set, not options.headers)
-    else:
-        splits = [_Split("", "", options.files, Rules(decode=not options.headers))]
+    splits, chats, config = _splits(options)
     if options.samples:
         _check_out(options.out, [*options.files, *(file for split in splits for file in split.files)])
     strict = splits[0].rules.on_too_long == "error"
@@ -86,7 +77,8 @@ def check(options: argparse.Namespace) -> int:
         print("\n".join(_mixture(config.data, tokens)))
     if options.samples:
         title = f"interlace data check {' '.join(map(str, options.files))}"
-        _write({options.out: chats_page.write(title, findings, shown, chats)})
+        with writing("--out", options.out):
+            write_whole(options.out, chats_page.write(title, findings, shown, chats))
         print(f"{options.out}: {len(shown)} samples as the model will see them")
     if config is not None and config.data.reading == "random":
         for note in _batches(config, tokens, hashes):
@@ -231,7 +223,14 @@ def folder(options: argparse.Namespace) -> int:
         raise ConfigError(f"--held-out {share:g}: of {len(kept)} pictures that leaves none on one side")
     asked = question or ("Describe the picture." if result.captions else "What is it?")
     sides = [[one for one, held in zip(result.pictures, kept) if held is side] for side in (False, True)]
-    _write({out: chats_folder.lines(mine, asked, out.parent.absolute()) for out, mine in zip(outs, sides)})
+    try:
+        for out, mine in zip(outs, sides):
+            with writing("--out", out):
+                write_whole(out, chats_folder.lines(mine, asked, out.parent.absolute()))
+    except ConfigError:
+        for out in outs:  # all of them or none
+            out.unlink(missing_ok=True)
+        raise
     for out, mine in zip(outs, sides):
         print(f"{out}: {len(mine):,} pictures")
     answers = len({one.answer for one in result.pictures})
@@ -242,37 +241,21 @@ def folder(options: argparse.Namespace) -> int:
     return BROKEN if result.left_out else CLEAN
 
 
-def _write(texts: Mapping[Path, str]) -> None:
-    """Writes all of the files or none. Raises ConfigError."""
-    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
-    done: list[Path] = []
-    path = next(iter(texts))
-    try:
-        for path, text in texts.items():
-            temporaries[path].write_text(text, encoding="utf-8")
-        for path, temporary in temporaries.items():
-            temporary.replace(path)
-            done.append(path)
-    except OSError as error:
-        for each in done:
-            each.unlink(missing_ok=True)
-        raise ConfigError(f"--out {path}: cannot write there: {error.strerror}") from None
-    finally:
-        for temporary in temporaries.values():
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-
-def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], ChatFormat, Config]:
-    """Training and validation files of a config, the chat format of its model, and the config. Raises ConfigError."""
+def _splits(options: argparse.Namespace) -> tuple[list[_Split], ChatFormat | None, Config | None]:
+    """The files to check; for those of a config also the chat format of its model, and the config. Raises
+    ConfigError."""
     from dataclasses import replace
 
+    from interlace.data.chats.files.sources import Rules
     from interlace.train.data.feed import chat_format, chat_sources
     from interlace.train.data.texts import ModelTokenizer, tokenizer_of
     from interlace.train.models.build import build
     from interlace.train.models.media_specs import check_inputs
 
-    config = load(path, overrides)
+    path, decode = _config_among(options), not options.headers
+    if path is None:
+        return [_Split("", "", options.files, Rules(decode=decode))], None, None
+    config = load(path, options.set)
     if config.data.own:
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))

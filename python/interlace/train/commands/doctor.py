@@ -103,29 +103,26 @@ def _versions() -> Check:
 
 
 def _attention() -> dict[str, Callable[[], Check]]:
-    def backend(name: str) -> Callable[[], Check]:
-        def check() -> Check:
-            import torch
+    def backend(name: str) -> Check:
+        import torch
 
-            from interlace.attention import bitfield_attention
-            from interlace.masks import BitfieldMask
+        from interlace.attention import bitfield_attention
+        from interlace.masks import BitfieldMask
 
-            device = "cuda" if name in ("triton", "gluon") and torch.cuda.is_available() else "cpu"
-            q = torch.randn(1, 2, 16, 16, device=device)
-            if name == "gluon":  # without fp32 support; fp32 would hide the actual reason
-                q = q.bfloat16()
-            out = bitfield_attention(q, q, q, BitfieldMask.causal(1, 16).to(device), backend=name)
-            assert isinstance(out, torch.Tensor)
-            how = f"runs on {device}"
-            if name == "cpu":
-                from interlace import _core
+        device = "cuda" if name in ("triton", "gluon") and torch.cuda.is_available() else "cpu"
+        q = torch.randn(1, 2, 16, 16, device=device)
+        if name == "gluon":  # without fp32 support; fp32 would hide the actual reason
+            q = q.bfloat16()
+        out = bitfield_attention(q, q, q, BitfieldMask.causal(1, 16).to(device), backend=name)
+        assert isinstance(out, torch.Tensor)
+        how = f"runs on {device}"
+        if name == "cpu":
+            from interlace import _core
 
-                how += f", instruction set {_core.attention_isa()}"
-            return bool(torch.isfinite(out).all()), how
+            how += f", instruction set {_core.attention_isa()}"
+        return bool(torch.isfinite(out).all()), how
 
-        return check
-
-    every = {f"attention: {name}": backend(name) for name in ("reference", "cpu", "triton", "gluon")}
+    every = {f"attention: {name}": partial(backend, name) for name in ("reference", "cpu", "triton", "gluon")}
     return every | {"attention: chosen": _chosen, "attention: self-checks": _self_checks}
 
 

@@ -136,12 +136,19 @@ class Outside(ABC):
         """Token ids of the prompt."""
 
     @abstractmethod
-    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
-        """Tokens that ``generate`` writes after the prompt, without `end`."""
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
+        """Tokens that ``generate`` writes after the prompt."""
 
     @abstractmethod
     def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
         """Logits [V] of the token after the prompt and the tokens `after` it."""
+
+    @torch.no_grad()
+    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+        """Greedy answer to the prompt, without `end`."""
+        options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": end, "pad_token_id": end}
+        made = self.generated(prompt, **options)
+        return made[:-1] if made and made[-1] == end else made
 
     @torch.no_grad()
     def tied(self, prompt: Prompt, first: list[int], second: list[int], end: int) -> bool:
@@ -185,13 +192,9 @@ class ReloadedWhole(Outside):
     def ids(self, prompt: Prompt) -> list[int]:
         return list(self._inputs(prompt)["input_ids"][0].tolist())
 
-    @torch.no_grad()
-    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
         given = self._inputs(prompt)
-        made = self.model.generate(
-            **given, do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=end, pad_token_id=end
-        )[0, given["input_ids"].shape[1] :].tolist()
-        return made[:-1] if made and made[-1] == end else made
+        return list(self.model.generate(**given, **options)[0, given["input_ids"].shape[1] :].tolist())
 
     def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
         given = self._inputs(prompt)
@@ -225,28 +228,21 @@ class Reloaded(Outside):
     def ids(self, prompt: Prompt) -> list[int]:
         return list(prompt.sample.input_ids.tolist())
 
-    @torch.no_grad()
-    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+    def generated(self, prompt: Prompt, **options: object) -> list[int]:
         embeds, mask = self._inputs(prompt.sample.input_ids, _data(prompt.sample))
 
         def look_both_ways(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             reads = kwargs.get("inputs_embeds")  # the prompt; later calls get ids
             return args, kwargs if reads is None else kwargs | {"attention_mask": mask}
 
-        hook = self.language_model.register_forward_pre_hook(look_both_ways, with_kwargs=True)
-        try:
+        with self.language_model.register_forward_pre_hook(look_both_ways, with_kwargs=True):
             made = self.language_model.generate(
                 inputs_embeds=embeds,
                 attention_mask=torch.ones(embeds.shape[:2], dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=end,
-                pad_token_id=end,
                 suppress_tokens=sorted(token for ids in self.placeholders.values() for token in ids) or None,
-            )[0].tolist()
-        finally:
-            hook.remove()
-        return made[:-1] if made and made[-1] == end else made
+                **options,
+            )
+        return list(made[0].tolist())
 
     def logits(self, prompt: Prompt, after: Sequence[int]) -> Tensor:
         ids = prompt.sample.input_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import count
 
 from interlace.costs.modules import ModuleCosts
 from interlace.model import MultimodalModel
@@ -61,11 +60,8 @@ def min_nodes(
     nodes fits.
     """
     per_node = config.resilience.ranks_per_node
-    for nodes in count(1):
-        ranks = nodes * per_node
-        if ranks > templates.most_ranks:
-            break
-        layout = templates.layout([ranks])
+    for nodes in range(1, templates.most_ranks // per_node + 1):
+        layout = templates.layout([nodes * per_node])
         try:
             if held_by_layout(config, model, layout, config.train.microbatches, total)[0].peak <= memory:
                 return nodes

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,8 @@ def spread_by_kind(dataset: SampleDataset, count: int) -> list[int]:
     kinds: dict[str, list[int]] = {}
     for index in range(min(len(dataset), 64 * max(count, 1))):
         kinds.setdefault(dataset.kind(index), []).append(index)
-    chosen: list[int] = []
-    while len(chosen) < count and any(kinds.values()):
-        for indices in kinds.values():
-            if indices and len(chosen) < count:
-                chosen.append(indices.pop(0))
-    return chosen
+    turns = zip_longest(*kinds.values())
+    return [index for turn in turns for index in turn if index is not None][:count]
 
 
 def write_summary(folder: Path, rows: Mapping[str, Any]) -> None:

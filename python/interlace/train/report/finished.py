@@ -58,9 +58,7 @@ class Ended:
         }
         # These cover the steps since the second-last line; the speeds above cover the whole run.
         rows |= {f"last_{name}": value for name, value in metrics.items() if name.startswith(("tflops", "mfu", "hfu"))}
-        rows |= outcome["forecast"]
-        if BLANK in metrics:
-            rows["items_read_as_blank"] = metrics[BLANK]
+        rows |= outcome["forecast"] | {"items_read_as_blank": metrics.get(BLANK)}
         best = -1 if job.config.checkpoint.best is None else outcome["verdict"].step
         if best >= 0:
             rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}

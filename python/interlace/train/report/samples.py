@@ -79,14 +79,9 @@ def draw(answers: Sequence[Answer], path: Path, name: str, scalings: Scalings) -
 
 def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """Images of any size side by side on a white canvas."""
-    height = max(picture.shape[0] for picture in pictures)
-    width = sum(picture.shape[1] for picture in pictures) + 2 * (len(pictures) - 1)
-    made = np.full((height, width, 3), 255, dtype=np.uint8)
-    left = 0
-    for picture in pictures:
-        made[: picture.shape[0], left : left + picture.shape[1]] = picture
-        left += picture.shape[1] + 2
-    return made
+    height, gap = max(map(len, pictures)), 2
+    padded = [np.pad(each, ((0, height - len(each)), (0, gap), (0, 0)), constant_values=255) for each in pictures]
+    return np.hstack(padded)[:, :-gap]
 
 
 def _short(text: str) -> str:

@@ -217,10 +217,9 @@ class Meeting(Rounds):
 
     @contextlib.contextmanager
     def _limit(self, what: str, seconds: float) -> Iterator[None]:
-        before = self._what, self._until
         self._what, self._until = what, time.monotonic() + seconds
         yield
-        self._what, self._until = before
+        self._until = float("inf")
 
     def _watch(self) -> None:
         while True:

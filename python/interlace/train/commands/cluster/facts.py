@@ -11,7 +11,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,44 +113,37 @@ def package_files(root: Path) -> dict[str, str]:
 
 def compare(facts: Sequence[Facts]) -> list[Trouble]:
     """Problems in the facts of all ranks, which are in rank order."""
-    troubles: list[Trouble] = []
+    return list(_troubles(facts))
+
+
+def _troubles(facts: Sequence[Facts]) -> Iterator[Trouble]:
     for name, called in EQUAL.items():
         if groups := _different([each[name] for each in facts]):
-            troubles.append(
-                Trouble(f"{called} differs: {_groups_text(groups)}", f"install one version of {called} everywhere")
-            )
+            yield Trouble(f"{called} differs: {_groups_text(groups)}", f"install one version of {called} everywhere")
     if groups := _different([each["config"] for each in facts]):
         groups_text = _groups_text({(digest[:8] or "none"): ranks for digest, ranks in groups.items()})
-        troubles.append(Trouble(f"the config file differs: {groups_text}", "copy one config file to every host"))
-    troubles.extend(_other_files([each["files"] for each in facts]))
+        yield Trouble(f"the config file differs: {groups_text}", "copy one config file to every host")
+    yield from _other_files([each["files"] for each in facts])
     for (host, gpu), ranks in groups_of([(each["host"], each["gpu"]) for each in facts]).items():
         if gpu and len(ranks) > 1:
             text = f"{ranks_in_words(ranks)} are on one GPU of {host} ({gpu})"
-            troubles.append(
-                Trouble(text, "start one rank per GPU, and give each process the same CUDA_VISIBLE_DEVICES")
-            )
+            yield Trouble(text, "start one rank per GPU, and give each process the same CUDA_VISIBLE_DEVICES")
     for host, ranks in groups_of([each["host"] for each in facts]).items():
         disk = min(facts[rank]["disk"] for rank in ranks)
         shared = min(facts[rank]["shared"] for rank in ranks)
         if 0 <= disk < LEAST_DISK:
             text = f"{host} has {disk / GIB:.2f} GiB free where runs go"
-            troubles.append(Trouble(text, "free space, or set run.folder"))
+            yield Trouble(text, "free space, or set run.folder")
         if 0 <= shared < LEAST_SHARED * len(ranks):
             text = f"{host} has {shared >> 20} MiB free in /dev/shm for {len(ranks)} ranks"
-            troubles.append(
-                Trouble(text, f"give it {LEAST_SHARED * len(ranks) >> 20} MiB or more (docker: --shm-size)")
-            )
-    return troubles
+            yield Trouble(text, f"give it {LEAST_SHARED * len(ranks) >> 20} MiB or more (docker: --shm-size)")
 
 
 def settings_that_differ(facts: Sequence[Facts]) -> list[str]:
     """Settings of NCCL and gloo that differ between ranks. These are notes, not problems: interfaces may differ."""
     names = sorted({name for each in facts for name in each["settings"]})
-    troubles = []
-    for name in names:
-        if groups := _different([each["settings"].get(name, "not set") for each in facts]):
-            troubles.append(f"{name} differs: {_groups_text(groups)}")
-    return troubles
+    values = {name: _different([each["settings"].get(name, "not set") for each in facts]) for name in names}
+    return [f"{name} differs: {_groups_text(groups)}" for name, groups in values.items() if groups]
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -160,19 +153,15 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _other_files(files: Sequence[Mapping[str, str]]) -> list[Trouble]:
+def _other_files(files: Sequence[Mapping[str, str]]) -> Iterator[Trouble]:
     """Package files that differ from rank 0's; ranks with the same differences share one problem."""
     others = [{name for name in {*files[0], *mine} if files[0].get(name) != mine.get(name)} for mine in files]
-    troubles = []
-    for names, ranks in groups_of([tuple(sorted(names)) for names in others]).items():
+    for names, ranks in groups_of(tuple(sorted(names)) for names in others).items():
         if not names:
             continue
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{ranks_in_words(ranks)} and rank 0 have other files of interlace: {shown}"
-        troubles.append(
-            Trouble(text, "install the same wheel, or the same commit built in the same way, on every host")
-        )
-    return troubles
+        yield Trouble(text, "install the same wheel, or the same commit built in the same way, on every host")
 
 
 def _different(values: Sequence[str]) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ The model is allocated only for timing, so a config for a thousand GPUs can be p
 from __future__ import annotations
 
 import argparse
-import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +44,14 @@ ITEMS_LEFT_OUT = (
 class Costs:
     """Layer costs in seconds, and one line on their source.
 
-    modules: of a microbatch, on a rank that has it whole. step: measured costs of chunks of any size, if available.
-    links: links between ranks, if known; else communication is free. counted: counted costs of chunks of any size, if
-    available.
+    modules: of a microbatch, on a rank that has it whole. step: measured or counted costs of chunks of any size, if
+    available. links: links between ranks, if known; else communication is free.
     """
 
     modules: Mapping[str, ModuleCosts]
     origin: str
     step: StepCosts | None = None
     links: Links | None = None
-    counted: StepCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ def counted(config: Config, model: MultimodalModel, tflops: float | None) -> Cos
     origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {links_text}{estimated(model)}; "
     tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: for the chains shown beside it
     rows, keys = row_bytes_of(model), key_bytes_of(model)
-    counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
-    return Costs(modules, f"{origin}tokens per microbatch: {shown}", links=links, counted=counted)
+    step = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
+    return Costs(modules, f"{origin}tokens per microbatch: {shown}", step, links)
 
 
 def _measured(config: Config, model: MultimodalModel, path: Path) -> Costs:
@@ -174,14 +172,10 @@ def _check_speed(options: argparse.Namespace) -> None:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
 
 
-def matmul_tflops(size: int = 768, repeats: int = 5) -> float:
+def matmul_tflops() -> float:
     """Speed of one thread pool of this machine in fp32 matrix products, in TFLOP/s."""
     import torch
 
+    size = 768
     a, b = torch.randn(size, size), torch.randn(size, size)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
+    return 2 * size**3 / min(timeit.repeat(lambda: a @ b, number=1, repeat=5)) / 1e12

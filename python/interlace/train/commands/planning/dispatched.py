@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
 def show(priced: Priced, path: Path) -> list[str]:
     """Draws the loads of the first step's replicas; returns a line for each module. Raises ConfigError."""
-    from interlace.run.tables.assign import assigner_of
     from interlace.run.tables.batch import GlobalBatch
-    from interlace.run.tables.dispatch import dispatcher_of
     from interlace.run.tables.table import Lengths
     from interlace.simulate import plot_loads
     from interlace.train.data.feed import Feed, datasets
     from interlace.train.data.texts import tokenizer_of
     from interlace.train.models.build import build_layout
-    from interlace.train.models.costs import ranks_per_node
+    from interlace.train.scheduling import samples_to_ranks
 
     config, model, source = priced.config, priced.model, priced.source
     check_picture("--data", path)
@@ -37,10 +35,7 @@ def show(priced: Priced, path: Path) -> list[str]:
         )
     tokenizer = tokenizer_of(config, source=source)
     layout = build_layout(config, model, source=source)
-    recompute, world = config.train.recompute, layout.world
-    dispatcher = dispatcher_of(
-        config.train.balance, layout, model, recompute=recompute, ranks_per_node=ranks_per_node(config, [world] * world)
-    )
+    assigner, dispatcher = samples_to_ranks(config, layout, model)
     if dispatcher is None:
         raise ConfigError(f"{source}: --data compares replicas, but every module has one: set parallel.dp")
     feed = Feed.of_config(config, *datasets(config, model, tokenizer, source=source), lambda _: [])
@@ -49,7 +44,7 @@ def show(priced: Priced, path: Path) -> list[str]:
     finally:
         feed.close()
     batch = GlobalBatch.of(given, None if config.data.pack else config.train.microbatches, config.chunks())
-    table = batch.table(layout, assigner_of(config.train.assign, layout, model, recompute=recompute), dispatcher)
+    table = batch.table(layout, assigner, dispatcher)
     lengths = Lengths.of(batch.samples, list(layout.modules)[:-1])
     before, after = dispatcher.as_drawn(lengths), dispatcher.computed(table, lengths)
     panels: dict[str, np.ndarray] = {}

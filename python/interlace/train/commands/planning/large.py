@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from interlace.train.blame import writing
 from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
-from interlace.train.models.costs import Load, budget_loads, ranks_per_node
-from interlace.train.scheduling import step_schedule
+from interlace.train.models.costs import Load, budget_loads
+from interlace.train.scheduling import samples_to_ranks, step_schedule
 
 if TYPE_CHECKING:
     from interlace.costs.links import Links
@@ -90,15 +90,9 @@ def play(
     """
     from interlace.estimate.predict import predict_arrays
     from interlace.estimate.sample_sizes import counted_traffic, sizes_of_samples
-    from interlace.run.tables.assign import assigner_of
     from interlace.run.tables.batch import table_of
-    from interlace.run.tables.dispatch import dispatcher_of
 
-    assigner = assigner_of(config.train.assign, layout, model, recompute=config.train.recompute)
-    node = ranks_per_node(config, [layout.world] * layout.world)
-    dispatcher = dispatcher_of(
-        config.train.balance, layout, model, recompute=config.train.recompute, ranks_per_node=node
-    )
+    assigner, dispatcher = samples_to_ranks(config, layout, model)
     table = table_of(
         layout, samples.lengths, assigner, dispatcher, microbatches=microbatches, chunks=config.chunks() or None
     )
@@ -154,8 +148,7 @@ def of_any_size(costs: pricing.Costs, loads: Mapping[str, Load]) -> Costs:
     """
     from interlace.costs.step import ScaledCosts
 
-    estimate = costs.step or costs.counted
-    return estimate or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
+    return costs.step or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
 
 
 def drawn_step(

@@ -84,7 +84,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _timeline(priced: Priced, candidate: Layout, facts: layouts.LayoutFacts) -> Timeline | Simulated:
-    """A step of `candidate`. found: of the config's own layout, whose weights are used again if they are cut alike.
+    """A step of `candidate`. facts: of the config's own layout, whose weights are used again if they are cut alike.
 
     Raises ValueError if a rank holds more than parallel.activation_memory.
     """
