@@ -11,6 +11,7 @@ from interlace.modalities.errors import DecodeError
 
 MOST_BLANK = 8  # items read as blank
 MOST_BLANK_SHARE = 0.01  # share of items read as blank; beyond both limits the data count as lost, not damaged
+FAILED_LATER = "failed after it was verified"
 _COUNTING = threading.Lock()  # media are decoded by the prefetch thread and by compute threads
 Loaded = TypeVar("Loaded")
 log = logging.getLogger("interlace.data")
@@ -22,8 +23,6 @@ class Reading:
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
         """File -> reason, for unreadable files. Such files are left out of every sample."""
-        self.skipped: dict[str, str] = {}
-        """File -> reason, for intact files that are left out (too long, too elongated, ...)."""
         self.read_items = 0
         """Number of items that this process has read for samples."""
         self.blank_items = 0
@@ -54,7 +53,7 @@ class Reading:
                 self.noted.append((source, why))
                 return
             first = source not in self.failures
-            self.failures[source] = f"failed after it was verified: {why}"
+            self.failures[source] = f"{FAILED_LATER}: {why}"
             lost, read = self.blank_items, self.read_items
         if first:
             log.error("%s can no longer be read, blank used instead: %s", source, why)
@@ -63,6 +62,10 @@ class Reading:
                 f"{lost} of {read} items that were verified before the run can no longer be read, the last "
                 f"{source}: {why}; bring the files back and go on with --resume"
             )
+
+    def lost_lately(self) -> list[str]:
+        """The first item that became unreadable, in words; empty: none."""
+        return [f"{path}: {why}" for path, why in self.failures.items() if why.startswith(FAILED_LATER)][:1]
 
     def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
         """Counts the items that a producer has read for this process, and those of them that are blank (source, why).

@@ -87,22 +87,15 @@ def clip_info(path: str | Path) -> tuple[int, int]:
     return int(info.frames), int(info.samplerate)
 
 
-def clip_size(path: str, *, decode: bool) -> tuple[int, int]:
-    """(samples, rate in Hz) of a clip from its header; decode: also decode all of it. Raises BrokenSampleError."""
-    check_file(path)
-    try:
-        frames, rate = clip_info(path)
-        if decode:
-            samples, _ = _samples(path)
-            if len(samples) != frames:
-                raise DecodeError(f"{path}: has {len(samples)} samples, its header promises {frames}")
-            if not np.isfinite(samples).all():
-                raise DecodeError(f"{path}: samples are not finite")
-    except ImportError:
-        raise
-    except Exception as error:  # libsndfile's own error types
-        raise BrokenSampleError("broken file", f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    return frames, rate
+def whole_clip(path: str | Path) -> tuple[np.ndarray, int]:
+    """(float32 [samples, channels], rate in Hz) of a clip that is as long as its header says. Raises DecodeError."""
+    frames, _ = clip_info(path)
+    samples, rate = _samples(path)
+    if len(samples) != frames:
+        raise DecodeError(f"{path}: has {len(samples)} samples, its header promises {frames}")
+    if not np.isfinite(samples).all():
+        raise DecodeError(f"{path}: samples are not finite")
+    return samples, rate
 
 
 def _samples(path: str | Path) -> tuple[np.ndarray, int]:
@@ -221,7 +214,15 @@ class Audio(Modality):
 
     def probe(self, path: str, *, decode: bool) -> Size:
         """See Modality."""
-        return clip_size(path, decode=decode)
+        check_file(path)
+        try:
+            if decode:
+                whole_clip(path)
+            return clip_info(path)
+        except ImportError:
+            raise
+        except Exception as error:  # libsndfile's own error types
+            raise BrokenSampleError("broken file", f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
     def load(self, path: str, spec: Spec, shapes: Sequence[Shape], limits: Limits) -> list[np.ndarray]:
         """float16 [mel bins, frames]."""

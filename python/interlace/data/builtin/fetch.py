@@ -17,17 +17,20 @@ import json
 import logging
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from interlace._cache import cache_folder
 
 PACKAGE = "tuxpaint-stamps-default"
 NEEDED_BYTES = 700 << 20  # for the package, the unpacked tree and derived files
+Made = TypeVar("Made")
 log = logging.getLogger("interlace.data")
 
 
@@ -65,6 +68,35 @@ def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) ->
             return find_stamps(folder) or _fetch(folder, timeout), ""
     except (FetchError, OSError, TimeoutError) as error:
         return None, " ".join(str(error).split())
+
+
+def made_once(lock: Path, timeout: float, load: Callable[[], Made | None], make: Callable[[], object]) -> Made | None:
+    """Result of `load`. If it is None, one process calls `make` first, and the others wait. Raises TimeoutError."""
+    made = load()
+    if made is None:
+        with exclusive(lock, timeout):
+            made = load()
+            if made is None:
+                make()
+                made = load()
+    return made
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Temporary folder beside `folder`, which it replaces if the block raises no error. To be used under a lock."""
+    mine = re.compile(rf"\.{re.escape(folder.name)}\.tmp-\d+")
+    for stale in folder.parent.iterdir():  # of a killed process: the lock shows that none is running
+        if mine.fullmatch(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

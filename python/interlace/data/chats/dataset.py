@@ -49,8 +49,9 @@ class ChatDataset(SampleDataset, Reading):
     def __init__(self, store: ChatStore, chats: ChatFormat, picks: np.ndarray, split: str) -> None:
         Reading.__init__(self)
         self.store, self.format, self.picks, self.split = store, chats, picks, split
-        for where, kind, reason in store.left_out:
-            (self.skipped if kind == "too long" else self.failures)[where] = f"{kind}: {reason}"
+        self.failures |= {where: f"{kind}: {reason}" for where, kind, reason in store.left_out if kind != "too long"}
+        self.reading: Reading = self
+        """Counters of this dataset, or those of its mixture."""
 
     def __getstate__(self) -> dict[str, Any]:
         picked = np.zeros(len(self.store), bool)  # pickled as bits: 125 kB for a million samples, not 8 MB
@@ -92,7 +93,9 @@ class ChatDataset(SampleDataset, Reading):
     def _sample(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> Sample:
         where = self.store.where(place)
         # Counts one read per sample, however many tiles its pictures have.
-        load = partial(self.read_or_blank, where, partial(self._load, place, encoded, chat), partial(_blank, encoded))
+        load = partial(
+            self.reading.read_or_blank, where, partial(self._load, place, encoded, chat), partial(_blank, encoded)
+        )
         return chat_sample(encoded, load, where)
 
     def _load(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> list[torch.Tensor]:
@@ -187,7 +190,7 @@ class ChatDataset(SampleDataset, Reading):
             parts.append(f"{len(self.store.left_out):,} of {total:,} samples left out ({counted}), e.g. {example}")
         if len(self.store.cut):
             parts.append(f"{len(self.store.cut):,} cut to {self.store.rules.max_tokens:,} tokens")
-        parts += [f"{path}: {why}" for path, why in self.failures.items() if "failed after" in why][:1]
+        parts += self.lost_lately()
         return f"{self.name}/{self.split}: {'; '.join(parts) or 'every sample could be used'}"
 
     def listing(self) -> str:

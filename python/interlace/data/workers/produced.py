@@ -76,7 +76,6 @@ class Ahead(AheadThread):
         self, producers: Producers, dataset: Dataset[Sample], place: tuple[int, int], options: ReadAhead
     ) -> None:
         self.producers, self.dataset, self.wanted, self.pinned = producers, dataset, options.wanted, options.pinned
-        self._batches: dict[int, int] = {}
         self.depth = max(0, options.prefetch - 1)  # besides the one in the queue
         super().__init__(1, *place)
 
@@ -94,9 +93,8 @@ class Ahead(AheadThread):
         while not self._stopping.is_set():
             try:
                 made = self._wait(making, f"batch {place[1]} of epoch {place[0]}")
-                here, place = place, self._following(*place)
-                making = self.producers.ask(Task("make", *place))  # requested while this batch is assembled
-                batch = _Batch(self, here[0], made)
+                batch, place = _Batch(self, place[0], made), made.next
+                making = self.producers.ask(Task("make", *place))  # requested while the items of this batch are
                 asked.append(batch.ask(batch.every if self.wanted is None else self.wanted(batch.samples)))
             except Stopped:
                 return
@@ -118,12 +116,6 @@ class Ahead(AheadThread):
         except BaseException as error:
             self._put(error)
             return False
-
-    def _following(self, epoch: int, position: int) -> tuple[int, int]:
-        if epoch not in self._batches:
-            asked = self.producers.ask(Task("batches", epoch))
-            self._batches = {epoch: self._wait(asked, f"the batches of epoch {epoch}")}
-        return (epoch, position + 1) if position + 1 < self._batches[epoch] else (epoch + 1, 0)
 
     def _wait(self, future: Future[Any], what: str) -> Any:
         return answered(future, what, self.producers, self._stopping.is_set)
@@ -160,7 +152,7 @@ class HeldOut:
 
     def __init__(self, producers: Producers, dataset: SampleDataset, indices: Sequence[int]) -> None:
         self.producers, self.dataset, self.pinned = producers, dataset, False
-        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices], None)
+        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices])
         self._batch = _Batch(self, 0, made, held_out=True)
         self.samples: list[Any] = self._batch.samples
 

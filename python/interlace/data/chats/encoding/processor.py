@@ -22,7 +22,7 @@ from interlace.data.chats.encoding import media as chats_media
 from interlace.data.chats.encoding.load import NoVideos
 from interlace.data.chats.encoding.processor_parts import Part as ProcessorPart
 from interlace.data.chats.encoding.processor_parts import Remembered, RememberedApart, Videos, settings_of
-from interlace.data.chats.encoding.template import Messages, Spans, render_with
+from interlace.data.chats.encoding.template import Messages, Spans
 from interlace.data.chats.encoding.tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
 from interlace.data.chats.files.shapes import Chat, Part
 from interlace.modalities import Modality, Sampled, all_modalities, named
@@ -240,7 +240,7 @@ class ProcessorFormat(ChatFormat):
         spans: Spans = []
         if not chat.is_prompt:
             messages = self._messages(chat, [part.path for part in chat.media])
-            text = render_with(self.template, self.writing.special)(messages, False)
+            text = self.writing.render(messages, prompt=False)
             spans = self.writing.answers(chat, messages, text)
         with self._asking:
             asked = self._ask_blank(chat, sizes)

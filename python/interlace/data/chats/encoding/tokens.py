@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from interlace.data.chats.encoding.media import refused_by
-from interlace.data.chats.encoding.template import Messages, Writing, render_with
+from interlace.data.chats.encoding.template import Messages, Writing
 from interlace.data.chats.files.shapes import Chat, Part, Turn
 from interlace.modalities import named
 from interlace.modalities.base import Spec
@@ -285,13 +285,6 @@ class TokenizerFormat(ChatFormat):
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
         self.tags, self.specs, self.media = dict(tags), dict(specs), media
 
-    @cached_property
-    def _render(self) -> Any:
-        return render_with(self.template, self.writing.special)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_render"}
-
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders for this kind of media; an item goes to each of them. Raises BrokenSampleError."""
         names = [name for name, spec in self.specs.items() if spec.modality == named(kind).encoded_by]
@@ -333,7 +326,7 @@ class TokenizerFormat(ChatFormat):
 
     def _write(self, chat: Chat) -> _Written:
         messages = self.messages(chat)
-        text = self._render(messages, chat.is_prompt)
+        text = self.writing.render(messages, prompt=chat.is_prompt)
         return _Written(text, [] if chat.is_prompt else self.writing.answers(chat, messages, text))
 
     def _encoded(

@@ -279,11 +279,7 @@ def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
     dataset_folder = energon_folder(path)
     assert dataset_folder is not None
     folder, part = dataset_folder
-    if (folder / META / "dataset.yaml").exists():
-        settings = _yaml(folder, "dataset")
-    else:
-        raise ChatFileError(f"{folder}: has no {META}/dataset.yaml: write it with 'energon prepare {folder}'")
-    splits = _yaml(folder, "split")
+    settings, splits = _yaml(folder, "dataset"), _yaml(folder, "split")
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
         raise ChatFileError(f"{folder}/{META}/split.yaml: has no split_parts")
