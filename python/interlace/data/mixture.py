@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, TypeVar
 
@@ -160,9 +160,8 @@ class MixedDataset(SampleDataset, Reading):
         by_kind: dict[str, list[Question]] = {}
         for start, part in zip(self.starts.tolist(), self.parts, strict=False):
             for kind, questions in part.data.questions().items():
-                by_kind.setdefault(kind, []).extend(
-                    Question(start + each.index, each.answer, each.takes) for each in questions
-                )
+                moved = [replace(each, index=start + each.index) for each in questions]
+                by_kind.setdefault(kind, []).extend(moved)
         return by_kind
 
     def asked(self, question: Question, shown: Question | None = None) -> Sample:
@@ -172,7 +171,7 @@ class MixedDataset(SampleDataset, Reading):
         if shown is not None:
             other, index = self._at(shown.index)
             media = other.media(index)
-        return data.asked(Question(own, question.answer, question.takes), media=media)
+        return data.asked(replace(question, index=own), media=media)
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""

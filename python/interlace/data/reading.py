@@ -12,7 +12,7 @@ from interlace.modalities.errors import DecodeError
 MOST_BLANK = 8  # items read as blank
 MOST_BLANK_SHARE = 0.01  # share of items read as blank; beyond both limits the data count as lost, not damaged
 FAILED_LATER = "failed after it was verified"
-_COUNTING = threading.Lock()  # media are decoded by the prefetch thread and by compute threads
+COUNTING = threading.Lock()  # media are decoded by the prefetch thread and by compute threads
 Loaded = TypeVar("Loaded")
 log = logging.getLogger("interlace.data")
 
@@ -37,7 +37,7 @@ class Reading:
 
         Raises DecodeError when that happens too often: the model would learn answers to blank media.
         """
-        with _COUNTING:
+        with COUNTING:
             self.read_items += 1
         try:
             return load()
@@ -47,7 +47,7 @@ class Reading:
 
     def lost(self, source: str, why: str) -> None:
         """Counts one item that became unreadable. Raises DecodeError when there are too many."""
-        with _COUNTING:
+        with COUNTING:
             self.blank_items += 1
             if self.noted is not None:
                 self.noted.append((source, why))
@@ -71,7 +71,7 @@ class Reading:
         """Counts the items that a producer has read for this process, and those of them that are blank (source, why).
 
         Raises DecodeError like `read_or_blank`."""
-        with _COUNTING:
+        with COUNTING:
             self.read_items += read
         for source, why in lost:
             self.lost(source, why)

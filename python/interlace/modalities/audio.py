@@ -47,7 +47,8 @@ class AudioSpec:
 
     def shape(self, frames: int, rate: int) -> tuple[int, int]:
         """(mel_bins, mel frames) of a clip of ``frames`` samples at ``rate`` Hz."""
-        return self.mel_bins, resampled_length(frames, rate) // HOP
+        shared = math.gcd(SAMPLE_RATE, rate)  # rounded as in scipy's polyphase resampler
+        return self.mel_bins, -(-frames * (SAMPLE_RATE // shared) // (rate // shared)) // HOP
 
     def item_shape(self, path: str, size: Size, limits: Limits, *, strict: bool) -> Shape:
         """Shape (mel_bins, mel frames) of a clip of (samples, rate). Raises BrokenSampleError for one that is too long
@@ -65,13 +66,6 @@ class AudioSpec:
         import torch  # imported here: workers that decode clips do not need torch
 
         return torch.from_numpy(array.astype(np.float32))
-
-
-def resampled_length(frames: int, rate: int) -> int:
-    """Number of samples after resampling ``frames`` samples from ``rate`` Hz to 16 kHz, rounded as in scipy's
-    polyphase resampler."""
-    shared = math.gcd(SAMPLE_RATE, rate)
-    return -(-frames * (SAMPLE_RATE // shared) // (rate // shared))
 
 
 def clip_info(path: str | Path) -> tuple[int, int]:

@@ -62,17 +62,13 @@ class ImageSpec:
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"mean and std need 3 values each, std > 0; got {self.mean}, {self.std}")
 
-    def patches(self, width: float, height: float) -> tuple[int, int]:
-        """(rows, columns) at the image's own resolution, ignoring the budget."""
-        return max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
-
     def fit(self, width: float, height: float, name: str = "image", *, strict: bool = False) -> tuple[int, int, int]:
         """Shape (3, H, W) after resizing an image of this size (pixels).
 
         Raises ImageTooLarge when one side is more than ``max_tokens`` times the other: even a single row of patches
         could not keep its shape. With ``strict``, also raised when the image would be scaled down at all.
         """
-        rows, columns = self.patches(width, height)
+        rows, columns = max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
         budget = self.max_tokens
         if max(width, height) > budget * min(width, height):
             raise ImageTooLarge(

@@ -58,14 +58,10 @@ def fetch_stamps(cache: str | Path | None = None, *, timeout: float = 300.0) -> 
 
 def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
     """``fetch_stamps`` for callers that report errors themselves: (folder or None, the error in one line or "")."""
-    existing = find_stamps(cache)
-    if existing is not None:
-        return existing, ""
     folder = cache_folder(cache)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder / "fetch.lock", timeout):
-            return find_stamps(folder) or _fetch(folder, timeout), ""
+        lock = folder / "fetch.lock"
+        return made_once(lock, timeout, lambda: find_stamps(folder), lambda: _fetch(folder, timeout)), ""
     except (FetchError, OSError, TimeoutError) as error:
         return None, " ".join(str(error).split())
 
@@ -121,7 +117,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-def _fetch(cache: Path, timeout: float) -> Path:
+def _fetch(cache: Path, timeout: float) -> None:
     for tool in ("apt-get", "dpkg", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise FetchError(f"{tool} not found (the package comes from Debian or Ubuntu archives)")
@@ -152,7 +148,6 @@ def _fetch(cache: Path, timeout: float) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(cache / "apt", ignore_errors=True)
-    return target / "stamps"
 
 
 def _download(apt: Path, work: Path, timeout: float) -> Path:

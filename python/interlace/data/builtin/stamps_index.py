@@ -204,27 +204,19 @@ def _group(index: StampIndex) -> None:
     owners: dict[str, Stamp] = {}
     sizes: dict[int, list[str]] = defaultdict(list)
     for stamp in index.stamps:
-        stamp.group = stamp.key
         for path in [i.path for i in stamp.images] + [c.path for c in stamp.clips.values()]:
             owners[path] = stamp
             sizes[(index.root / path).stat().st_size].append(path)
-    parent = {stamp.key: stamp.key for stamp in index.stamps}
-
-    def find(key: str) -> str:
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
+    members = {stamp.key: {stamp.key} for stamp in index.stamps}
     for paths in sizes.values():
         seen: dict[bytes, str] = {}
         for path in paths if len(paths) > 1 else []:
             digest = hashlib.blake2b((index.root / path).read_bytes(), digest_size=16).digest()
-            first = find(seen.setdefault(digest, owners[path].key))
-            second = find(owners[path].key)
-            parent[max(first, second)] = min(first, second)
+            key = owners[path].key
+            joined = members[key] | members[seen.setdefault(digest, key)]
+            members |= dict.fromkeys(joined, joined)
     for stamp in index.stamps:
-        stamp.group = find(stamp.key)
+        stamp.group = min(members[stamp.key])
 
 
 def is_held_out(stamp: Stamp, fraction: float) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.config.data import Source
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.data.own import opened
 from interlace.train.data.prepared import data_log, say_on_stderr, write_chats
@@ -228,10 +228,8 @@ class Feed:
                 "--resume: the validation samples are not those of the saved run, so losses could not be compared; "
                 "bring its data back, or start anew"
             )
-        try:
+        with blaming("--resume"):
             self.loader.load_state_dict(place)
-        except ValueError as error:
-            raise ConfigError(f"--resume: {error}") from None
 
     @property
     def blank_items(self) -> int:
@@ -276,12 +274,10 @@ def loader(
     """Loader of batches of samples, or of rows of at most `row_tokens` tokens. Raises ConfigError."""
     from interlace.data import Loader, RowLoader
 
-    try:
+    with blaming("[train] batch_size"):
         if row_tokens is None:
             return Loader(data, batch_size, seed=seed, drop_last=drop_last, ahead=ahead)
         return RowLoader(data, batch_size, row_tokens, seed=seed, drop_last=drop_last, ahead=ahead)
-    except ValueError as error:
-        raise ConfigError(f"[train] batch_size: {error}") from None
 
 
 def batch_notes(loader: Loader | StreamLoader) -> list[str]:
@@ -382,10 +378,8 @@ def chat_format(config: Config, model: MultimodalModel, tokenizer: ModelTokenize
     """The format that converts chats to tokens of `model`. Raises ConfigError."""
     specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
     tokens: dict[str, Any] = {name: encoder.tokens for name, encoder in model.encoders.items()}
-    try:
+    with blaming(f"{source}: [data]", (ValueError, ImportError)):
         return tokenizer.format(model.placeholders, tokens, specs)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{source}: [data]: {error}") from None
 
 
 def chat_sources(config: Config, model: MultimodalModel, source: str) -> list[tuple[Source, Rules]]:
