@@ -190,10 +190,6 @@ class Video(Sampled):
         check_file(path)
         return video_size(path, decode=decode)
 
-    def restored(self, numbers: Sequence[float]) -> Size:
-        """See Modality."""
-        return (int(numbers[0]), int(numbers[1]), numbers[2]) if numbers else ()
-
     def settings(self, data: DataSettings) -> VideoSpec:
         """See Modality."""
         return VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)

@@ -286,13 +286,10 @@ def load_chats(
 
 def train_picks(hashes: np.ndarray, held_out: float, limit: int | None) -> np.ndarray:
     """int64: indices of the records to train on, by their hashes; see `load_chats`."""
-    return _limited(np.flatnonzero(hashes >= held_out * 2**32), hashes, limit)
-
-
-def _limited(picks: np.ndarray, hashes: np.ndarray, limit: int | None) -> np.ndarray:
-    """At most `limit` of `picks`, in their order: those whose records have the smallest mixed hashes."""
+    picks = np.flatnonzero(hashes >= held_out * 2**32)
     if limit is None or limit >= len(picks):
         return picks
-    # Mixed: validation has taken the smallest hashes already, and files may have been split by hash.
+    # Those with the smallest mixed hashes, in their order. Mixed: validation has taken the smallest hashes already, and
+    # files may have been split by hash.
     mixed = (hashes[picks].astype(np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     return np.sort(picks[np.argsort(mixed, kind="stable")[:limit]])

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,20 +143,17 @@ class Feed:
         self.held_out_data = held_out
         count = min(validation_samples, len(held_out))
         self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
-        self._held_out: list[Sample] | None = None
         self._apart: HeldOut | None = None  # requests held-out items from producers
 
-    @property
+    @cached_property
     def held_out(self) -> list[Sample]:
         """The validation samples, the same on every rank."""
         from interlace.data.workers.produced import HeldOut
 
-        if self._held_out is None and self.loader.producers is not None:
-            self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
-            self._held_out = self._apart.samples
-        elif self._held_out is None:
-            self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
-        return self._held_out
+        if self.loader.producers is None:
+            return [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
+        self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
+        return self._apart.samples
 
     def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Media]]) -> None:
         """Requests decoding of the media that this process reads of these `parts` of the validation samples; does not

@@ -171,10 +171,6 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
     return spans[::-1]
 
 
-def _content_text(turn: Turn) -> str:
-    return "".join(part.text for part in turn.parts)
-
-
 def _pieces(turn: Turn) -> list[str]:
     """The pieces of an answer between the tags of thoughts, without surrounding white space."""
     return [piece.strip() for part in turn.parts for piece in THOUGHT.split(part.text) if piece.strip()]
@@ -223,11 +219,9 @@ def _lost(name: str, place: int, piece: str) -> BrokenSampleError:
 
 def _outer_tags(turn: Turn) -> tuple[list[str], list[str]]:
     """The tags of thoughts before the first piece of a turn, and those after the last."""
-    content = _content_text(turn)
-    tags, filled = (
-        THOUGHT.findall(content),
-        [number for number, piece in enumerate(THOUGHT.split(content)) if piece.strip()],
-    )
+    content = "".join(part.text for part in turn.parts)
+    tags = THOUGHT.findall(content)
+    filled = [number for number, piece in enumerate(THOUGHT.split(content)) if piece.strip()]
     return (tags[: filled[0]], tags[filled[-1] :]) if filled else ([], [])
 
 
