@@ -15,8 +15,8 @@ epoch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, TypeVar
 
@@ -52,7 +52,7 @@ def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) 
     return [weight / total for weight in fractions]
 
 
-class MixedDataset(SampleDataset):
+class MixedDataset(SampleDataset, Reading):
     """The samples of several sources, concatenated; `order` mixes them by their weights.
 
     mixes: False if no shares are drawn from the samples, as in validation; there may then be few samples.
@@ -66,31 +66,24 @@ class MixedDataset(SampleDataset):
     def __init__(self, parts: Sequence[Part], by: By = "samples", *, mixes: bool = True) -> None:
         if not parts:
             raise ValueError("there is no source")
+        Reading.__init__(self)
         self.parts, self.by = list(parts), by
-        self._produced = Reading()  # counters of what producers read for this process, over all sources
+        for part in parts:
+            self.failures |= part.data.failures
+            part.data.reading = self
         self.starts = np.concatenate([[0], np.cumsum([len(part.data) for part in parts])])
         means = [Fraction(int(part.data.token_lengths.sum()), len(part.data)) for part in parts]
         self.shares = share_of([part.weight for part in parts], means if by == "tokens" else None)
         self._most = max(range(len(parts)), key=lambda place: self.shares[place])
-        if mixes and self.draws * self.shares[self._most] < len(parts):
-            raise ValueError(f"{len(parts)} sources have {self.draws} samples in all, too few to be mixed: join some")
+        if mixes and len(self) * self.shares[self._most] < len(parts):
+            raise ValueError(f"{len(parts)} sources have {len(self)} samples in all, too few to be mixed: join some")
 
     # --- the mixture ----------------------------------------------------------------------------------------
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the sources, in order."""
-        return [part.name for part in self.parts]
-
-    @property
-    def draws(self) -> int:
-        """Number of samples that an epoch draws."""
-        return int(self.starts[-1])
-
     def drawn(self, epoch: int) -> list[int]:
         """Number of samples of each source drawn before `epoch` begins."""
-        before = [int(epoch * self.draws * share) for share in self.shares]  # rounded down
-        before[self._most] += epoch * self.draws - sum(before)
+        before = [int(epoch * len(self) * share) for share in self.shares]  # rounded down
+        before[self._most] += epoch * len(self) - sum(before)
         return before
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -167,9 +160,8 @@ class MixedDataset(SampleDataset):
         by_kind: dict[str, list[Question]] = {}
         for start, part in zip(self.starts.tolist(), self.parts, strict=False):
             for kind, questions in part.data.questions().items():
-                by_kind.setdefault(kind, []).extend(
-                    Question(start + each.index, each.answer, each.takes) for each in questions
-                )
+                moved = [replace(each, index=start + each.index) for each in questions]
+                by_kind.setdefault(kind, []).extend(moved)
         return by_kind
 
     def asked(self, question: Question, shown: Question | None = None) -> Sample:
@@ -179,7 +171,7 @@ class MixedDataset(SampleDataset):
         if shown is not None:
             other, index = self._at(shown.index)
             media = other.media(index)
-        return data.asked(Question(own, question.answer, question.takes), media=media)
+        return data.asked(replace(question, index=own), media=media)
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence. It must be equal on all ranks."""
@@ -190,53 +182,13 @@ class MixedDataset(SampleDataset):
 
     def report(self) -> str:
         """One line per source about samples left out or cut."""
-        if len(self.parts) == 1:
-            return self.parts[0].data.report()
-        lines = [f"{part.name}: {part.data.report()}" for part in self.parts]
-        return "; ".join(lines + [f"{path}: {why}" for path, why in self._produced.failures.items()][:1])
+        named = len(self.parts) > 1
+        lines = [f"{part.name}: {part.data.report()}" if named else part.data.report() for part in self.parts]
+        return "; ".join([*lines, *self.lost_lately()])
 
     def listing(self) -> str:
         """Every sample that was left out or cut, one per line with file, line and reason."""
         return "".join(part.data.listing() for part in self.parts)
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """File -> error for each unreadable file, over all sources."""
-        failures = {where: why for part in self.parts for where, why in part.data.failures.items()}
-        return failures | self._produced.failures
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """File -> reason for each intact file that is left out, over all sources."""
-        return {where: why for part in self.parts for where, why in part.data.skipped.items()}
-
-    @property
-    def read_items(self) -> int:  # type: ignore[override]
-        """Number of samples whose media this process has read."""
-        return sum(part.data.read_items for part in self.parts) + self._produced.read_items
-
-    @property
-    def blank_items(self) -> int:  # type: ignore[override]
-        """Number of these that became unreadable."""
-        return sum(part.data.blank_items for part in self.parts) + self._produced.blank_items
-
-    @property
-    def noted(self) -> list[tuple[str, str]] | None:
-        """List where a producer records lost samples, over all sources; see `Reading.noted`."""
-        return self.parts[0].data.noted
-
-    @noted.setter
-    def noted(self, items: list[tuple[str, str]] | None) -> None:
-        for part in self.parts:
-            part.data.noted = items
-
-    def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
-        """Adds the reads and losses of a producer; see `Reading.took`."""
-        self._produced.took(read, lost)
-
-    def lost(self, source: str, why: str) -> None:
-        """Counts a sample that no producer can read; see `Reading.lost`."""
-        self._produced.lost(source, why)
 
 
 def by_source(
@@ -248,9 +200,9 @@ def by_source(
         yield "", list(samples)
         return
     of = data.source_of(indices)
-    for place, name in enumerate(data.names):
+    for place, part in enumerate(data.parts):
         if (of == place).any():
-            yield name, [one for one, source in zip(samples, of.tolist(), strict=True) if source == place]
+            yield part.name, [one for one, source in zip(samples, of.tolist(), strict=True) if source == place]
 
 
 __all__ = ["By", "MixedDataset", "Part", "by_source", "share_of"]

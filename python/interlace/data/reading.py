@@ -11,7 +11,8 @@ from interlace.modalities.errors import DecodeError
 
 MOST_BLANK = 8  # items read as blank
 MOST_BLANK_SHARE = 0.01  # share of items read as blank; beyond both limits the data count as lost, not damaged
-_COUNTING = threading.Lock()  # media are decoded by the prefetch thread and by compute threads
+FAILED_LATER = "failed after it was verified"
+COUNTING = threading.Lock()  # media are decoded by the prefetch thread and by compute threads
 Loaded = TypeVar("Loaded")
 log = logging.getLogger("interlace.data")
 
@@ -22,8 +23,6 @@ class Reading:
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
         """File -> reason, for unreadable files. Such files are left out of every sample."""
-        self.skipped: dict[str, str] = {}
-        """File -> reason, for intact files that are left out (too long, too elongated, ...)."""
         self.read_items = 0
         """Number of items that this process has read for samples."""
         self.blank_items = 0
@@ -38,7 +37,7 @@ class Reading:
 
         Raises DecodeError when that happens too often: the model would learn answers to blank media.
         """
-        with _COUNTING:
+        with COUNTING:
             self.read_items += 1
         try:
             return load()
@@ -48,13 +47,13 @@ class Reading:
 
     def lost(self, source: str, why: str) -> None:
         """Counts one item that became unreadable. Raises DecodeError when there are too many."""
-        with _COUNTING:
+        with COUNTING:
             self.blank_items += 1
             if self.noted is not None:
                 self.noted.append((source, why))
                 return
             first = source not in self.failures
-            self.failures[source] = f"failed after it was verified: {why}"
+            self.failures[source] = f"{FAILED_LATER}: {why}"
             lost, read = self.blank_items, self.read_items
         if first:
             log.error("%s can no longer be read, blank used instead: %s", source, why)
@@ -64,11 +63,15 @@ class Reading:
                 f"{source}: {why}; bring the files back and go on with --resume"
             )
 
+    def lost_lately(self) -> list[str]:
+        """The first item that became unreadable, in words; empty: none."""
+        return [f"{path}: {why}" for path, why in self.failures.items() if why.startswith(FAILED_LATER)][:1]
+
     def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
         """Counts the items that a producer has read for this process, and those of them that are blank (source, why).
 
         Raises DecodeError like `read_or_blank`."""
-        with _COUNTING:
+        with COUNTING:
             self.read_items += read
         for source, why in lost:
             self.lost(source, why)

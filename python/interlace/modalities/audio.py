@@ -47,7 +47,8 @@ class AudioSpec:
 
     def shape(self, frames: int, rate: int) -> tuple[int, int]:
         """(mel_bins, mel frames) of a clip of ``frames`` samples at ``rate`` Hz."""
-        return self.mel_bins, resampled_length(frames, rate) // HOP
+        shared = math.gcd(SAMPLE_RATE, rate)  # rounded as in scipy's polyphase resampler
+        return self.mel_bins, -(-frames * (SAMPLE_RATE // shared) // (rate // shared)) // HOP
 
     def item_shape(self, path: str, size: Size, limits: Limits, *, strict: bool) -> Shape:
         """Shape (mel_bins, mel frames) of a clip of (samples, rate). Raises BrokenSampleError for one that is too long
@@ -67,13 +68,6 @@ class AudioSpec:
         return torch.from_numpy(array.astype(np.float32))
 
 
-def resampled_length(frames: int, rate: int) -> int:
-    """Number of samples after resampling ``frames`` samples from ``rate`` Hz to 16 kHz, rounded as in scipy's
-    polyphase resampler."""
-    shared = math.gcd(SAMPLE_RATE, rate)
-    return -(-frames * (SAMPLE_RATE // shared) // (rate // shared))
-
-
 def clip_info(path: str | Path) -> tuple[int, int]:
     """(samples, sample rate in Hz) from the container's headers. Raises DecodeError."""
     soundfile = library("soundfile")
@@ -87,22 +81,15 @@ def clip_info(path: str | Path) -> tuple[int, int]:
     return int(info.frames), int(info.samplerate)
 
 
-def clip_size(path: str, *, decode: bool) -> tuple[int, int]:
-    """(samples, rate in Hz) of a clip from its header; decode: also decode all of it. Raises BrokenSampleError."""
-    check_file(path)
-    try:
-        frames, rate = clip_info(path)
-        if decode:
-            samples, _ = _samples(path)
-            if len(samples) != frames:
-                raise DecodeError(f"{path}: has {len(samples)} samples, its header promises {frames}")
-            if not np.isfinite(samples).all():
-                raise DecodeError(f"{path}: samples are not finite")
-    except ImportError:
-        raise
-    except Exception as error:  # libsndfile's own error types
-        raise BrokenSampleError("broken file", f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    return frames, rate
+def whole_clip(path: str | Path) -> tuple[np.ndarray, int]:
+    """(float32 [samples, channels], rate in Hz) of a clip that is as long as its header says. Raises DecodeError."""
+    frames, _ = clip_info(path)
+    samples, rate = _samples(path)
+    if len(samples) != frames:
+        raise DecodeError(f"{path}: has {len(samples)} samples, its header promises {frames}")
+    if not np.isfinite(samples).all():
+        raise DecodeError(f"{path}: samples are not finite")
+    return samples, rate
 
 
 def _samples(path: str | Path) -> tuple[np.ndarray, int]:
@@ -221,7 +208,15 @@ class Audio(Modality):
 
     def probe(self, path: str, *, decode: bool) -> Size:
         """See Modality."""
-        return clip_size(path, decode=decode)
+        check_file(path)
+        try:
+            if decode:
+                whole_clip(path)
+            return clip_info(path)
+        except ImportError:
+            raise
+        except Exception as error:  # libsndfile's own error types
+            raise BrokenSampleError("broken file", f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
     def load(self, path: str, spec: Spec, shapes: Sequence[Shape], limits: Limits) -> list[np.ndarray]:
         """float16 [mel bins, frames]."""

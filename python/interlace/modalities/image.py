@@ -13,7 +13,6 @@ import base64
 import io
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,17 +62,13 @@ class ImageSpec:
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"mean and std need 3 values each, std > 0; got {self.mean}, {self.std}")
 
-    def patches(self, width: float, height: float) -> tuple[int, int]:
-        """(rows, columns) at the image's own resolution, ignoring the budget."""
-        return max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
-
     def fit(self, width: float, height: float, name: str = "image", *, strict: bool = False) -> tuple[int, int, int]:
         """Shape (3, H, W) after resizing an image of this size (pixels).
 
         Raises ImageTooLarge when one side is more than ``max_tokens`` times the other: even a single row of patches
         could not keep its shape. With ``strict``, also raised when the image would be scaled down at all.
         """
-        rows, columns = self.patches(width, height)
+        rows, columns = max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
         budget = self.max_tokens
         if max(width, height) > budget * min(width, height):
             raise ImageTooLarge(
@@ -121,23 +116,12 @@ class ImageSpec:
 
 
 # --- sizes without decoding -------------------------------------------------------------------------------
-
-
 def image_size(path: str | Path) -> tuple[float, float]:
-    """(width, height) in pixels from the header alone. Raises DecodeError."""
-    return svg_size(path) if str(path).lower().endswith(".svg") else png_size(path)
-
-
-def png_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) from the IHDR chunk. Raises DecodeError for a file that is not a PNG."""
-    with open(path, "rb") as file:
-        head = file.read(24)
-    if len(head) < 24 or head[:8] != b"\x89PNG\r\n\x1a\n" or head[12:16] != b"IHDR":
-        raise DecodeError(f"{path}: not a PNG file (its header is missing or cut short)")
-    width, height = struct.unpack(">II", head[16:24])
-    if not width or not height:
-        raise DecodeError(f"{path}: PNG of {width}x{height} pixels")
-    return width, height
+    """(width, height) in pixels from the header alone, as `picture_size`. Raises DecodeError."""
+    try:
+        return picture_size(str(path), decode=False)
+    except BrokenSampleError as error:
+        raise DecodeError(str(error)) from None
 
 
 _UNITS = {"": 1.0, "px": 1.0, "pt": 96 / 72, "pc": 16.0, "in": 96.0, "cm": 96 / 2.54, "mm": 96 / 25.4}
@@ -164,14 +148,19 @@ def _css_length(value: str) -> float:
     return float(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0.0
 
 
-def picture_size(path: str, *, decode: bool) -> tuple[int, int]:
-    """(width, height) of a picture as displayed, with its EXIF orientation applied.
+def picture_size(path: str, *, decode: bool) -> tuple[float, float]:
+    """(width, height) of a picture as displayed, with its EXIF orientation applied; of a drawing, in CSS pixels.
 
     Read from the header; decode: also decode the whole file, which detects damaged ones. Raises BrokenSampleError.
     """
     check_file(path)
     image_module = library("PIL.Image")
     try:
+        if path.lower().endswith(".svg"):
+            size = svg_size(path)
+            if decode:
+                decode_image(path, (3, 16, 16))
+            return size
         with opened(path) as source, image_module.open(source) as image:
             check_depth(image)
             # For PNG, Pillow also looks for EXIF data after the pixels, and decodes them on the way.
@@ -180,20 +169,8 @@ def picture_size(path: str, *, decode: bool) -> tuple[int, int]:
             if decode:
                 image.load()
     except Exception as error:  # pillow raises many types on broken files
-        raise BrokenSampleError("broken file", f"{path}: {error}") from None
+        raise BrokenSampleError("broken file", f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     return int(width), int(height)
-
-
-def drawing_size(path: str, *, decode: bool) -> tuple[float, float]:
-    """`picture_size` of an SVG file."""
-    check_file(path)
-    try:
-        size = svg_size(path)
-        if decode:
-            decode_image(path, (3, 16, 16))
-    except (DecodeError, OSError) as error:
-        raise BrokenSampleError("broken file", str(error)) from None
-    return size
 
 
 # --- decoding ---------------------------------------------------------------------------------------------
@@ -255,16 +232,8 @@ def _render_svg(path: str | Path, width: int, height: int) -> Picture:
 
 def load_image(path: str | Path, spec: ImageSpec) -> Tensor:
     """float32 [3, H, W] of one file, sized by the spec: for generation and demos. Raises DecodeError."""
-    try:
-        size = svg_size(path) if str(path).lower().endswith(".svg") else _pillow_size(path)
-    except OSError as error:
-        raise DecodeError(f"{path}: {error}") from error
-    return spec.tensor(decode_image(path, spec.fit(size[0], size[1], str(path))))
-
-
-def _pillow_size(path: str | Path) -> tuple[int, int]:
-    with library("PIL.Image").open(path) as image:
-        return upright_size(image)
+    width, height = image_size(path)
+    return spec.tensor(decode_image(path, spec.fit(width, height, str(path))))
 
 
 def upright_size(image: Picture) -> tuple[int, int]:
@@ -325,7 +294,7 @@ class Image(Modality):
 
     def probe(self, path: str, *, decode: bool) -> Size:
         """See Modality."""
-        return (drawing_size if path.lower().endswith(".svg") else picture_size)(path, decode=decode)
+        return picture_size(path, decode=decode)
 
     def load(self, path: str, spec: Spec, shapes: Sequence[Shape], limits: Limits) -> list[np.ndarray]:
         """uint8 [3, H, W] of each shape."""

@@ -87,16 +87,6 @@ class Header(NamedTuple):
     fps: float
 
 
-def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
-    """Index of the first frame shown, and the header of a file with only the frames shown: those that begin in the
-    part. Raises BrokenSampleError."""
-    start, length = shown(path, header.frames / header.fps, limits)
-    first, end = (math.ceil(round(seconds * header.fps, 6)) for seconds in (start, start + length))
-    if first >= min(end, header.frames):
-        raise BrokenSampleError("key", f"{path}: {limits.text()}: no frame begins in there")
-    return first, header._replace(frames=min(end, header.frames) - first)
-
-
 def read_frames(path: str, count: int, limits: Limits = NO_LIMITS) -> list[Picture]:
     """`count` frames as upright pictures, from the middles of equal parts. Raises DecodeError."""
     with _video(path, decoding=True) as container:
@@ -200,10 +190,6 @@ class Video(Sampled):
         check_file(path)
         return video_size(path, decode=decode)
 
-    def restored(self, numbers: Sequence[float]) -> Size:
-        """See Modality."""
-        return (int(numbers[0]), int(numbers[1]), numbers[2]) if numbers else ()
-
     def settings(self, data: DataSettings) -> VideoSpec:
         """See Modality."""
         return VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
@@ -242,8 +228,12 @@ class Video(Sampled):
         return Header(int(width), int(height), frames, fps)
 
     def clip(self, path: str, header: Header, limits: Limits) -> tuple[int, Header]:
-        """See Sampled."""
-        return clip_of(path, header, limits)
+        """See Sampled. Frames are shown that begin in the part."""
+        start, length = shown(path, header.frames / header.fps, limits)
+        first, end = (math.ceil(round(seconds * header.fps, 6)) for seconds in (start, start + length))
+        if first >= min(end, header.frames):
+            raise BrokenSampleError("key", f"{path}: {limits.text()}: no frame begins in there")
+        return first, header._replace(frames=min(end, header.frames) - first)
 
     def check(self, header: Header, part: ProcessorPart, who: str) -> None:
         """Raises BrokenSampleError for fewer frames than are merged into one. Processors would take zero frames then,
@@ -271,7 +261,7 @@ class Video(Sampled):
         import torch
 
         assert isinstance(size, Header)
-        _, shown = clip_of(path, size, limits)
+        _, shown = self.clip(path, size, limits)
         return torch.empty((shown.frames, 3, shown.height, shown.width), dtype=torch.uint8, device="meta")
 
     def frames(self, path: str, numbers: Sequence[int]) -> Tensor:

@@ -17,17 +17,20 @@ import json
 import logging
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from interlace._cache import cache_folder
 
 PACKAGE = "tuxpaint-stamps-default"
 NEEDED_BYTES = 700 << 20  # for the package, the unpacked tree and derived files
+Made = TypeVar("Made")
 log = logging.getLogger("interlace.data")
 
 
@@ -55,16 +58,41 @@ def fetch_stamps(cache: str | Path | None = None, *, timeout: float = 300.0) -> 
 
 def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
     """``fetch_stamps`` for callers that report errors themselves: (folder or None, the error in one line or "")."""
-    existing = find_stamps(cache)
-    if existing is not None:
-        return existing, ""
     folder = cache_folder(cache)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder / "fetch.lock", timeout):
-            return find_stamps(folder) or _fetch(folder, timeout), ""
+        lock = folder / "fetch.lock"
+        return made_once(lock, timeout, lambda: find_stamps(folder), lambda: _fetch(folder, timeout)), ""
     except (FetchError, OSError, TimeoutError) as error:
         return None, " ".join(str(error).split())
+
+
+def made_once(lock: Path, timeout: float, load: Callable[[], Made | None], make: Callable[[], object]) -> Made | None:
+    """Result of `load`. If it is None, one process calls `make` first, and the others wait. Raises TimeoutError."""
+    made = load()
+    if made is None:
+        with exclusive(lock, timeout):
+            made = load()
+            if made is None:
+                make()
+                made = load()
+    return made
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Temporary folder beside `folder`, which it replaces if the block raises no error. To be used under a lock."""
+    mine = re.compile(rf"\.{re.escape(folder.name)}\.tmp-\d+")
+    for stale in folder.parent.iterdir():  # of a killed process: the lock shows that none is running
+        if mine.fullmatch(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -89,7 +117,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-def _fetch(cache: Path, timeout: float) -> Path:
+def _fetch(cache: Path, timeout: float) -> None:
     for tool in ("apt-get", "dpkg", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise FetchError(f"{tool} not found (the package comes from Debian or Ubuntu archives)")
@@ -120,7 +148,6 @@ def _fetch(cache: Path, timeout: float) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(cache / "apt", ignore_errors=True)
-    return target / "stamps"
 
 
 def _download(apt: Path, work: Path, timeout: float) -> Path:

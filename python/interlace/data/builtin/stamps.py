@@ -90,20 +90,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PictureFile:
-    """A picture to write: `target` from the first readable one of `sources`, distorted by `seed` unless None."""
+class MediaFile:
+    """A file to write: `target` from the first readable one of `sources`. A picture is distorted by `seed` unless None;
+    a clip (.flac) is not."""
 
     target: str
     sources: tuple[str, ...]
-    seed: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class ClipFile:
-    """A clip to write."""
-
-    target: str
-    source: str
+    seed: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -112,7 +105,7 @@ class Drawn:
 
     train: list[Record] = field(default_factory=list)
     validation: list[Record] = field(default_factory=list)
-    files: dict[str, PictureFile | ClipFile] = field(default_factory=dict)
+    files: dict[str, MediaFile] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -277,10 +270,10 @@ class _Side:
         self.seen[key] += 1
         target = f"media/{key}@{look}.png"  # the number after the last @ is the look
         seed = (self.settings.seed, look, *key.encode()) if look else None
-        self.drawn.files.setdefault(target, PictureFile(target, entry.pictures, seed))
+        self.drawn.files.setdefault(target, MediaFile(target, entry.pictures, seed))
         return target
 
     def _clip(self, clip: Clip) -> str:
         target = f"media/{clip.path}.flac"  # the full name: a.ogg and a.wav are different clips
-        self.drawn.files.setdefault(target, ClipFile(target, clip.path))
+        self.drawn.files.setdefault(target, MediaFile(target, (clip.path,)))
         return target

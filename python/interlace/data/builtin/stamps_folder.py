@@ -17,9 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ from typing import Any
 
 from interlace._cores import usable_cores
 from interlace.data.builtin.byte_tokenizer import write_byte_tokenizer
-from interlace.data.builtin.fetch import exclusive, find_or_fetch
+from interlace.data.builtin.fetch import exclusive, find_or_fetch, new_folder
 from interlace.data.builtin.stamps import Drawn, Record, Settings, draw, media_of, texts_of
 from interlace.data.builtin.stamps_index import load_index
 from interlace.data.chats.encoding.bpe import write_tokenizer
@@ -118,13 +115,7 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
     if record is not None and record["contents"] != _contents(folder):
         raise FileExistsError(CHANGED.format(folder))
     began = time.monotonic()
-    mine = re.compile(rf"\.{re.escape(folder.name)}\.tmp-\d+")
-    for stale in folder.parent.iterdir():  # of a killed process: the lock shows that none is running
-        if mine.fullmatch(stale.name):
-            shutil.rmtree(stale, ignore_errors=True)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir()
+    with new_folder(folder) as temporary:
         log.info("writing chats about the %s into %s", source, folder)
         if index is None or root is None:
             from interlace.data.builtin.digits import draw_digits
@@ -134,8 +125,7 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
             from interlace.data.builtin.stamps_media import write_media
 
             drawn = draw(index, settings)
-            workers = usable_cores()
-            failed, broken = write_media(root, temporary, drawn.files, settings.side, workers)
+            failed, broken = write_media(root, temporary, drawn.files, settings.side, usable_cores())
             drawn.left_out |= broken
             for records in (drawn.train, drawn.validation):
                 records[:] = [each for each in records if not failed.intersection(media_of(each))]
@@ -145,10 +135,6 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
         sizes = {name: (temporary / name).stat().st_size for name in SPLITS}
         made = {"source": source, "words": words, "key": key, "sizes": sizes, "contents": _contents(temporary)}
         (temporary / MADE).write_text(json.dumps(made, indent=1), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     log.info("written in %.0f s", time.monotonic() - began)
     return Made(source, words, settings)
 

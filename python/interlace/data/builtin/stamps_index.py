@@ -20,7 +20,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from interlace.data.builtin.fetch import exclusive
+from pydantic import TypeAdapter
+
+from interlace.data.builtin.fetch import made_once
 from interlace.modalities.audio import clip_info
 from interlace.modalities.errors import DecodeError
 from interlace.modalities.image import image_size
@@ -80,13 +82,8 @@ class StampIndex:
 
     def save(self, path: Path) -> None:
         """Writes the JSON atomically."""
-        record = {
-            "format": FORMAT,
-            "signature": self.signature,
-            "stamps": [asdict(s) for s in self.stamps],
-            "failures": self.failures,
-            "skipped": self.skipped,
-        }
+        record = {"format": FORMAT} | asdict(self)
+        del record["root"]
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
         os.replace(temporary, path)
@@ -98,19 +95,8 @@ class StampIndex:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT or record["signature"] != signature:
                 return None
-            stamps = [
-                Stamp(
-                    s["key"],
-                    [ImageFile(**i) for i in s["images"]],
-                    s["captions"],
-                    {k: Clip(**c) for k, c in s["clips"].items()},
-                    s["group"],
-                )
-                for s in record["stamps"]
-            ]
-            skipped = {path: (reason, language) for path, (reason, language) in record["skipped"].items()}
-            return cls(root, signature, stamps, record["failures"], skipped)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return TypeAdapter(cls).validate_python(record | {"root": root})
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
@@ -126,14 +112,14 @@ def load_index(root: str | Path, cache: str | Path | None = None) -> StampIndex:
     files = sorted(_walk(root))
     signature = hashlib.sha256(repr((FORMAT, files)).encode()).hexdigest()[:16]
     path = (Path(cache) if cache is not None else root.parent) / "index.json"
-    index = StampIndex.load(path, root, signature)
+
+    def make() -> None:
+        log.info("reading the headers of %d files in %s", len(files), root)
+        build_index(root, [name for name, _, _ in files], signature).save(path)
+
+    index = made_once(path.with_suffix(".lock"), 600, lambda: StampIndex.load(path, root, signature), make)
     if index is None:
-        with exclusive(path.with_suffix(".lock"), timeout=600):  # one rank builds, the others read
-            index = StampIndex.load(path, root, signature)
-            if index is None:
-                log.info("reading the headers of %d files in %s", len(files), root)
-                index = build_index(root, [name for name, _, _ in files], signature)
-                index.save(path)
+        raise OSError(f"{path}: was written and cannot be read; is the disk full?")
     if not index.stamps:
         fetched = (root.parent / "complete.json").exists()
         remedy = f"; remove {root.parent} and it is fetched again" if fetched else ""
@@ -218,27 +204,19 @@ def _group(index: StampIndex) -> None:
     owners: dict[str, Stamp] = {}
     sizes: dict[int, list[str]] = defaultdict(list)
     for stamp in index.stamps:
-        stamp.group = stamp.key
         for path in [i.path for i in stamp.images] + [c.path for c in stamp.clips.values()]:
             owners[path] = stamp
             sizes[(index.root / path).stat().st_size].append(path)
-    parent = {stamp.key: stamp.key for stamp in index.stamps}
-
-    def find(key: str) -> str:
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
+    members = {stamp.key: {stamp.key} for stamp in index.stamps}
     for paths in sizes.values():
         seen: dict[bytes, str] = {}
         for path in paths if len(paths) > 1 else []:
             digest = hashlib.blake2b((index.root / path).read_bytes(), digest_size=16).digest()
-            first = find(seen.setdefault(digest, owners[path].key))
-            second = find(owners[path].key)
-            parent[max(first, second)] = min(first, second)
+            key = owners[path].key
+            joined = members[key] | members[seen.setdefault(digest, key)]
+            members |= dict.fromkeys(joined, joined)
     for stamp in index.stamps:
-        stamp.group = find(stamp.key)
+        stamp.group = min(members[stamp.key])
 
 
 def is_held_out(stamp: Stamp, fraction: float) -> bool:

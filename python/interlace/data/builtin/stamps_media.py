@@ -7,15 +7,15 @@ Converted once: reading the package's own files costs 5 ms per picture (large PN
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from interlace.data.builtin.stamps import ClipFile, PictureFile
-from interlace.modalities.audio import SAMPLE_RATE, resampled
+from interlace.data.builtin.stamps import MediaFile
+from interlace.modalities.audio import SAMPLE_RATE, resampled, whole_clip
 from interlace.modalities.errors import DecodeError
 from interlace.modalities.files import library
 from interlace.modalities.image import decode_image, image_size
@@ -24,25 +24,32 @@ MOST_ELONGATED = 8
 
 
 def write_media(
-    root: Path, folder: Path, files: Mapping[str, PictureFile | ClipFile], side: int, workers: int
+    root: Path, folder: Path, files: Mapping[str, MediaFile], side: int, workers: int
 ) -> tuple[set[str], dict[str, str]]:
     """Writes `files`, from sources under `root`, into `folder`. Returns targets that failed, and source -> why.
 
     All looks at one picture are made from one decoding. Deterministic: the output depends only on sources and seeds.
     """
-    jobs: dict[tuple[str, ...], list[PictureFile | ClipFile]] = {}
+    jobs: dict[tuple[str, ...], list[MediaFile]] = {}
     for file in files.values():
-        jobs.setdefault((file.source,) if isinstance(file, ClipFile) else file.sources, []).append(file)
+        jobs.setdefault(file.sources, []).append(file)
         (folder / file.target).parent.mkdir(parents=True, exist_ok=True)
     failed: set[str] = set()
     left_out: dict[str, str] = {}
 
-    def write(sources: tuple[str, ...], wanted: list[PictureFile | ClipFile]) -> dict[str, str]:
-        first = wanted[0]
-        if isinstance(first, ClipFile):
-            return _write_clip(root, folder, first)
-        pictures = [each for each in wanted if isinstance(each, PictureFile)]
-        return _write_pictures(root, folder, sources, pictures, side)
+    def write(sources: tuple[str, ...], wanted: list[MediaFile]) -> dict[str, str]:
+        """Writes files from the first readable one of `sources`. Returns the errors of those before it."""
+        trouble: dict[str, str] = {}
+        for source in sources:
+            try:
+                if wanted[0].target.endswith(".flac"):
+                    _write_clip(root / source, folder / wanted[0].target)
+                else:
+                    _write_pictures(root / source, folder, wanted, side)
+                break
+            except (DecodeError, OSError) as error:
+                trouble[source] = f"cannot be decoded: {str(error).replace(f'{root}/', '').removeprefix(f'{source}: ')}"
+        return trouble
 
     with ThreadPoolExecutor(workers, "interlace-stamps") as pool:
         for (sources, wanted), trouble in zip(jobs.items(), pool.map(write, *zip(*jobs.items(), strict=True))):
@@ -52,28 +59,18 @@ def write_media(
     return failed, left_out
 
 
-def _write_pictures(
-    root: Path, folder: Path, sources: Iterable[str], wanted: list[PictureFile], side: int
-) -> dict[str, str]:
-    """Writes pictures from the first readable one of `sources`. Returns the errors of those before it."""
-    trouble: dict[str, str] = {}
-    for source in sources:
-        try:
-            width, height = image_size(root / source)
-            if max(width, height) > MOST_ELONGATED * min(width, height):
-                raise DecodeError(f"{source}: more than {MOST_ELONGATED} times as long as wide")
-            scale = min(1.0, side / max(width, height)) if not source.endswith(".svg") else side / max(width, height)
-            shape = 3, max(1, round(height * scale)), max(1, round(width * scale))
-            pixels = decode_image(root / source, shape)
-        except (DecodeError, OSError) as error:
-            trouble[source] = f"cannot be decoded: {str(error).replace(f'{root}/', '').removeprefix(f'{source}: ')}"
-            continue
-        for file in wanted:
-            picture = library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-            made = picture if file.seed is None else distorted(picture, np.random.default_rng(file.seed))
-            made.save(folder / file.target, "PNG", compress_level=1)
-        break
-    return trouble
+def _write_pictures(source: Path, folder: Path, wanted: list[MediaFile], side: int) -> None:
+    """Writes the looks at a picture. Raises DecodeError, and OSError."""
+    width, height = image_size(source)
+    if max(width, height) > MOST_ELONGATED * min(width, height):
+        raise DecodeError(f"{source}: more than {MOST_ELONGATED} times as long as wide")
+    scale = side / max(width, height)
+    scale = scale if source.suffix == ".svg" else min(1.0, scale)
+    pixels = decode_image(source, (3, max(1, round(height * scale)), max(1, round(width * scale))))
+    picture = library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    for file in wanted:
+        made = picture if file.seed is None else distorted(picture, np.random.default_rng(file.seed))
+        made.save(folder / file.target, "PNG", compress_level=1)
 
 
 def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) -> Any:
@@ -96,16 +93,8 @@ def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) 
     return moved.point([max(0, round(255 - (255 - value) * (1 + 0.2 * light))) for value in range(256)] * 3)
 
 
-def _write_clip(root: Path, folder: Path, file: ClipFile) -> dict[str, str]:
-    soundfile = library("soundfile")
-    path = str(root / file.source)
-    try:
-        promised = soundfile.info(path).frames
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except Exception as error:  # libsndfile's own error types
-        return {file.source: f"cannot be decoded: {str(error).replace(f'{root}/', '')}"}
-    if len(samples) != promised or not np.isfinite(samples).all():
-        return {file.source: f"cannot be decoded: has {len(samples)} samples, its header promises {promised}"}
-    samples = np.clip(resampled(samples.mean(axis=1), rate), -1, 1)
-    soundfile.write(str(folder / file.target), samples, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
-    return {}
+def _write_clip(source: Path, target: Path) -> None:
+    """Writes a clip. Raises DecodeError, and OSError."""
+    samples, rate = whole_clip(source)
+    mono = np.clip(resampled(samples.mean(axis=1), rate), -1, 1)
+    library("soundfile").write(str(target), mono, SAMPLE_RATE, format="FLAC", subtype="PCM_16")

@@ -49,8 +49,9 @@ class ChatDataset(SampleDataset, Reading):
     def __init__(self, store: ChatStore, chats: ChatFormat, picks: np.ndarray, split: str) -> None:
         Reading.__init__(self)
         self.store, self.format, self.picks, self.split = store, chats, picks, split
-        for where, kind, reason in store.left_out:
-            (self.skipped if kind == "too long" else self.failures)[where] = f"{kind}: {reason}"
+        self.failures |= {where: f"{kind}: {reason}" for where, kind, reason in store.left_out if kind != "too long"}
+        self.reading: Reading = self
+        """Counters of this dataset, or those of its mixture."""
 
     def __getstate__(self) -> dict[str, Any]:
         picked = np.zeros(len(self.store), bool)  # pickled as bits: 125 kB for a million samples, not 8 MB
@@ -92,7 +93,9 @@ class ChatDataset(SampleDataset, Reading):
     def _sample(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> Sample:
         where = self.store.where(place)
         # Counts one read per sample, however many tiles its pictures have.
-        load = partial(self.read_or_blank, where, partial(self._load, place, encoded, chat), partial(_blank, encoded))
+        load = partial(
+            self.reading.read_or_blank, where, partial(self._load, place, encoded, chat), partial(_blank, encoded)
+        )
         return chat_sample(encoded, load, where)
 
     def _load(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> list[torch.Tensor]:
@@ -187,7 +190,7 @@ class ChatDataset(SampleDataset, Reading):
             parts.append(f"{len(self.store.left_out):,} of {total:,} samples left out ({counted}), e.g. {example}")
         if len(self.store.cut):
             parts.append(f"{len(self.store.cut):,} cut to {self.store.rules.max_tokens:,} tokens")
-        parts += [f"{path}: {why}" for path, why in self.failures.items() if "failed after" in why][:1]
+        parts += self.lost_lately()
         return f"{self.name}/{self.split}: {'; '.join(parts) or 'every sample could be used'}"
 
     def listing(self) -> str:
@@ -283,13 +286,10 @@ def load_chats(
 
 def train_picks(hashes: np.ndarray, held_out: float, limit: int | None) -> np.ndarray:
     """int64: indices of the records to train on, by their hashes; see `load_chats`."""
-    return _limited(np.flatnonzero(hashes >= held_out * 2**32), hashes, limit)
-
-
-def _limited(picks: np.ndarray, hashes: np.ndarray, limit: int | None) -> np.ndarray:
-    """At most `limit` of `picks`, in their order: those whose records have the smallest mixed hashes."""
+    picks = np.flatnonzero(hashes >= held_out * 2**32)
     if limit is None or limit >= len(picks):
         return picks
-    # Mixed: validation has taken the smallest hashes already, and files may have been split by hash.
+    # Those with the smallest mixed hashes, in their order. Mixed: validation has taken the smallest hashes already, and
+    # files may have been split by hash.
     mixed = (hashes[picks].astype(np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     return np.sort(picks[np.argsort(mixed, kind="stable")[:limit]])

@@ -6,7 +6,7 @@ data, processes build an index (`files/index.py`) first; files in the index are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,25 +55,25 @@ def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media
     ImportError with the package to install.
     """
     index = chats_index.of_large(files, rules, media)
-    if index is None:
-        for path in files:
-            yield from examine_records(chats_files.records(path, media, rules.prompt), chats, rules)
+    if index is not None:
+        yield from _examine_blocks(index.blocks(BLOCK), chats, rules)
         return
-    with _lookers() as pool:
-        for raws, known in index.blocks(BLOCK):
-            yield from _examine_block(raws, chats, rules, pool, known)
+    for path in files:
+        yield from examine_records(chats_files.records(path, media, rules.prompt), chats, rules)
 
 
 def examine_records(records: Iterator[Raw], chats: ChatFormat | None, rules: Rules) -> Iterator[Examined]:
     """Like `examine`, for records."""
-    with _lookers() as pool:
-        while block := list(islice(records, BLOCK)):
-            yield from _examine_block(block, chats, rules, pool, None)
+    blocks = iter(lambda: list(islice(records, BLOCK)), [])
+    yield from _examine_blocks(((block, [[]] * len(block)) for block in blocks), chats, rules)
 
 
-def _lookers() -> ThreadPoolExecutor:
-    cores = usable_cores()
-    return ThreadPoolExecutor(max(2, cores), "interlace-look")
+def _examine_blocks(
+    blocks: Iterable[tuple[list[Raw], list[list[Known]]]], chats: ChatFormat | None, rules: Rules
+) -> Iterator[Examined]:
+    with ThreadPoolExecutor(max(2, usable_cores()), "interlace-look") as pool:
+        for raws, known in blocks:
+            yield from _examine_block(raws, chats, rules, pool, known)
 
 
 def _examine_block(
@@ -81,7 +81,7 @@ def _examine_block(
     chats: ChatFormat | None,
     rules: Rules,
     pool: ThreadPoolExecutor,
-    known: list[list[Known]] | None,
+    known: list[list[Known]],
 ) -> Iterator[Examined]:
     read: list[Chat | BrokenSampleError] = []
     for raw in block:
@@ -106,12 +106,10 @@ def _examine_block(
         return rules.sizes == "records" and bool(part.stated) and takes_probe(part.kind)
 
     files: dict[tuple[str, str], Known | None] = {}
-    for place, chat in enumerate(read):
+    for chat, known_media in zip(read, known, strict=True):
         media = chat.media if isinstance(chat, Chat) else []
-        known_media: Sequence[Known | None] = known[place] if known is not None else []
-        for part, before in zip(
-            media, known_media if len(known_media) == len(media) else [None] * len(media), strict=True
-        ):
+        for place, part in enumerate(media):
+            before = known_media[place] if len(known_media) == len(media) else None
             if not trusted(part):
                 files.setdefault((part.kind, part.path), before)
 

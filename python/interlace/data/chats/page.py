@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -176,19 +176,16 @@ def _pieces(encoded: Encoded, chats: ChatFormat) -> Iterable[str]:
         # One character may span several tokens. They are decoded together: alone they would show as replacement
         # characters.
         while end < len(encoded.ids) and end - place < 8 and end not in starts:
-            if not _text(chats, encoded.ids[place:end]).endswith("\ufffd"):
+            if not chats.decode(encoded.ids[place:end], skip_special=False).endswith("\ufffd"):
                 break
             end += 1
         marks = ["t", *["learnt"][: encoded.targets[place]], *["special"][: encoded.ids[place] in special]]
-        text = html.escape(_text(chats, encoded.ids[place:end])).replace("\n", "&#9166;\n")
+        text = chats.decode(encoded.ids[place:end], skip_special=False)
+        text = html.escape(text).replace("\n", "&#9166;\n")
         yield f'<span class="{" ".join(marks)}">{text}</span>'
         place = end
     if len(encoded.ids) > MOST_TOKENS:
         yield f"<em> ... {len(encoded.ids) - MOST_TOKENS:,} tokens more</em>"
-
-
-def _text(chats: ChatFormat, ids: Sequence[int]) -> str:
-    return chats.decode(ids, skip_special=False)
 
 
 def _thumbnail(kind: str, path: str) -> str:

@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 import zlib
 from collections import Counter
@@ -35,7 +34,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from interlace.data.builtin.fetch import exclusive
+from interlace.data.builtin.fetch import made_once, new_folder
 from interlace.data.chats.encoding.tokens import ChatFormat, Encoded, Item
 from interlace.data.chats.examine import Examined, examine
 from interlace.data.chats.files import records as chats_files
@@ -165,19 +164,17 @@ def prepare(files: Sequence[Path], chats: ChatFormat, rules: Rules, cache: Path)
     """
     identity = [FORMAT, [chats_files.signature(path) for path in files], chats.signature(), repr(rules)]
     folder = cache / "chats" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
-    store = _load(folder, rules, chats)
+
+    def make() -> None:
+        with new_folder(folder) as temporary:
+            _write(temporary, examine(files, chats, rules, folder.parent / "media"), rules, chats)
+        prune((place.parent for place in folder.parent.glob("*/store.json")), KEPT_STORES)
+
+    store = made_once(folder.with_suffix(".lock"), WAIT, lambda: _load(folder, rules, chats), make)
     if store is None:
-        (cache / "chats").mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), WAIT):
-            store = _load(folder, rules, chats)
-            if store is None:
-                _build(folder, files, chats, rules)
-                store = _load(folder, rules, chats)
-                prune((place.parent for place in folder.parent.glob("*/store.json")), KEPT_STORES)
-        if store is None:
-            raise ChatFileError(
-                f"{folder}: was written and cannot be used; is the disk full, or does somebody change the media?"
-            )
+        raise ChatFileError(
+            f"{folder}: was written and cannot be used; is the disk full, or does somebody change the media?"
+        )
     if not len(store):
         named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         if not store.left_out:
@@ -224,20 +221,6 @@ def _changed(folder: Path, counts: Sequence[Any], chats: ChatFormat) -> str:
             if (None if now is None else list(now)) != was:
                 return f"{path[:200]} has changed since it was looked at"
     return chats.other_count(counts)
-
-
-def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules) -> None:
-    # Leftovers of killed processes: the lock shows that no builder is running.
-    for stale in folder.parent.glob(f".tmp-{folder.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        _write(temporary, examine(files, chats, rules, folder.parent / "media"), rules, chats)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write(folder: Path, examined: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +26,7 @@ from interlace.data.chats.files.records import ChatFileError, Raw
 from interlace.data.chats.files.shapes import Chat
 from interlace.data.chats.files.sources import Rules
 from interlace.data.chats.store import refuse
+from interlace.data.reading import COUNTING
 from interlace.data.streams.base import SampleStream
 from interlace.modalities.errors import DecodeError
 from interlace.model.sample import Sample
@@ -52,13 +51,6 @@ class ChatStream(SampleStream):
         """Location -> reason, for each record that this process has read and left out."""
         self.read_items = 0
         """Number of samples whose media this process has read. Undecodable samples are left out, never blank."""
-        self._counting = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_counting"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _counting=threading.Lock())
 
     @property
     def shards(self) -> int:
@@ -100,7 +92,7 @@ class ChatStream(SampleStream):
 
     def took(self) -> None:
         """Counts a sample whose media were read, here or by a worker process."""
-        with self._counting:
+        with COUNTING:
             self.read_items += 1
 
     def left_out(self, sample: Sample, error: DecodeError) -> None:
@@ -109,7 +101,7 @@ class ChatStream(SampleStream):
         self._lose(sample.name, f"media: {error}")
 
     def _lose(self, where: str, why: str) -> None:
-        with self._counting:
+        with COUNTING:
             first = where not in self.lost
             self.lost[where] = why
         if first:

@@ -151,11 +151,6 @@ class Decoded:
             used -= size
         return used
 
-    @property
-    def used(self) -> int:
-        """Bytes of the cached items."""
-        return sum(path.stat().st_size for path in self.folder.iterdir() if len(path.name) == 32)
-
     # ------------------------------------------------------------------ locks on samples
 
     @contextlib.contextmanager

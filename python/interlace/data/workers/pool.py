@@ -337,6 +337,5 @@ def _modules_of(dataset: object) -> list[str]:
 
 def sensible(local_ranks: int) -> int:
     """Default number of worker processes of a rank: half of its cores, at most 4; 0 with fewer than 4 cores."""
-    cores = usable_cores()
-    each = cores // max(1, local_ranks)
+    each = usable_cores() // max(1, local_ranks)
     return 0 if each < 4 else min(4, each // 2)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
@@ -76,54 +76,39 @@ class Ahead(AheadThread):
         self, producers: Producers, dataset: Dataset[Sample], place: tuple[int, int], options: ReadAhead
     ) -> None:
         self.producers, self.dataset, self.wanted, self.pinned = producers, dataset, options.wanted, options.pinned
-        self._batches: dict[int, int] = {}
         self.depth = max(0, options.prefetch - 1)  # besides the one in the queue
         super().__init__(1, *place)
 
     def _run(self, epoch: int, position: int) -> None:
-        asked: deque[_Batch | BaseException] = deque()
+        asked: deque[_Batch] = deque()
         try:
-            self._ask_ahead(asked, epoch, position)
+            for batch in self._in_turn(asked, epoch, position):
+                self._put(batch.loaded())
+        except Stopped:
+            pass
+        except BaseException as error:  # passed to the consumer, not swallowed
+            self._put(error)
         finally:
             for batch in asked:  # no longer needed
-                if isinstance(batch, _Batch):
-                    batch.drop()
+                batch.drop()
 
-    def _ask_ahead(self, asked: deque[_Batch | BaseException], epoch: int, position: int) -> None:
+    def _in_turn(self, asked: deque[_Batch], epoch: int, position: int) -> Iterator[_Batch]:
+        """The batches in order, with `depth` more in `asked`. An error comes after the batches before it."""
         making, place = self.producers.ask(Task("make", epoch, position)), (epoch, position)
-        while not self._stopping.is_set():
-            try:
-                made = self._wait(making, f"batch {place[1]} of epoch {place[0]}")
-                here, place = place, self._following(*place)
-                making = self.producers.ask(Task("make", *place))  # requested while this batch is assembled
-                batch = _Batch(self, here[0], made)
-                asked.append(batch.ask(batch.every if self.wanted is None else self.wanted(batch.samples)))
-            except Stopped:
-                return
-            except BaseException as error:  # passed to the consumer in order, not swallowed
-                asked.append(error)
-            while asked and (len(asked) > self.depth or isinstance(asked[-1], BaseException)):
-                if not self._hand_over(asked.popleft()):
-                    return
-
-    def _hand_over(self, item: _Batch | BaseException) -> bool:
-        """Queues a batch for `get` once its items have arrived; False: it was the last."""
         try:
-            if isinstance(item, BaseException):
-                raise item
-            self._put(item.loaded())
-            return True
+            while not self._stopping.is_set():
+                made = self._wait(making, f"batch {place[1]} of epoch {place[0]}")
+                batch, place = _Batch(self, place[0], made), made.next
+                making = self.producers.ask(Task("make", *place))  # made while the items of this batch are decoded
+                asked.append(batch.ask(batch.every if self.wanted is None else self.wanted(batch.samples)))
+                if len(asked) > self.depth:
+                    yield asked.popleft()
         except Stopped:
-            return False
-        except BaseException as error:
-            self._put(error)
-            return False
-
-    def _following(self, epoch: int, position: int) -> tuple[int, int]:
-        if epoch not in self._batches:
-            asked = self.producers.ask(Task("batches", epoch))
-            self._batches = {epoch: self._wait(asked, f"the batches of epoch {epoch}")}
-        return (epoch, position + 1) if position + 1 < self._batches[epoch] else (epoch + 1, 0)
+            return
+        except Exception:
+            while asked:
+                yield asked.popleft()
+            raise
 
     def _wait(self, future: Future[Any], what: str) -> Any:
         return answered(future, what, self.producers, self._stopping.is_set)
@@ -160,7 +145,7 @@ class HeldOut:
 
     def __init__(self, producers: Producers, dataset: SampleDataset, indices: Sequence[int]) -> None:
         self.producers, self.dataset, self.pinned = producers, dataset, False
-        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices], None)
+        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices])
         self._batch = _Batch(self, 0, made, held_out=True)
         self.samples: list[Any] = self._batch.samples
 

@@ -34,12 +34,11 @@ class Task:
     """One task.
 
     make: the batch at position `at` of `epoch`. load: the `items` (modality, number) of sample `at`, from the held-out
-    samples if `held_out` is set. batches: the number of batches of an epoch. decode: runs the pickled `loads`
-    (`packed`) of the stream sample called `name`. sent: items are sent with the answer even if they are in the node's
-    cache.
+    samples if `held_out` is set. decode: runs the pickled `loads` (`packed`) of the stream sample called `name`.
+    sent: items are sent with the answer even if they are in the node's cache.
     """
 
-    kind: Literal["make", "load", "batches", "decode"]
+    kind: Literal["make", "load", "decode"]
     epoch: int = 0
     at: int = 0
     items: tuple[tuple[str, int], ...] = ()
@@ -53,16 +52,7 @@ class Task:
             return self.name or "a sample"
         if self.held_out:
             return f"held-out sample {self.at}"
-        what = {"make": f"batch {self.at}", "load": f"sample {self.at}", "batches": "the batches"}
-        return f"{what[self.kind]} of epoch {self.epoch}"
-
-
-class About(NamedTuple):
-    """A media item without its data, as `Media` takes it."""
-
-    shape: tuple[int, ...]
-    tokens: int
-    about: dict[str, tuple[float, ...]]
+        return f"{'batch' if self.kind == 'make' else 'sample'} {self.at} of epoch {self.epoch}"
 
 
 class Bare(NamedTuple):
@@ -71,16 +61,18 @@ class Bare(NamedTuple):
     at: int
     ids: np.ndarray
     labels: np.ndarray
-    media: dict[str, list[About]]
+    media: dict[str, list[Media]]
     name: str
 
 
 @dataclass(frozen=True)
 class Made:
-    """A batch. rows: number of samples in each row, for packed samples."""
+    """A batch. rows: number of samples in each row, for packed samples. next: epoch and position of the batch after
+    it."""
 
     samples: list[Bare]
-    rows: list[int] | None
+    rows: list[int] | None = None
+    next: tuple[int, int] = (0, 0)
 
 
 class Raw(NamedTuple):
@@ -171,10 +163,8 @@ class Producing:
         self.loader, self.dataset, self.decoded = loader, loader.dataset, decoded
         self.held_out = loader.held_out
 
-    def answer(self, task: Task) -> Any:
-        """Answer of a task: a number of batches, `Made` or `Loaded`."""
-        if task.kind == "batches":
-            return self.loader.batches(task.epoch)
+    def answer(self, task: Task) -> Made | Loaded:
+        """Answer of a task."""
         if task.kind == "decode":
             loads = unpacked(self.dataset, task.loads)
             return Loaded([Raw.of(load()) for load in loads], read=len(loads))
@@ -185,7 +175,8 @@ class Producing:
         batch, indices = self.loader._make(task.epoch, task.at), self.loader.indices(task.epoch, task.at)
         rows = [len(row) for row in batch] if batch and isinstance(batch[0], list) else None
         flat = batch if rows is None else [sample for row in batch for sample in row]
-        return Made([bare_of(index, sample) for index, sample in zip(indices, flat, strict=True)], rows)
+        samples = [bare_of(index, sample) for index, sample in zip(indices, flat, strict=True)]
+        return Made(samples, rows, self.loader.following(task.epoch, task.at))
 
     def load(self, task: Task) -> Loaded:
         """The items of a sample, decoded unless they are cached."""
@@ -235,10 +226,7 @@ class Producing:
 
 def bare_of(index: int, sample: Sample) -> Bare:
     """A sample without its media's data, for transfer to the process that adds them."""
-    media = {
-        modality: [About(item.shape, item.tokens, dict(item.about)) for item in items]
-        for modality, items in sample.media.items()
-    }
+    media = {modality: [item.without_data() for item in items] for modality, items in sample.media.items()}
     return Bare(index, sample.input_ids.numpy(), sample.labels.numpy(), media, sample.name)
 
 

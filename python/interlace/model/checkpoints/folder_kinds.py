@@ -42,7 +42,9 @@ def refuse_other_kinds(folder: Path) -> None:
                 f"{folder} has quantized weights ({inner.get('quant_method', key)}), which cannot be trained: give the "
                 "unquantized model"
             )
-    if "auto_map" in table and not _known(table.get("model_type")):
+    from transformers import CONFIG_MAPPING
+
+    if "auto_map" in table and table.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(
             f"{folder} needs its own code (auto_map in {CONFIG}), which is never run, and the installed transformers "
             f"has no model of type {table.get('model_type')!r}: give a folder converted to a transformers class"
@@ -61,9 +63,3 @@ def _inside(table: dict[str, Any], key: str) -> object:
     """The value of `key` in a table or in a nested table."""
     inner = (_inside(value, key) for value in table.values() if isinstance(value, dict))
     return table[key] if key in table else next((value for value in inner if value is not None), None)
-
-
-def _known(kind: object) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return kind in CONFIG_MAPPING

@@ -61,7 +61,10 @@ def whole_class(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks may raise anything
         raise ValueError(f"{folder / CONFIG}: {one_line(error, 300)}") from None
-    named, *_ = _names_of(folder, config) or [""]
+    architectures = config.architectures or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{folder / CONFIG}: architectures is {architectures!r}, not a list of names of classes")
+    named = architectures[0] if architectures else ""
     model_class = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if isinstance(model_class, tuple):
         model_class = model_class[0]
@@ -75,14 +78,6 @@ def whole_class(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
             "version of transformers: use it as [model.NAME] path, or load it with its class and make a ModalityModule"
         )
     return model_class, config
-
-
-def _names_of(folder: Path, config: PretrainedConfig) -> list[str]:
-    """The `architectures` of a config. Raises ValueError unless it is a list of names."""
-    architectures = config.architectures or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"{folder / CONFIG}: architectures is {architectures!r}, not a list of names of classes")
-    return architectures
 
 
 def read_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

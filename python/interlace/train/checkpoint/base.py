@@ -57,18 +57,13 @@ def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
 
 
 def _places(name: str, shape: list[int]) -> list[tuple[slice, ...]]:
-    """Slices covered by a print: all of a weight with a row per word, a few vectors of others."""
-    if len(shape) < 2 or not any(word in name.lower() for word in WORDS):
-        return _vectors(shape)
-    rest = tuple(slice(0, size) for size in shape[1:])
-    return [(slice(at, min(at + ROWS, shape[0])), *rest) for at in range(0, shape[0], ROWS)]
-
-
-def _vectors(shape: list[int]) -> list[tuple[slice, ...]]:
-    """Slices of vectors along the last dimension of a tensor, from its first to its last; for one dimension,
-    all of it."""
-    if len(shape) < 2:
-        return [tuple(slice(0, size) for size in shape)]
+    """Slices covered by a print: all of a vector, and of a weight with a row per word; of others, a few vectors along
+    the last dimension, from the first to the last."""
+    if not shape:
+        return [()]
+    if len(shape) == 1 or any(word in name.lower() for word in WORDS):
+        rest = tuple(slice(0, size) for size in shape[1:])
+        return [(slice(at, min(at + ROWS, shape[0])), *rest) for at in range(0, shape[0], ROWS)]
     places = [[(size - 1) * i // (VECTORS - 1) for size in shape[:-1]] for i in range(VECTORS)]
     return [(*(slice(at, at + 1) for at in place), slice(0, shape[-1])) for place in places]
 

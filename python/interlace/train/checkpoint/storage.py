@@ -283,9 +283,7 @@ def read_manifest(folder: Path) -> Manifest:
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
-        if hasattr(hashlib, "file_digest"):
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        state = hashlib.sha256()  # Python 3.10
+        state = hashlib.sha256()
         while chunk := file.read(1 << 20):
             state.update(chunk)
         return state.hexdigest()

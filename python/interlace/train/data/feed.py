@@ -11,11 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.config.data import Source
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.data.own import opened
 from interlace.train.data.prepared import data_log, say_on_stderr, write_chats
@@ -142,20 +143,17 @@ class Feed:
         self.held_out_data = held_out
         count = min(validation_samples, len(held_out))
         self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
-        self._held_out: list[Sample] | None = None
         self._apart: HeldOut | None = None  # requests held-out items from producers
 
-    @property
+    @cached_property
     def held_out(self) -> list[Sample]:
         """The validation samples, the same on every rank."""
         from interlace.data.workers.produced import HeldOut
 
-        if self._held_out is None and self.loader.producers is not None:
-            self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
-            self._held_out = self._apart.samples
-        elif self._held_out is None:
-            self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
-        return self._held_out
+        if self.loader.producers is None:
+            return [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
+        self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
+        return self._apart.samples
 
     def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Media]]) -> None:
         """Requests decoding of the media that this process reads of these `parts` of the validation samples; does not
@@ -228,10 +226,8 @@ class Feed:
                 "--resume: the validation samples are not those of the saved run, so losses could not be compared; "
                 "bring its data back, or start anew"
             )
-        try:
+        with blaming("--resume"):
             self.loader.load_state_dict(place)
-        except ValueError as error:
-            raise ConfigError(f"--resume: {error}") from None
 
     @property
     def blank_items(self) -> int:
@@ -276,12 +272,10 @@ def loader(
     """Loader of batches of samples, or of rows of at most `row_tokens` tokens. Raises ConfigError."""
     from interlace.data import Loader, RowLoader
 
-    try:
+    with blaming("[train] batch_size"):
         if row_tokens is None:
             return Loader(data, batch_size, seed=seed, drop_last=drop_last, ahead=ahead)
         return RowLoader(data, batch_size, row_tokens, seed=seed, drop_last=drop_last, ahead=ahead)
-    except ValueError as error:
-        raise ConfigError(f"[train] batch_size: {error}") from None
 
 
 def batch_notes(loader: Loader | StreamLoader) -> list[str]:
@@ -382,10 +376,8 @@ def chat_format(config: Config, model: MultimodalModel, tokenizer: ModelTokenize
     """The format that converts chats to tokens of `model`. Raises ConfigError."""
     specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
     tokens: dict[str, Any] = {name: encoder.tokens for name, encoder in model.encoders.items()}
-    try:
+    with blaming(f"{source}: [data]", (ValueError, ImportError)):
         return tokenizer.format(model.placeholders, tokens, specs)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{source}: [data]: {error}") from None
 
 
 def chat_sources(config: Config, model: MultimodalModel, source: str) -> list[tuple[Source, Rules]]:

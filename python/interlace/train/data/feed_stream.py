@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.process.errors import CommError
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.data.feed import LEFT_OUT, Batch, Feed
 from interlace.train.errors import TrainingError
@@ -47,7 +47,7 @@ class StreamFeed(Feed):
         data, train = config.data, config.train
         limit, timeout = data.exchange_mb * MIB, config.parallel.timeout
         self.train, self.in_rows = stream, False  # type: ignore[assignment]
-        try:
+        with blaming("[data] reading = 'stream'"):
             self.loader: StreamLoader = StreamLoader(  # type: ignore[assignment]
                 stream,
                 parallel,
@@ -57,8 +57,6 @@ class StreamFeed(Feed):
                 options=StreamOptions(data.readers, limit, timeout, train.microbatches, config.chunks()),
                 ahead=ReadAhead(producers=producers, held_out=held_out),
             )
-        except ValueError as error:
-            raise ConfigError(f"[data] reading = 'stream': {error}") from None
         self.loader.begin()
         self._hold_out(held_out, train.validation_samples)
 

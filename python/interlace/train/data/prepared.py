@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import blaming
 from interlace.train.config.sections import Config
 
 
@@ -22,14 +22,12 @@ def write_chats(config: Config, say: Callable[[str], None], *, source: str = "co
 
     data = config.data
     folder = Path(data.train[0]).parent
-    try:
+    with blaming(f"{source}: [data] prepare", (ValueError, TypeError, ImportError, OSError)):
         made = stamps_folder.look(folder)
         settings = Settings(**data.options) if data.options or made is None else made.settings
         if made is None or made.source != data.prepare or made.settings.table() != settings.table():
             with data_log(say):
                 made = stamps_folder.make(folder, settings, source=data.prepare or "", cache=data.cache)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"{source}: [data] prepare: {error}") from None
     if made.source != data.prepare:
         say(made.words)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from interlace.modalities import all_modalities
 from interlace.train.config.data import NOT_WHOLE
-from interlace.train.config.load import ConfigError
+from interlace.train.config.load import ConfigError, blaming
 from interlace.train.config.sections import Config
 from interlace.train.data.prepared import say_on_stderr, write_chats
 
@@ -49,10 +49,8 @@ def tokenizer_of(config: Config, *, source: str = "config") -> ByteTokenizer | M
             f"{source}: data.{ignored[0]}: a whole checkpoint (model.path) reads media as its own processor does, "
             "which takes no such setting: remove it, or change the files of the processor"
         )
-    try:
+    with blaming(f"{source}: [data] tokenizer", (ValueError, ImportError)):
         return ModelTokenizer(config)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{source}: [data] tokenizer: {error}") from None
 
 
 @dataclass(frozen=True)

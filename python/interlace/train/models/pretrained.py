@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from interlace.model.checkpoints.tied import log_untied, own_parameter
 from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
+from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.models.architectures import read_json
 
 if TYPE_CHECKING:
@@ -181,13 +182,12 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     beside a parameter or among the layers: a bias, norm or layer that is left out changes every result. Buffers are not
     read, so a folder with buffers is rejected.
     """
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     parameters = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
     stored, key_of = located(module, folder)
     sources = present(module, key_of, stored)
     refuse_missing(folder, [key_of[name] for name in parameters if name not in sources], kind)
-    every = _keys(parameters, [*module.state_dict(), *names], stored)
+    every = _keys(parameters, [*module.state_dict(), *key_of], stored)
     refuse_buffers(folder, stored.keys() & set(every.values()) - set(key_of.values()))
     if left := _unused_keys(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
@@ -219,12 +219,10 @@ def located(module: nn.Module, folder: Path) -> tuple[Mapping[str, Source], dict
 
 def present(module: nn.Module, key_of: Mapping[str, str], stored: Mapping[str, Source]) -> dict[str, Source]:
     """Sources of the parameters of `module`, by first name; of tied ones, the first name that `stored` has."""
-    first: dict[int, str] = {}
     sources: dict[str, Source] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        own = first.setdefault(id(parameter), name)
-        if name in key_of and key_of[name] in stored:
-            sources.setdefault(own, stored[key_of[name]])
+    for name, first in canonical_names(module).items():
+        if key_of.get(name) in stored:
+            sources.setdefault(first, stored[key_of[name]])
     return sources
 
 

@@ -22,7 +22,7 @@ from interlace.data.chats.encoding import media as chats_media
 from interlace.data.chats.encoding.load import NoVideos
 from interlace.data.chats.encoding.processor_parts import Part as ProcessorPart
 from interlace.data.chats.encoding.processor_parts import Remembered, RememberedApart, Videos, settings_of
-from interlace.data.chats.encoding.template import Messages, Spans, render_with
+from interlace.data.chats.encoding.template import Messages, Spans
 from interlace.data.chats.encoding.tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
 from interlace.data.chats.files.shapes import Chat, Part
 from interlace.modalities import Modality, Sampled, all_modalities, named
@@ -127,9 +127,8 @@ class ProcessorFormat(ChatFormat):
                 {"type": "text", "text": part.text} if part.kind == "text" else named(part.kind).item(next(left))
                 for part in turn.parts
             ]
-            made.append(
-                {"role": turn.role, "content": self.writing.ended(content) if turn.role == "assistant" else content}
-            )
+            ended = self.writing.ended(content) if turn.role == "assistant" else content
+            made.append({"role": turn.role, "content": ended})
         return made
 
     def _ask(self, processor: Any, chat: Chat, media: Sequence[object], sampling: Mapping[str, object]) -> _Asked:
@@ -144,6 +143,7 @@ class ProcessorFormat(ChatFormat):
             ]
         # Only for these parts: some processors would convert the offsets to tensors, too.
         own = {key: value for each in all_modalities() for key, value in each.processor_arguments.items()}
+        wanted = {"return_offsets_mapping": True, "return_text_replacement_offsets": True, **own, **sampling}
         try:
             out = processor.apply_chat_template(
                 self._messages(chat, media),
@@ -152,12 +152,7 @@ class ProcessorFormat(ChatFormat):
                 tokenize=True,
                 return_dict=True,
                 return_tensors=self._unasked,
-                processor_kwargs={
-                    "return_offsets_mapping": True,
-                    "return_text_replacement_offsets": True,
-                    **own,
-                    **sampling,
-                },
+                processor_kwargs=wanted,
             )
         except JinjaError as error:
             raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
@@ -169,9 +164,8 @@ class ProcessorFormat(ChatFormat):
             )
         ids = [int(token) for token in out["input_ids"][0]]
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
-        frames = (
-            [[int(number) for number in one.frames_indices] for one in self._metadata(processor)] if sampling else []
-        )
+        metadata = self._metadata(processor) if sampling else []
+        frames = [[int(number) for number in one.frames_indices] for one in metadata]
         return _Asked(out, moved, ids, offsets, frames)
 
     def _ask_blank(self, chat: Chat, sizes: Sequence[Any]) -> _Asked:
@@ -240,7 +234,7 @@ class ProcessorFormat(ChatFormat):
         spans: Spans = []
         if not chat.is_prompt:
             messages = self._messages(chat, [part.path for part in chat.media])
-            text = render_with(self.template, self.writing.special)(messages, False)
+            text = self.writing.render(messages, prompt=False)
             spans = self.writing.answers(chat, messages, text)
         with self._asking:
             asked = self._ask_blank(chat, sizes)
@@ -323,20 +317,12 @@ class ProcessorFormat(ChatFormat):
         begins, runs = self._runs(chat, asked, self._blank)
         pieces = self._pieces(chat, asked, runs)
         places = [(medium, run) for medium, of_medium in enumerate(runs) for run in of_medium]
-        return [
-            self._check_tokens(
-                Item(
-                    named(chat.media[medium].kind).encoder,
-                    medium,
-                    start,
-                    count,
-                    begins[medium],
-                    piece.shape,
-                    piece.about,
-                )
-            )
-            for (medium, (start, count)), piece in zip(places, pieces, strict=True)
-        ]
+        items = []
+        for (medium, (start, count)), piece in zip(places, pieces, strict=True):
+            encoder = named(chat.media[medium].kind).encoder
+            item = Item(encoder, medium, start, count, begins[medium], piece.shape, piece.about)
+            items.append(self._check_tokens(item))
+        return items
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         with self._asking:

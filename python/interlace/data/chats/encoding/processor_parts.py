@@ -42,12 +42,10 @@ class Part:
     def __call__(self, media: Any, **kwargs: Any) -> Any:
         from transformers import BatchFeature
 
-        self.last = self._apart(media, kwargs) if any(self.asked) else self._made(media, kwargs)
+        self.last = self._apart(media, kwargs) if any(self.asked) else self._made(media, kwargs, {})
         return BatchFeature(dict(self.last))
 
-    def _made(
-        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, Any]:
         part = self._part
         if settings:
             part = copy.copy(part)
@@ -60,11 +58,9 @@ class Part:
         made = []
         for place, (medium, settings) in enumerate(zip(_flat(media), self.asked, strict=True)):
             own = {name: value for name, value in kwargs.items() if name not in settings}
-            made.append(
-                self._made(
-                    [medium], own | ({"video_metadata": metadata[place : place + 1]} if metadata else {}), settings
-                )
-            )
+            if metadata:
+                own["video_metadata"] = metadata[place : place + 1]
+            made.append(self._made([medium], own, settings))
         return {name: _beside([one[name] for one in made]) for name in made[0]}
 
 
@@ -102,9 +98,7 @@ class Videos(Part):
         self.metadata = list(_flat(kwargs.get("video_metadata") or ()))  # the part writes the chosen frames into these
         return super().__call__(media, **kwargs)
 
-    def _made(
-        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, Any]:
         return {name: _shown(value) for name, value in super()._made(media, kwargs, settings).items()}
 
 
@@ -118,10 +112,8 @@ class Remembered(Part):
         super().__init__(part)
         self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
-    def _made(
-        self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
-        key = (_sizes(media), repr(sorted(kwargs.items(), key=lambda item: item[0])), repr(settings or None))
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, Any]:
+        key = (_sizes(media), repr(sorted(kwargs.items(), key=lambda item: item[0])), repr(settings))
         if key not in self._kept:
             made = super()._made(media, kwargs, settings)
             self._kept[key] = {name: _light(value) for name, value in made.items()}
@@ -137,7 +129,7 @@ class RememberedApart(Remembered):
     def __call__(self, media: Any, **kwargs: Any) -> Any:
         from transformers import BatchFeature
 
-        outputs = [self._made([medium], kwargs) for medium in media]
+        outputs = [self._made([medium], kwargs, {}) for medium in media]
         shapes = {tuple((name, tuple(value.shape)) for name, value in one.items()) for one in outputs}
         if len(shapes) > 1:
             return super().__call__(media, **kwargs)

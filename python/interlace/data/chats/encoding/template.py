@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ THOUGHT = re.compile(r"</?think>")
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors, besides Jinja's own, that a template's expressions raise on a chat that it does not support."""
 Messages = list[dict[str, Any]]
-Render = Callable[[Messages, bool], str]
-"""(messages, True to add the generation prompt) -> text."""
 Spans = list[tuple[int, int]]
 
 
@@ -62,6 +60,24 @@ class Writing:
             return [*content, {"type": "text", "text": self.end}]
         return [*content[:-1], {**content[-1], "text": content[-1]["text"] + self.end}]
 
+    def render(self, messages: Messages, *, prompt: bool) -> str:
+        """The text of `messages`. prompt: add the generation prompt. Raises BrokenSampleError for a chat that the
+        template refuses."""
+        return self.rendered(messages, add_generation_prompt=prompt)[0]
+
+    def rendered(self, messages: Messages, **more: bool) -> tuple[str, Spans]:
+        """The library's own rendering, and the spans that it marks. Raises BrokenSampleError as `render`."""
+        from jinja2 import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages], chat_template=self.template, **more, **self.special
+            )
+        except (JinjaError, *REFUSALS) as error:
+            raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
+        return str(texts[0]), spans[0] if spans else []
+
     def answers(self, chat: Chat, messages: Messages, text: str) -> Spans:
         """[start, end) in characters of `text`, the rendered `messages`, for each answer of `chat` that has a loss.
         Raises BrokenSampleError, and TemplateError for a template that fits no chat."""
@@ -77,32 +93,10 @@ class Writing:
         return next(token for token in self.ends if text.startswith(token, place))
 
 
-def _rendered(template: str, special: dict[str, Any], messages: Messages, **more: bool) -> tuple[str, Spans]:
-    """The library's own rendering of `template`, and the spans that it marks. Raises BrokenSampleError for a chat that
-    the template refuses."""
-    from jinja2 import TemplateError as JinjaError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        texts, spans = render_jinja_template(conversations=[messages], chat_template=template, **more, **special)
-    except (JinjaError, *REFUSALS) as error:
-        raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
-    return str(texts[0]), spans[0] if spans else []
-
-
-def render_with(template: str, special: dict[str, Any]) -> Render:
-    """Renders messages with `template`. Raises BrokenSampleError for a chat that the template refuses."""
-
-    def render(messages: Messages, prompt: bool) -> str:
-        return _rendered(template, special, messages, add_generation_prompt=prompt)[0]
-
-    return render
-
-
 def _marked(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spans:
     """Spans from the template's own marks."""
     name = writing.name
-    again, spans = _rendered(writing.template, writing.special, messages, return_assistant_tokens_mask=True)
+    again, spans = writing.rendered(messages, return_assistant_tokens_mask=True)
     if again != text:
         raise TemplateError(f"{name}: writes another text when it is asked which words are the assistant's")
     spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
@@ -127,7 +121,7 @@ def _marked(chat: Chat, messages: Messages, text: str, writing: Writing) -> Span
 
 def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spans:
     """Spans from marks inserted into a second rendering."""
-    render, name = render_with(writing.template, writing.special), writing.name
+    name = writing.name
     if OPEN in text:
         raise BrokenSampleError("template", "its text has the character U+FDD0, by which answers are found here")
     spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
@@ -137,7 +131,7 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
         first = next(count) + 1
         marked[place] = {**messages[place], "content": _with_marks(messages[place]["content"], writing.end, count)}
         marks[place] = list(range(first, next(count), 2))
-    places, plain = _places(render(marked, False))
+    places, plain = _places(writing.render(marked, prompt=False))
     if plain != text:
         raise BrokenSampleError(
             "template",
@@ -157,7 +151,7 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
     if marks[last] and (end := places.get(marks[last][-1] + 1, -1)) >= 0:
         # The token after the last turn is the end token. After earlier turns the next turn may also begin with a token.
         ends = (writing.token_at(text, _behind_space(text, _behind_tags(chat.turns[last], text, end))),)
-    prompt, gap = render(messages[:last], True), ""
+    prompt, gap = writing.render(messages[:last], prompt=True), ""
     spans = []
     for place in reversed(learnt):
         turn, start, end = chat.turns[place], places[marks[place][0]], places[marks[place][-1] + 1]
@@ -175,10 +169,6 @@ def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spa
             end = behind + len(writing.token_at(text, behind))
         spans.append((own, end))
     return spans[::-1]
-
-
-def _content_text(turn: Turn) -> str:
-    return "".join(part.text for part in turn.parts)
 
 
 def _pieces(turn: Turn) -> list[str]:
@@ -229,11 +219,9 @@ def _lost(name: str, place: int, piece: str) -> BrokenSampleError:
 
 def _outer_tags(turn: Turn) -> tuple[list[str], list[str]]:
     """The tags of thoughts before the first piece of a turn, and those after the last."""
-    content = _content_text(turn)
-    tags, filled = (
-        THOUGHT.findall(content),
-        [number for number, piece in enumerate(THOUGHT.split(content)) if piece.strip()],
-    )
+    content = "".join(part.text for part in turn.parts)
+    tags = THOUGHT.findall(content)
+    filled = [number for number, piece in enumerate(THOUGHT.split(content)) if piece.strip()]
     return (tags[: filled[0]], tags[filled[-1] :]) if filled else ([], [])
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from interlace.data.chats.encoding.media import refused_by
-from interlace.data.chats.encoding.template import Messages, Writing, render_with
+from interlace.data.chats.encoding.template import Messages, Spans, Writing
 from interlace.data.chats.files.shapes import Chat, Part, Turn
 from interlace.modalities import named
 from interlace.modalities.base import Spec
@@ -63,14 +63,6 @@ class Encoded:
     ids: list[int]
     targets: list[bool]
     items: list[Item]
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A chat as rendered by its template. spans: of its answers, in characters."""
-
-    text: str
-    spans: list[tuple[int, int]]
 
 
 def _tried(function: Callable[..., Made], *arguments: Any) -> Made | ValueError:
@@ -285,13 +277,6 @@ class TokenizerFormat(ChatFormat):
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
         self.tags, self.specs, self.media = dict(tags), dict(specs), media
 
-    @cached_property
-    def _render(self) -> Any:
-        return render_with(self.template, self.writing.special)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_render"}
-
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders for this kind of media; an item goes to each of them. Raises BrokenSampleError."""
         names = [name for name, spec in self.specs.items() if spec.modality == named(kind).encoded_by]
@@ -313,34 +298,35 @@ class TokenizerFormat(ChatFormat):
         return "".join(self.tags[encoder] for encoder in self.encoders_of(part.kind))
 
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
-        written = self._write(chat)
-        made = self.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
-        return self._encoded(chat, sizes, written, made["input_ids"], made["offset_mapping"])
+        text, spans = self._write(chat)
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return self._encoded(chat, sizes, spans, made["input_ids"], made["offset_mapping"])
 
     def encode_many(self, chats: Sequence[tuple[Chat, Sequence[Any]]]) -> list[Encoded | ValueError]:
         """Like `ChatFormat.encode_many`; the texts are tokenised in one batch, without the GIL. For short texts this is
         not faster than one by one: templates and Python take most of the time (bench/data_index.py)."""
         written = [_tried(self._write, chat) for chat, _ in chats]
-        texts = [one.text for one in written if isinstance(one, _Written)]
+        texts = [one[0] for one in written if not isinstance(one, ValueError)]
         if not texts:
             return [one for one in written if isinstance(one, ValueError)]
         made = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         tokens = iter(zip(made["input_ids"], made["offset_mapping"], strict=True))
         return [
-            one if isinstance(one, ValueError) else _tried(self._encoded, chat, sizes, one, *next(tokens))
+            one if isinstance(one, ValueError) else _tried(self._encoded, chat, sizes, one[1], *next(tokens))
             for (chat, sizes), one in zip(chats, written, strict=True)
         ]
 
-    def _write(self, chat: Chat) -> _Written:
+    def _write(self, chat: Chat) -> tuple[str, Spans]:
+        """The text of a chat by its template, and the spans of its answers, in characters."""
         messages = self.messages(chat)
-        text = self._render(messages, chat.is_prompt)
-        return _Written(text, [] if chat.is_prompt else self.writing.answers(chat, messages, text))
+        text = self.writing.render(messages, prompt=chat.is_prompt)
+        return text, [] if chat.is_prompt else self.writing.answers(chat, messages, text)
 
     def _encoded(
         self,
         chat: Chat,
         sizes: Sequence[Any],
-        written: _Written,
+        spans: Spans,
         text_ids: Sequence[int],
         text_offsets: Sequence[tuple[int, int]],
     ) -> Encoded:
@@ -373,7 +359,7 @@ class TokenizerFormat(ChatFormat):
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
-        return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
+        return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
 
     def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
         with refused_by(f"the encoder {encoder!r}"):

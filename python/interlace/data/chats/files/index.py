@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.data.builtin.fetch import exclusive
+from interlace.data.builtin.fetch import made_once
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.records import ChatFileError, Piece, Raw
 from interlace.data.chats.files.sources import Rules, Stamp, prune
@@ -159,46 +159,38 @@ def load(
     pieces = [
         (piece, folder / "pieces" / f"{place_of(piece)}.npz") for path in files for piece in chats_files.pieces(path)
     ]
-    began, about = time.monotonic(), [current(*each) for each in pieces]
-    made = None in about
-    if made:
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), WAIT):
-            _make(folder, files, pieces, rules, media, processes, say)
-            about = [current(*each) for each in pieces]
-            prune(folder.parent.glob("*/"), KEPT)
-    if None in about:
+    began, made = time.monotonic(), False
+
+    def facts() -> list[dict[str, Any]] | None:
+        about = [current(*each) for each in pieces]
+        return None if None in about else [each for each in about if each is not None]
+
+    def make() -> None:
+        from interlace.data.chats.files.index_pool import run
+
+        nonlocal made
+        made, signatures = True, [chats_files.signature(path) for path in files]
+        (folder / "pieces").mkdir(parents=True, exist_ok=True)
+        for stale in set((folder / "pieces").iterdir()) - {place for _, place in pieces}:
+            stale.unlink(missing_ok=True)
+        missing = [each for each in pieces if current(*each) is None]
+        if len(missing) < len(pieces):
+            say(f"{len(pieces) - len(missing)} of {len(pieces)} pieces of the index are there already")
+        run(missing, rules, media, processes, say)
+        if signatures != [chats_files.signature(path) for path in files]:
+            raise ChatFileError(
+                f"{files[0]}: the data files change while they are indexed; start again when they are whole"
+            )
+        prune(folder.parent.glob("*/"), KEPT)
+
+    about = made_once(folder.with_suffix(".lock"), WAIT, facts, make)
+    if about is None:
         raise ChatFileError(f"{folder}: was written and cannot be used; is the disk full, or do the data files change?")
     os.utime(folder)  # marks it as used: pruning sorts by this time
-    index = ChatIndex(folder, pieces, [each for each in about if each is not None])
+    index = ChatIndex(folder, pieces, about)
     if made:
         say(f"indexed {len(index):,} records of {len(files)} files in {time.monotonic() - began:.1f} s")
     return index
-
-
-def _make(
-    folder: Path,
-    files: Sequence[Path],
-    pieces: Sequence[tuple[Piece, Path]],
-    rules: Rules,
-    media: Path,
-    processes: int | None,
-    say: Callable[[str], None],
-) -> None:
-    from interlace.data.chats.files.index_pool import run
-
-    signatures = [chats_files.signature(path) for path in files]
-    (folder / "pieces").mkdir(exist_ok=True)
-    for stale in set((folder / "pieces").iterdir()) - {place for _, place in pieces}:
-        stale.unlink(missing_ok=True)
-    missing = [each for each in pieces if current(*each) is None]
-    if len(missing) < len(pieces):
-        say(f"{len(pieces) - len(missing)} of {len(pieces)} pieces of the index are there already")
-    run(missing, rules, media, processes, say)
-    if signatures != [chats_files.signature(path) for path in files]:
-        raise ChatFileError(
-            f"{files[0]}: the data files change while they are indexed; start again when they are whole"
-        )
 
 
 def place_of(piece: Piece) -> str:

@@ -45,8 +45,7 @@ def run(
     """
     if not pieces:
         return
-    cores = usable_cores()
-    count = min(processes or cores, len(pieces))
+    count = min(processes or usable_cores(), len(pieces))
     idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
     for _ in range(count):
         idle.put(None)  # started by its first piece

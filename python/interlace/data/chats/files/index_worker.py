@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ import numpy as np
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.index import FORMAT, MEDIA, RECORDS, digest_of
 from interlace.data.chats.files.records import Piece
-from interlace.data.chats.files.shapes import Part
 from interlace.data.chats.files.sources import Rules, chat_of, stamp
 from interlace.modalities import named, names
 from interlace.modalities.errors import BrokenSampleError
 
+UNSEEN = (-1, -1)  # state of a file that was not inspected or is not there
 ALIVE = 2.0  # seconds between two heartbeats
 
 
@@ -38,13 +39,22 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
     """
     stat = piece.file.stat()  # taken before the read, so that a change during the read is detected
     rows: list[tuple[int, ...]] = []  # columns in the order of RECORDS
-    media_columns: dict[str, list[Any]] = {name: [] for name in MEDIA}
+    media_rows: list[tuple[int, tuple[float, ...], tuple[int, int]]] = []  # columns in the order of MEDIA
     lines: list[bytes] = []
     broken: list[tuple[int, str, str]] = []
-    looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]] = {}
     copied = numbers = characters = 0
     stop = piece.start
     closed = True
+
+    @cache  # one picture may belong to several questions
+    def look(kind: str, path: str) -> tuple[tuple[float, ...], tuple[int, int]]:
+        """Size and state of a file. A broken one has no size; its error is reported when its sample is prepared."""
+        before = stamp(path) or UNSEEN
+        try:
+            return named(kind).probe(path, decode=rules.decode), before
+        except BrokenSampleError:
+            return (), before
+
     for raw, number in chats_files.numbered(piece, media, rules.prompt):
         numbers = number
         if raw is None:
@@ -60,13 +70,16 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
         try:
             chat = chat_of(raw, rules)
             for part in chat.media:
-                _look(part, rules, looked, media_columns)
+                trusted = part.stated and rules.sizes == "records"
+                size, when = (part.stated, UNSEEN) if trusted else look(part.kind, part.path)
+                padded = (*size, *[float("nan")] * (3 - len(size)))
+                media_rows.append((names().index(part.kind), padded, when))
             count = len(chat.media)
             characters += sum(len(part.text) for turn in chat.turns for part in turn.parts)
         except BrokenSampleError as error:
             broken.append((raw.number, error.kind, str(error)))
         rows.append((raw.number, offset, len(line), zlib.crc32(line), count, bool(raw.broken)))
-    kinds = Counter(names()[kind] for kind in media_columns["kind"])
+    kinds = Counter(names()[kind] for kind, _, _ in media_rows)
     totals = {"records": len(rows), "broken": len(broken), "text": characters, **kinds}
     about = {
         "format": FORMAT,
@@ -81,7 +94,8 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
     }
     table = np.array(rows, np.int64).reshape(-1, len(RECORDS))
     arrays = {name: table[:, column].astype(kind) for column, (name, kind) in enumerate(RECORDS.items())}
-    arrays |= {name: np.array(media_columns[name], kind.base).reshape(-1, *kind.shape) for name, kind in MEDIA.items()}
+    for column, (name, kind) in enumerate(MEDIA.items()):
+        arrays[name] = np.array([row[column] for row in media_rows], kind.base).reshape(-1, *kind.shape)
     arrays["lines"] = np.frombuffer(b"".join(lines), np.uint8)
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
@@ -89,32 +103,6 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
         np.savez(file, **arrays)  # type: ignore[arg-type]
     os.replace(temporary, place)
     return totals
-
-
-def _look(
-    part: Part,
-    rules: Rules,
-    looked: dict[tuple[str, str], tuple[tuple[float, ...], tuple[int, int]]],
-    media: dict[str, list[Any]],
-) -> None:
-    """Adds the size of a medium, as stated in its record or found in its file. A broken medium adds no size; its error
-    is reported when its sample is prepared."""
-    size: tuple[float, ...] = ()
-    when = (-1, -1)
-    if part.stated and rules.sizes == "records":
-        size = part.stated
-    else:
-        key = (part.kind, part.path)
-        if key not in looked:  # one picture may belong to several questions
-            before = stamp(part.path)
-            try:
-                looked[key] = (named(part.kind).probe(part.path, decode=rules.decode), before or when)
-            except BrokenSampleError:
-                looked[key] = ((), before or when)
-        size, when = looked[key]
-    media["kind"].append(names().index(part.kind))
-    media["sizes"].append((*size, *[float("nan")] * (3 - len(size))))
-    media["stamp"].append(when)
 
 
 def main() -> int:

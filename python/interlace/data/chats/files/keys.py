@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 from interlace.modalities import all_modalities
@@ -70,22 +69,12 @@ def media_keys() -> tuple[str, ...]:
 
 def record_keys() -> frozenset[str]:
     """Keys of a record that are read."""
-    return _record_keys(media_keys())
-
-
-@cache
-def _record_keys(media: tuple[str, ...]) -> frozenset[str]:
-    return frozenset((*TURNS, *media, "system", "kind"))
+    return frozenset((*TURNS, *media_keys(), "system", "kind"))
 
 
 def refused_turn() -> dict[str, str]:
     """Key of a turn -> reason why the record is left out."""
-    return _refused(media_keys())
-
-
-@cache
-def _refused(media: tuple[str, ...]) -> dict[str, str]:
-    return {**_REFUSED_TURN, **dict.fromkeys(media, _MEDIA_IN_TURN)}
+    return {**_REFUSED_TURN, **dict.fromkeys(media_keys(), _MEDIA_IN_TURN)}
 
 
 def unread(given: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> list[str]:

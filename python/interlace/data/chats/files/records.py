@@ -163,19 +163,12 @@ def pieces(path: Path) -> list[Piece]:
     kind = kind_of(path)
     with _reading(path):
         if kind == "energon":
-            tars, fields, excluded = chats_tar.energon(path)
-            return [Piece(path, tar, fields=fields, excluded=_of_tar(excluded, tar, path)) for tar in tars]
+            tars, fields = chats_tar.energon(path)
+            return [Piece(path, tar, fields=fields, excluded=excluded) for tar, excluded in tars]
         if kind == "lines":
             size = path.stat().st_size
             return [Piece(path, path, start, min(start + PIECE, size)) for start in range(0, max(size, 1), PIECE)]
     return [Piece(path, path)]
-
-
-def _of_tar(excluded: set[str], tar: Path, path: Path) -> frozenset[str]:
-    """The keys of the samples of a tar that are left out."""
-    folder = (energon_folder(path) or (path, ""))[0]
-    before = f"{tar.relative_to(folder)}/"
-    return frozenset(name.removeprefix(before) for name in excluded if name.startswith(before))
 
 
 def records(path: Path, media: Path, prompt: str | None = None) -> Iterator[Raw]:

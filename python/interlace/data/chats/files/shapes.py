@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -102,12 +101,7 @@ class Chat:
 
 def tags() -> re.Pattern[str]:
     """Pattern of the tags that stand for files in a text, such as <image>; its group is the modality."""
-    return _tags(names())
-
-
-@cache
-def _tags(known: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(f"<({'|'.join(map(re.escape, known))})>")
+    return re.compile(f"<({'|'.join(map(re.escape, names()))})>")
 
 
 def parse(record: object, folder: Path) -> Chat:

@@ -148,11 +148,8 @@ def _record(key: str, members: Mapping[str, Member], prompt: str | None, fields:
         more.pop(f".{texts[0]}")
         record = _json(members[texts[0]])
         if isinstance(record, list):  # turns only, as in NeMo's LLaVA files
-            record = {
-                (
-                    "messages" if record and isinstance(record[0], dict) and "role" in record[0] else "conversations"
-                ): record
-            }
+            roles = bool(record) and isinstance(record[0], dict) and "role" in record[0]
+            record = {"messages" if roles else "conversations": record}
         if not isinstance(record, dict):
             raise NoSampleError("its json is neither an object nor a list of turns")
         if "messages" in record or "conversations" in record:
@@ -251,12 +248,11 @@ def _text(member: Member) -> str:
 
 
 def _json(member: Member) -> Any:
+    text = _text(member)
     try:
-        return json.loads(_text(member), object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise NoSampleError(
-            str(error) if isinstance(error, NoSampleError) else f"{member.name} is no JSON: {error}"
-        ) from None
+        raise NoSampleError(f"{member.name} is no JSON: {error}") from None
 
 
 # --- Energon ----------------------------------------------------------------------------------------------
@@ -273,17 +269,13 @@ def energon_folder(path: Path) -> tuple[Path, str] | None:
     return None
 
 
-def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
-    """The tars of a part of an Energon dataset, its field mapping, and the excluded samples as ``TAR/KEY``.
+def energon(path: Path) -> tuple[list[tuple[Path, frozenset[str]]], Fields | None]:
+    """The tars of a part of an Energon dataset, each with the keys of its excluded samples, and its field mapping.
     Raises ChatFileError."""
     dataset_folder = energon_folder(path)
     assert dataset_folder is not None
     folder, part = dataset_folder
-    if (folder / META / "dataset.yaml").exists():
-        settings = _yaml(folder, "dataset")
-    else:
-        raise ChatFileError(f"{folder}: has no {META}/dataset.yaml: write it with 'energon prepare {folder}'")
-    splits = _yaml(folder, "split")
+    settings, splits = _yaml(folder, "dataset"), _yaml(folder, "split")
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
         raise ChatFileError(f"{folder}/{META}/split.yaml: has no split_parts")
@@ -298,7 +290,12 @@ def energon(path: Path) -> tuple[list[Path], Fields | None, set[str]]:
     missing = next((tar for tar in tars if not tar.is_file()), None)
     if missing is not None:
         raise ChatFileError(f"{missing}: no such file; {folder}/{META}/split.yaml names it")
-    return tars, _fields(folder, settings), excluded
+
+    def keys(tar: Path) -> frozenset[str]:
+        before = f"{tar.relative_to(folder)}/"
+        return frozenset(name.removeprefix(before) for name in excluded if name.startswith(before))
+
+    return [(tar, keys(tar)) for tar in tars], _fields(folder, settings)
 
 
 def _yaml(folder: Path, name: str) -> dict[str, Any]:
