@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(TINY.format(folder=folder))
     process = _start("train", config)
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("run folder: ")
+    assert any(line.startswith("run folder: ") for line in iter(process.stdout.readline, ""))
     process.stdout.close()
     code = process.wait(timeout=600)
     assert code == 0, (_folder(config) / "logs" / "rank-0.log").read_text()

@@ -126,6 +126,7 @@ def test_no_stamp_is_on_both_sides_in_any_kind(package: Path, folder: Path) -> N
 
 def test_broken_files_are_named_and_in_no_record(folder: Path) -> None:
     output = (folder / stamps_folder.README).read_text("utf-8")
+    assert output.startswith("# Chats about pictures and speech") and "are Tux Paint's" in output
     for path in BROKEN - {"broken/fonts.svg"}:  # a PNG replaces it, if it is shown at all
         stem = path.partition(".")[0]
         assert f"- {path}: " in output, path
@@ -259,6 +260,13 @@ def test_digits_are_written_without_fetching(folder: Path, tmp_path: Path, monke
     assert main(command) == 0 and "40 chats to train on" in capsys.readouterr().out
     made, files = stamps_folder.look(tmp_path / "out"), hashes(tmp_path / "out")
     assert made is not None and made.source == "digits"
+    words = (tmp_path / "out" / stamps_folder.README).read_text()
+    assert words.startswith("# Chats about handwritten digits") and "speech" not in words and "Left out" not in words
+    table = json.loads((tmp_path / "out" / stamps_folder.MADE).read_text())
+    assert table["key"]["settings"].keys() == {"records", "seed", "held_out", "looks", "vocabulary"}
+    assert table["words"].startswith("scikit-learn's handwritten digits: 40 chats")
+    table["key"]["settings"] |= {"languages": ["en"], "pictures": 3}  # as earlier versions wrote
+    (tmp_path / "out" / stamps_folder.MADE).write_text(json.dumps(table))
     assert main(command) == 0 and hashes(tmp_path / "out") == files
     own = Path(shutil.copytree(folder, tmp_path / "own"))
     assert main(["data", "digits", str(own)]) == 2 and "holds stamps: remove it" in capsys.readouterr().err

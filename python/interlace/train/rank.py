@@ -187,6 +187,7 @@ class Rank:
         with self.startup.bounded("connecting the readers of the data") if streams else contextlib.nullcontext():
             job.make_feed()
         if self.rank == 0:
+            launcher.say(f"run folder: {job.folder}")  # only now: a refused config has none
             say_trained(job.config, job.model)
             for line in batch_notes(job.feed.loader):
                 launcher.note(line)

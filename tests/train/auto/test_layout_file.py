@@ -11,8 +11,9 @@ import pytest
 
 from interlace.cli import main
 from interlace.train.auto import agree, layout_file, report
+from interlace.train.auto.candidates import Candidate, with_tables
 from interlace.train.auto.choose import Decision, decide
-from interlace.train.auto.resolve import resolve_config, worlds_up_to
+from interlace.train.auto.resolve import check_fits, resolve_config, worlds_up_to
 from interlace.train.config.load import Config, ConfigError, dumps, load, loads
 from tests.cli import TINY
 from tests.train.auto import oracle
@@ -55,19 +56,57 @@ def test_a_layout_file_repeats_the_choice() -> None:
 def test_files_of_other_configs_and_broken_ones_are_refused() -> None:
     config, _, text = decided()
     with pytest.raises(
-        ConfigError, match=r"layout.toml was chosen for another config: settings of \[model\] that affect"
+        ConfigError, match=r"layout.toml was chosen for another config, with other settings of model.vision"
     ):
         layout_file.with_layout(asked((3, 2)), text, "layout.toml")
-    with pytest.raises(ConfigError, match=r"settings of \[parallel\] that affect"):
+    with pytest.raises(ConfigError, match=r"other settings of parallel\.placement:"):
         layout_file.with_layout(asked(placement="shared"), text, "layout.toml")
-    with pytest.raises(ConfigError, match=r"settings of \[train\] that affect"):
-        layout_file.with_layout(asked(batch=16), text, "layout.toml")
+    earlier = text.replace("asked_keys", "unread")  # a file without digests of keys
+    for file, name in ((text, "train.batch_size"), (earlier, r"\[train\]")):
+        with pytest.raises(ConfigError, match=f"other settings of {name}:"):
+            layout_file.with_layout(asked(batch=16), file, "layout.toml")
     for broken in ("", "version = 1", "version = 9\n" + text.split("\n", 3)[3], text[: len(text) // 6] + "="):
         with pytest.raises(ConfigError, match=r"layout.toml: invalid layout file: "):
             layout_file.with_layout(config, broken, "layout.toml")
     other = text.replace('placement = "', 'placement = "x')
-    with pytest.raises(ConfigError, match=r"layout\.toml: invalid config: "):
+    with pytest.raises(ConfigError, match=r"layout\.toml: invalid layout file: .*placement"):
         layout_file.with_layout(config, other, "layout.toml")
+    with pytest.raises(
+        ConfigError, match=r"layout\.toml: \[parallel\] has no key 'placment'; did you mean 'placement'"
+    ):
+        layout_file.with_layout(config, text.replace("placement =", "placment ="), "layout.toml")
+    with pytest.raises(ConfigError, match=r"layout\.toml: invalid layout file: it has no section \[chosen\]"):
+        layout_file.with_layout(config, text.replace("[chosen.", "[other."), "layout.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read the layout: No such file"),
+        ("version = 1", "invalid layout file: it has no section [asked]"),
+        ("version = 1\n[asked]\n[chosen.parallel]\n[chosen.train]", "chosen for another config, with other settings"),
+    ],
+)
+def test_a_refused_file_makes_no_run_folder(
+    text: str | None, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, file = tmp_path / "tiny.toml", tmp_path / "layout.toml"
+    path.write_text(TINY.format(folder=tmp_path))
+    if text is not None:
+        file.write_text(text)
+    assert main(["train", str(path), "--set", "parallel=auto", "--layout", str(file)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and str(file) in err and words in err
+    assert not (tmp_path / "tiny").exists()
+    assert main(["train", str(path), "--layout", str(file)]) == 2
+    assert "fixes its own layout" in capfd.readouterr().err
+
+
+def test_a_layout_that_cannot_cut_the_model_names_its_file() -> None:
+    config = oracle.config_of((2, 2), batch=8, schedule="1f1b")
+    parts = {"placement": "parallel", "dp": 1, "language_model": {"pp": 64}}
+    with pytest.raises(ConfigError, match=r"^layout\.toml: "):
+        check_fits(with_tables(config, parts, {}), Path("layout.toml"))
 
 
 def test_what_else_a_choice_depends_on_is_part_of_the_file() -> None:
@@ -75,10 +114,10 @@ def test_what_else_a_choice_depends_on_is_part_of_the_file() -> None:
     best = replace(decision.best, candidate=replace(decision.best.candidate, threads=3))
     text = layout_file.text_of(config, replace(decision, best=best), "", "")
     assert layout_file.with_layout(config, text, "layout.toml").parallel.threads == 3
-    with pytest.raises(ConfigError, match=r"settings of \[parallel\] that affect"):
+    with pytest.raises(ConfigError, match=r"other settings of parallel\.threads:"):
         layout_file.with_layout(asked(threads=1), text, "layout.toml")
     other = config.model_copy(update={"train": config.train.model_copy(update={"assign": "entrain"})})
-    with pytest.raises(ConfigError, match=r"settings of \[train\] that affect"):
+    with pytest.raises(ConfigError, match=r"other settings of train\.assign:"):
         layout_file.with_layout(other, text, "layout.toml")
 
 
@@ -159,6 +198,26 @@ def test_run_folders_of_earlier_versions_go_on_and_new_configs_are_refused(tmp_p
     assert layout_file.digests(config)["parallel"] == layout_file.digest_of(before)
 
 
+def test_reasons_against_other_candidates() -> None:
+    _, decision, _ = decided()
+    best = decision.best
+    parts = {"compute": 0.5, "communication": 0.1, "bubble": 0.4}
+    best = replace(best, seconds=1.0, **parts)
+
+    def reason(candidate: Candidate = best.candidate, **times: float) -> str:
+        other = replace(best, **{"candidate": candidate, **times})
+        return report.lines(replace(decision, best=best, outcomes=(best, other)), "", "")[-3]
+
+    assert reason(seconds=1.2, communication=0.3).endswith("; 20.0 % slower, from 200.0 ms more communication")
+    assert reason(seconds=1.2, bubble=0.6).endswith("; 20.0 % slower, from 200.0 ms more bubble")
+    full = replace(best.candidate, checkpointing="full")
+    assert reason(full, seconds=1.0001).endswith("; as fast, but with more settings")
+    specs = tuple((name, replace(spec, dp=4)) for name, spec in best.candidate.specs)
+    more = replace(best.candidate, specs=specs)
+    added = more.world - best.candidate.world
+    assert added > 0 and reason(more, seconds=0.99).endswith(f"; 1.0 % faster, too little for {added} more ranks")
+
+
 def test_why_in_words_and_as_a_picture(tmp_path: Path) -> None:
     _, decision, _ = decided()
     lines = report.lines(decision, "origin", "data")
@@ -209,4 +268,6 @@ def test_planning_for_gpus_that_are_not_here(tmp_path: Path, capfd: pytest.Captu
     assert main([*gpus, "--gpus", "1", "--memory", "0.0001"]) == 2
     assert "lacks" in (error := capfd.readouterr().err) and "--memory" in error
     assert main(["simulate", str(path), "--set", "parallel=auto"]) == 2
-    assert "says no layout yet" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "says no layout yet" in error and f"interlace plan choose {path} --gpus N --memory GB" in error
+    assert "--set 'parallel={dp=2}'" in error and main(["plan", str(path), "--set", "parallel={dp=2}"]) == 0

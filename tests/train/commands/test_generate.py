@@ -65,3 +65,9 @@ def test_a_run_and_its_export_answer_alike(
         text = ["--text", "a"] if arguments else []
         assert main(["generate", str(exported), *text, *arguments]) == 2
         assert message in capfd.readouterr().err
+    for tokens, why in (([], "the model ended it at once"), ([257], "its 1 tokens have no text")):
+        monkeypatch.setattr("interlace.train.report.answers.answer", lambda *_, tokens=tokens, **__: [tokens])
+        monkeypatch.setattr("tokenizers.Tokenizer.decode", lambda *_, **__: "", raising=False)
+        assert main(["generate", str(exported), "--text", "a"]) == 0
+        out, err = capfd.readouterr()
+        assert out == "\n" and f"interlace: the answer is empty: {why}" in err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,12 @@ def digit_pictures() -> tuple[np.ndarray, np.ndarray]:
 def digit_held_out(picture: np.ndarray, fraction: float) -> bool:
     """True if a digit is held out, by a hash of its pixels: equal pictures stay together."""
     return int.from_bytes(hashlib.sha256(picture.tobytes()).digest()[:8], "big") < fraction * 2**64
+
+
+def digit_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that the digits depend on, in JSON form."""
+    own = ("records", "vocabulary") if settings.byte_encoders is None else ("side", "byte_encoders")
+    return {key: value for key, value in settings.table().items() if key in ("seed", "held_out", "looks", *own)}
 
 
 def draw_digits(settings: Settings, folder: Path) -> Drawn:

@@ -72,7 +72,7 @@ class Settings:
         if self.records < 1 or self.seed < 0:
             raise ValueError(f"records {self.records} is at least 1, seed {self.seed} at least 0")
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out is the share of stamps kept for validation, between 0 and 1: {self.held_out:g}")
+            raise ValueError(f"held_out is the share kept for validation, between 0 and 1: {self.held_out:g}")
         if unknown := [name for name in self.languages if name not in LANGUAGES]:
             raise ValueError(f"no language {unknown[0]!r}; there are {', '.join(LANGUAGES)}")
         if not self.languages:

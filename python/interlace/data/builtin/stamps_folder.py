@@ -4,7 +4,7 @@ train.jsonl, validation.jsonl   records; media paths are relative to this folder
 media/                          pictures and clips, no larger than needed
 tokenizer/                      byte-level BPE trained on the training texts, with a chat template
 README.md                       contents, licence, and what was left out and why
-made.json                       sources, settings, and a hash of the contents; written last
+made.json                       source, settings, and a hash of the contents; written last
 
 A folder that was changed after it was written counts as user data: it is used as it is or refused, never overwritten.
 
@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ FORMAT = 2
 MADE, README, TOKENIZER = "made.json", "README.md", "tokenizer"
 SPLITS = ("train.jsonl", "validation.jsonl")
 STAMPS, DIGITS = "stamps", "digits"
+_DIGITS = "scikit-learn's handwritten digits"
 CHANGED = (
     "{} was changed by hand, or made by another version of Interlace: remove it, or name another folder; it is not "
     "written over"
@@ -57,7 +58,9 @@ def look(folder: Path) -> Made | None:
     if record is None:
         return None
     table = record["key"]["settings"]
-    return Made(record["source"], record["words"], Settings(**table | {"languages": tuple(table["languages"])}))
+    if "languages" in table:
+        table = table | {"languages": tuple(table["languages"])}
+    return Made(record["source"], record["words"], Settings(**table))
 
 
 def make(
@@ -94,13 +97,17 @@ def _check_free(folder: Path) -> None:
 
 
 def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | None) -> Made:
+    from interlace.data.builtin.digits import digit_settings, draw_digits
+
     root, trouble = (None, "") if wanted == DIGITS else find_or_fetch(cache)
     source = DIGITS if root is None else STAMPS
     index = None if root is None else load_index(root)
-    key = {"format": FORMAT, "settings": settings.table(), "signature": "" if index is None else index.signature}
+    # Digits in place of stamps keep the settings of the stamps, which replace them later.
+    used = digit_settings(settings) if wanted == DIGITS else settings.table()
+    key = {"format": FORMAT, "settings": used, "signature": "" if index is None else index.signature}
     record = _told(folder)
     key = json.loads(json.dumps(key))
-    if record is not None and record["source"] == source and record["key"] == key:
+    if record is not None and record["source"] == source and _has(record["key"], key):
         return Made(source, record["words"], settings)
     if record is not None and record["source"] == STAMPS and wanted == DIGITS:
         raise FileExistsError(f"{folder} holds stamps: remove it, or name another folder")
@@ -118,8 +125,6 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
     with new_folder(folder) as temporary:
         log.info("writing chats about the %s into %s", source, folder)
         if index is None or root is None:
-            from interlace.data.builtin.digits import draw_digits
-
             drawn = draw_digits(settings, temporary)
         else:
             from interlace.data.builtin.stamps_media import write_media
@@ -137,6 +142,12 @@ def _make(folder: Path, settings: Settings, wanted: str, cache: str | Path | Non
         (temporary / MADE).write_text(json.dumps(made, indent=1), encoding="utf-8")
     log.info("written in %.0f s", time.monotonic() - began)
     return Made(source, words, settings)
+
+
+def _has(recorded: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    """True if all of `key` is recorded. Earlier versions also recorded settings of stamps for digits."""
+    settings = {name: recorded["settings"].get(name) for name in key["settings"]}
+    return {**recorded, "settings": settings} == key
 
 
 def _contents(folder: Path) -> str:
@@ -170,12 +181,10 @@ def _write(folder: Path, drawn: Drawn, settings: Settings) -> int:
 
 
 def _words(drawn: Drawn, pieces: int, source: str, trouble: str) -> str:
-    counts = f"{len(drawn.train):,} chats to train on, {len(drawn.validation):,} held out, {pieces:,} pieces of words"
+    counts = f"{len(drawn.train):,} chats to train on, {len(drawn.validation):,} held out, a vocabulary of {pieces:,}"
     if source == STAMPS:
         return f"stamps: {counts}; {len(drawn.left_out):,} files left out, listed in {README}"
-    return (
-        f"stamps not available ({trouble}): scikit-learn's handwritten digits instead: {counts}" if trouble else counts
-    )
+    return f"stamps not available ({trouble}): {_DIGITS} instead: {counts}" if trouble else f"{_DIGITS}: {counts}"
 
 
 def _counts(records: Sequence[Record]) -> str:
@@ -188,19 +197,22 @@ def _kinds(each: Record) -> list[str]:
 
 
 def _readme(drawn: Drawn, words: str, root: Path | None) -> str:
-    licence = "" if root is None else f"Pictures, speech and captions are Tux Paint's, GPL-2: {root.parent}/copyright\n"
+    """Text of README.md. root: of the stamps; None: digits."""
+    title, origin = "handwritten digits", f"Pictures are {_DIGITS}, of sklearn.datasets.load_digits"
+    if root is not None:
+        title = "pictures and speech"
+        origin = f"Pictures, speech and captions are Tux Paint's, GPL-2: {root.parent}/copyright"
+    left_out = [f"- {path}: {' '.join(why.split())}" for path, why in sorted(drawn.left_out.items())]
     lines = [
-        "# Chats about pictures and speech",
+        f"# Chats about {title}",
         "",
         words,
         "",
         f"- {SPLITS[0]}: {_counts(drawn.train)}",
         f"- {SPLITS[1]}: {_counts(drawn.validation)}",
         "",
-        licence,
-        "## Left out",
-        "",
-        *(f"- {path}: {' '.join(why.split())}" for path, why in sorted(drawn.left_out.items())),
+        origin,
+        *(["", "## Left out", "", *left_out] if left_out else []),
     ]
     return "\n".join(lines) + "\n"
 

@@ -163,7 +163,7 @@ def _best_of(outcomes: Sequence[Outcome], worth: float = WORTH) -> Outcome:
         if best is not None and mine[0].seconds * (1 + worth) > best.seconds:
             continue
         alike = (each for each in mine if each.seconds <= (1 + ALIKE) * mine[0].seconds)
-        best = min(alike, key=lambda each: (_settings(each.candidate), each.seconds, str(each.candidate)))
+        best = min(alike, key=lambda each: (settings_of(each.candidate), each.seconds, str(each.candidate)))
     assert best is not None
     return best
 
@@ -238,7 +238,7 @@ def _best(estimates: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
                 yield each
 
 
-def _settings(candidate: Candidate) -> int:
+def settings_of(candidate: Candidate) -> int:
     """Number of non-default settings of a layout."""
     specs = [spec for _, spec in candidate.specs]
     degrees = sum((spec.tp > 1) + (spec.cp > 1) + (spec.pp > 1) + (spec.virtual > 1) for spec in specs)

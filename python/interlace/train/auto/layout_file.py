@@ -4,11 +4,12 @@
     [asked]                     digests of the sections that the choice depends on
     [chosen.parallel]           keys as in a config, and [chosen.parallel.NAME]
     [chosen.train]              batch_size, microbatches, activation_checkpointing
+    [asked_keys.SECTION]        digests of the keys of each section
     [predicted]                 seconds of a step and of its parts; bytes on the fullest rank, and the limit
     [reasons]                   source of the costs, number of candidates, refused candidates with reasons
     [[runners_up]]              the next best
 
-Only `version`, `asked` and `chosen` are read back.
+Only `version`, `asked`, `asked_keys` (which files of earlier versions lack) and `chosen` are read back.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from interlace.train.auto.candidates import refusal, with_tables
-from interlace.train.config.load import ConfigError, dumps_table
+from interlace.train.auto.candidates import with_tables
+from interlace.train.config.load import ConfigError, check_keys, dumps_table, explained
 from interlace.train.config.sections import Config
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ NAME = "layout.toml"
 _OLD_NAME = "plan.lock"  # in run folders of earlier versions
 VERSION = 1
 _RUNNERS_UP = 10
+_AGAIN = "remove the file (or omit --layout) to choose again"
 _TRAIN = (
     "batch_size", "microbatches", "activation_checkpointing", "freeze", "train", "lora", "optimizer",
     "offload_optimizer", "precision", "frozen_dtype", "ema", "assign", "balance",
@@ -48,10 +50,11 @@ _DATA = ("dataset", "max_tokens", "pack")
 
 def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
     """Text of the file for `config` as asked. origin, data: sources of costs and lengths."""
-    best = decision.best
+    best, parts = decision.best, _asked(config)
     table: dict[str, Any] = {
         "version": VERSION,
         "asked": digests(config),
+        "asked_keys": {name: {key: digest_of(value) for key, value in part.items()} for name, part in parts.items()},
         "chosen": {"train": best.candidate.train(), "parallel": best.candidate.parallel()},
         "predicted": _numbers(best),
         "reasons": {
@@ -105,32 +108,60 @@ def of_run(folder: Path) -> Path | None:
 def with_layout(config: Config, text: str, where: str) -> Config:
     """The config with the choice of the layout file `text`.
 
-    Raises ConfigError, naming its source `where`, for an invalid file, and for one of another config, naming the
-    section that differs.
+    Raises ConfigError, naming its source `where` and the key, for an invalid file and for one of another config.
     """
     try:
         table = tomllib.loads(text)
-        if table["version"] != VERSION:
-            raise ValueError(f"its version is {table['version']}, but this version of Interlace reads {VERSION}")
-        asked, chosen = dict(table["asked"]), table["chosen"]
-        parallel, train = dict(chosen["parallel"]), dict(chosen["train"])
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        why = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{where}: invalid layout file: {why}; remove the file to choose again") from None
-    mine = digests(config)
-    if other := [key for key in mine if asked.get(key) != mine[key]]:
-        raise ConfigError(
-            f"{where} was chosen for another config: settings of [{'], ['.join(other)}] that affect the layout differ. "
-            "Remove the file (or omit --layout) to choose again, or restore the config"
+        if table.get("version") != VERSION:
+            found = table.get("version", "missing")
+            raise ValueError(f"version is {found}, but this version of Interlace reads {VERSION}")
+        asked, parallel, train = (
+            _section(table, *keys) for keys in (("asked",), ("chosen", "parallel"), ("chosen", "train"))
         )
+    except ValueError as error:
+        raise ConfigError(f"{where}: invalid layout file: {error}; {_AGAIN}") from None
+    if other := _differing(config, asked, table.get("asked_keys")):
+        raise ConfigError(
+            f"{where} was chosen for another config, with other settings of {', '.join(other)}: {_AGAIN}, or restore "
+            "the config"
+        )
+    check_keys({"parallel": parallel, "train": train}, where)
     try:
         return with_tables(config, parallel, train)
     except ValidationError as error:
-        raise ConfigError(f"{where}: invalid config: {refusal(error)}; remove the file to choose again") from None
+        raise ConfigError(f"{where}: invalid layout file: {explained(error)}; {_AGAIN}") from None
+
+
+def _section(table: Mapping[str, Any], *path: str) -> dict[str, Any]:
+    """An inner table of the file. Raises ValueError."""
+    inner: Any = table
+    for depth, key in enumerate(path, 1):
+        inner = inner.get(key)
+        if not isinstance(inner, dict):
+            raise ValueError(f"it has no section [{'.'.join(path[:depth])}]")
+    return dict(inner)
+
+
+def _differing(config: Config, asked: Mapping[str, object], keys: object) -> list[str]:
+    """Settings of `config` that are not those of the file: keys, or sections where the file has no digests of keys."""
+    found = []
+    for name, part in _asked(config).items():
+        if asked.get(name) == digest_of(part):
+            continue
+        known = keys.get(name) if isinstance(keys, dict) else None
+        mine = {key: digest_of(value) for key, value in part.items()}
+        other = [key for key in sorted({*known, *mine}) if known.get(key) != mine.get(key)] if known else []
+        found += [f"{name}.{key}" for key in other] or [f"[{name}]"]
+    return found
 
 
 def digests(config: Config) -> dict[str, str]:
     """Section -> digest of its keys that a layout depends on."""
+    return {name: digest_of(part) for name, part in _asked(config).items()}
+
+
+def _asked(config: Config) -> dict[str, dict[str, Any]]:
+    """Section -> its keys that a layout depends on."""
     train = {key: value for key, value in config.train.model_dump().items() if key in _TRAIN}
     for key in config.parallel.choose or ():
         train.pop(key, None)
@@ -140,10 +171,9 @@ def digests(config: Config) -> dict[str, str]:
     skipped = {"timeout", "max_ranks", "memory"}
     parallel = config.parallel.model_dump(exclude_unset=True, exclude_none=True, exclude=skipped)
     parallel["plan"] = parallel.pop("layout")  # its name in the digests of earlier versions
-    parts = {"model": config.model.model_dump(), "train": train, "data": data, "parallel": parallel}
-    return {name: digest_of(part) for name, part in parts.items()}
+    return {"model": config.model.model_dump(), "train": train, "data": data, "parallel": parallel}
 
 
-def digest_of(table: Mapping[str, object]) -> str:
-    """Digest of a section."""
-    return hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def digest_of(value: object) -> str:
+    """Digest of a section or of the value of a key."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from interlace.simulate.pictures.style import EDGE, GREY, INK, QUIET, canvas, plain
 from interlace.train.auto.candidates import unsharded
-from interlace.train.auto.choose import Decision
+from interlace.train.auto.choose import ALIKE, Decision, settings_of
 from interlace.train.auto.evaluate import Outcome
 from interlace.train.blame import check_picture, writing
 
@@ -26,12 +26,13 @@ def lines(decision: Decision, origin: str, data: str) -> list[str]:
     others = [each for each in decision.outcomes if each is not best]
     if others:
         near = others[0]
-        # A runner-up may be slightly faster (see `choose.ALIKE` and `choose.WORTH`).
-        text_lines.append(f"next best: {near.candidate}: {_seconds(near)}, {_ratio(near, best)}")
+        text_lines.append(f"next best: {near.candidate}: {_seconds(near)}; {_against(near, best)}")
         by_world = {each.candidate.world: each for each in reversed(others)}
         for world, each in sorted(by_world.items()):
             if world != best.candidate.world and each is not near:
-                text_lines.append(f"best with {world} rank{'s' * (world > 1)}: {each.candidate}: {_ratio(each, best)}")
+                text_lines.append(
+                    f"best with {world} rank{'s' * (world > 1)}: {each.candidate}: {_against(each, best)}"
+                )
     refused = ", ".join(f"{count} for {reason}" for reason, count in decision.refused.items())
     text_lines.append(
         f"{decision.considered} candidates, {len(decision.outcomes)} simulated with {data}"
@@ -48,9 +49,19 @@ def _seconds(outcome: Outcome) -> str:
     )
 
 
-def _ratio(outcome: Outcome, best: Outcome) -> str:
+def _against(outcome: Outcome, best: Outcome) -> str:
+    """Difference in speed from the chosen candidate, and the reason against the other one."""
     part = 100 * (outcome.seconds / best.seconds - 1)
-    return f"{abs(part):.1f} % {'slower' if part >= 0 else 'faster'}"
+    speed = "as fast" if abs(part) < 0.05 else f"{abs(part):.1f} % {'slower' if part > 0 else 'faster'}"
+    more = outcome.candidate.world - best.candidate.world
+    if part < 0 and more > 0:
+        return f"{speed}, too little for {more} more rank{'s' * (more > 1)}"
+    if more == 0 and part <= 100 * ALIKE:
+        plainer = settings_of(outcome.candidate) > settings_of(best.candidate)
+        return f"{speed}, but with more settings" if plainer else speed
+    added = {name: getattr(outcome, name) - getattr(best, name) for name in _PARTS}
+    most = max(added, key=lambda name: added[name])
+    return f"{speed}, from {1e3 * added[most]:,.1f} ms more {most}"
 
 
 def families(decision: Decision) -> list[Outcome]:

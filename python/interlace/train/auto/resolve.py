@@ -16,10 +16,12 @@ from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here
 from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
 from interlace.train.config.load import ConfigError, read_text
 from interlace.train.config.sections import Config
+from interlace.train.data.texts import vocabulary_of
 from interlace.train.launch import launcher
-from interlace.train.models.build import build
+from interlace.train.models.build import build, build_layout
 from interlace.train.models.costs import stated_links
 from interlace.train.models.media_specs import check_inputs
+from interlace.train.models.tuning import check_degrees
 from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
@@ -41,15 +43,29 @@ def resolve_config(
     """
     given, own = given or layout_file.of_run(folder), folder / layout_file.NAME
     if given is not None:
-        text = read_text(given, "layout")
-        resolved = layout_file.with_layout(config, text, str(given))
-        write_whole(own, text)
+        resolved = config_of_layout(config, given, source=source)
+        write_whole(own, read_text(given, "layout"))
         say(f"layout of {given}: {_summary(resolved)}")
         return resolved
     text, decision = choose(config, source=source, say=say)
     write_whole(own, text)
     report.draw(decision, folder / PICTURE, f"{config.run.name}: candidates of parallel.layout = 'auto'")
     return layout_file.with_layout(config, text, str(own))
+
+
+def config_of_layout(config: Config, given: Path, *, source: str) -> Config:
+    """The config with the layout of the file `given`. Raises ConfigError as `layout_file.with_layout` does, for a file
+    that cannot be read, and for a config that has its own layout."""
+    if not config.parallel.auto:
+        raise ConfigError(f"--layout {given}: {source} fixes its own layout; omit --layout")
+    return layout_file.with_layout(config, read_text(given, "layout"), str(given))
+
+
+def check_fits(config: Config, given: Path) -> None:
+    """Raises ConfigError, naming the layout file `given`, if its layout cannot cut the model."""
+    model = build(config, vocabulary_of(config, source=str(given)), source=str(given))
+    check_degrees(config, model, source=str(given))
+    build_layout(config, model, source=str(given))
 
 
 def choose(
@@ -81,8 +97,8 @@ def choose(
         raise ConfigError(
             f"{source}: [parallel] layout = 'auto' times each layer by itself, but this model's layers cannot be "
             f"timed: {why}. Write the layout into [parallel] instead of layout = 'auto', or count FLOPs instead "
-            "of timing: interlace plan choose CONFIG --gpus N --memory GB --tflops T --out layout.toml, then interlace "
-            "train CONFIG --layout layout.toml"
+            "of timing: interlace plan choose CONFIG --gpus N --memory GB --out layout.toml (on CPUs too: N ranks of "
+            "GB each), then interlace train CONFIG --layout layout.toml"
         ) from error
     worlds = [each for each in worlds if machine.worlds is None or each in machine.worlds]
     return _decided(config, model, machine, worlds, source, say, samples, partial(real_work, config, data))
@@ -122,8 +138,6 @@ def choose_for(
 
     Lengths come from the config's data if its files are here, else from samples that fill its budgets.
     """
-    from interlace.train.data.texts import vocabulary_of
-
     if has_data(config):
         model, data = _model_and_data(config, source)
         samples, work = pool(data), partial(real_work, config, data)

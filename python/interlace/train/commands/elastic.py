@@ -71,7 +71,7 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
     from interlace.resilience.coordinator.process import PREEMPTED, Coordinator
     from interlace.train.data.feed import prepare
 
-    prepare(config, lambda line: launcher.note(f"interlace: {line}"), source=str(path))
+    prepare(config, launcher.note, source=str(path))
     own = config.resilience
     environment = {
         "OMP_NUM_THREADS": str(config.parallel.threads or launcher.default_threads(own.nodes * own.ranks_per_node))

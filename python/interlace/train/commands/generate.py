@@ -184,7 +184,11 @@ def _answer(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequ
         most = min(most, room - len(ids) + 1)  # the last token is not read again
     prompt = Sample(ids, torch.full_like(ids, IGNORE), media, "prompt")
     (tokens,) = answer(model, [prompt], end=answering.tokenizer.EOS, max_new_tokens=most)
-    return str(answering.tokenizer.decode(tokens))
+    text = str(answering.tokenizer.decode(tokens))
+    if not text.strip():  # on stderr: stdout has only the answers
+        why = f"its {len(tokens)} tokens have no text" if tokens else "the model ended it at once"
+        print(f"interlace: the answer is empty: {why}", file=sys.stderr)
+    return text
 
 
 def _prompt(answering: Answering, turns: Sequence[Sequence[Part]], answers: Sequence[str]) -> tuple[Any, Any]:

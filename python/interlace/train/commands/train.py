@@ -27,8 +27,13 @@ def train(options: argparse.Namespace) -> int:
         return run_elastic(config, source=source, resume=options.resume)
     if launcher.under_launcher():
         return _as_rank(options)
+    from interlace.train.auto.resolve import check_fits, config_of_layout
+    from interlace.train.data.feed import prepare
+
     path = _config_path(options)
     config = load(path, options.set)
+    if options.layout is not None:  # refused before anything is created or prepared
+        config_of_layout(config, options.layout, source=str(path))
     if options.elastic:
         from interlace.train.commands import elastic
 
@@ -36,10 +41,19 @@ def train(options: argparse.Namespace) -> int:
     trackers.made(config, source=str(path))  # checked before anything is created
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
+    with launcher.leaving_on_sigterm():
+        prepare(config, launcher.note, source=str(path))
+        if options.layout is not None:
+            check_fits(config_of_layout(config, options.layout, source=str(path)), options.layout)
+        return _in_run_folder(options, config, path)
+
+
+def _in_run_folder(options: argparse.Namespace, config: Config, path: Path) -> int:
+    """Makes or finds the run folder, locks it and trains; removes a new folder if the config is refused."""
     new = options.resume is None
     folder, at = (runfolder.create(config), None) if new else runfolder.resolve(config, options.resume)
     try:
-        with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=launcher.note) as held:
+        with lock.take(folder, take_over=options.take_over, say=launcher.note) as held:
             code = _in_folder(options, config, path, folder, at, held)
     except BaseException as error:  # other failures keep the folder for inspection, once it has a config
         if new and (isinstance(error, ConfigError) or not (folder / "config.toml").exists()):
@@ -53,17 +67,11 @@ def train(options: argparse.Namespace) -> int:
 def _in_folder(
     options: argparse.Namespace, config: Config, path: Path, folder: Path, at: Path | None, held: lock.RunLock
 ) -> int:
-    """Prepares and runs the training of `config` in a run folder that is locked."""
-    from interlace.train.data.feed import prepare
-
-    prepare(config, launcher.note, source=str(path))
-    launcher.say(f"run folder: {folder}")
+    """Trains in a run folder that is locked."""
     if config.parallel.auto:
         from interlace.train.auto.resolve import resolve_config
 
         config = resolve_config(config, source=str(path), folder=folder, given=options.layout, say=launcher.note)
-    elif options.layout is not None:
-        raise ConfigError(f"--layout {options.layout}: {path} fixes its own layout; omit --layout")
     if options.resume is None:
         runfolder.write_config(folder, config)
     world = config.world_size()

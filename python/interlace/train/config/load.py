@@ -233,12 +233,13 @@ def _add_pixels(section: Table, pixels: tuple[list[float], list[float]]) -> None
     section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
 
-def unsettled(config: Config, source: str, what: str) -> None:
-    """Raises ConfigError if the config leaves the layout open; `what` needs it."""
+def unsettled(config: Config, source: str, what: str, instead: str) -> None:
+    """Raises ConfigError if the config leaves the layout open; `what` needs it. instead: what else to give."""
     if config.parallel.auto:
         raise ConfigError(
-            f"{source}: [parallel] layout = 'auto' says no layout yet, which {what} needs: use interlace plan choose, "
-            "or the config.toml of a run folder, which has what was chosen"
+            f"{source}: [parallel] layout = 'auto' says no layout yet, which {what} needs: give {instead}, or the "
+            "config.toml of a run folder, which has what interlace train chose, or copy into the config what "
+            f"interlace plan choose {source} --gpus N --memory GB prints (on CPUs too: N ranks of GB each)"
         )
 
 
@@ -262,6 +263,11 @@ def set_key(table: Table, keys: tuple[str, ...], value: object, text: str) -> No
             raise ConfigError(f"--set {text}: {'.'.join(keys[:depth])} is a value, not a section")
         table = inner
     table[keys[-1]] = value
+
+
+def check_keys(table: Table, source: str) -> None:
+    """Raises ConfigError for keys that a config does not have."""
+    _check_keys(Config, table, (), _Origin(source))
 
 
 def _check_keys(model: type[BaseModel], table: Table, path: tuple[str, ...], origin: _Origin) -> None:
@@ -353,6 +359,11 @@ def _section_type(annotation: object) -> type[BaseModel] | None:
             if section is not None:
                 return section
     return None
+
+
+def explained(error: ValidationError) -> str:
+    """The first problem of a config that was made from parts, in one line, with the name of the key."""
+    return _explain(error.errors()[0], _Origin("")).removeprefix(": ")
 
 
 def _explain(problem: ErrorDetails, origin: _Origin) -> str:

@@ -66,7 +66,7 @@ def cluster(options: argparse.Namespace) -> int:
         return Examination(config, timeout, options.seconds, options.slow).run(options.json)
     if ranks is None and config is not None:
         loaded = load(config, [])
-        unsettled(loaded, str(config), "doctor cluster (or --ranks N)")
+        unsettled(loaded, str(config), "doctor cluster", "--ranks N")
         ranks = loaded.world_size()
     if ranks is None or ranks < 1:
         raise ConfigError(

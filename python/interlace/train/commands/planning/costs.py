@@ -81,7 +81,7 @@ def load_priced(options: argparse.Namespace) -> Priced:
     source = str(options.config)
     if options.profile and options.costs is not None:
         raise ConfigError("--profile and --costs say both what layers cost: give one of them")
-    unsettled(config, source, "this command")
+    unsettled(config, source, "this command", "a layout, such as --set 'parallel={dp=2}'")
     if options.profile:
         tokenizer = tokenizer_of(config, source=source)
         model = build(config, tokenizer, source=source)
