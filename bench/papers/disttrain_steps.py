@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bench.lengths import Lognormal
 from bench.papers.shapes import A800, Transformer, causal_pairs, unet
+from bench.sample_order import reorder_samples
 from interlace import balance
 from interlace import plan as planning
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
@@ -346,7 +347,7 @@ def reordered(model: Model, samples: Samples, degrees: Degrees) -> NDArray[np.in
         ),
         start=np.zeros(len(samples)),
     )
-    dealt = balance.reorder_samples(cost, degrees[LLM].dp)
+    dealt = reorder_samples(cost, degrees[LLM].dp)
     order = dealt.order.reshape(degrees[LLM].dp, -1).astype(np.int64)
     step = Step(model, samples, degrees, order)
     media, llm = step.media_seconds, np.full(order.shape[1], step.llm_seconds())

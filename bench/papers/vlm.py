@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bench import baselines
 from bench.baselines import ENCODER, LLM
 from bench.lengths import draw
+from bench.sample_order import reorder_samples
 from interlace import balance, plan
 from interlace.schedule import Op, Schedule, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import Timeline, simulate
@@ -146,7 +147,7 @@ def disttrain(vision: Floats, llm: Floats, replicas: int, size: int, stages: tup
 
     stages: of the encoder and of the language model, for the order.
     """
-    dealt = balance.reorder_samples(vision, replicas)
+    dealt = reorder_samples(vision, replicas)
     result = []
     for begin, end in itertools.pairwise(dealt.offsets):
         parts = _cut(dealt.order[begin:end].astype(np.int64), size)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.sample_order import reorder_samples
 from interlace import _core, balance
 from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable, check, one_f_one_b
 from tests.simulate.reference import simulate_in_python
@@ -26,8 +27,8 @@ def loads(cost, order):
 
 @given(COSTS, st.integers(1, 6), st.booleans())
 def test_samples_are_dealt_no_worse_than_printed(cost, groups, equal):
-    found = balance.reorder_samples(cost, groups, equal_counts=equal)
-    printed = balance.reorder_samples(cost, groups, equal_counts=equal, as_printed=True)
+    found = reorder_samples(cost, groups, equal_counts=equal)
+    printed = reorder_samples(cost, groups, equal_counts=equal, as_printed=True)
     for result in (found, printed):
         assert sorted(result.order.tolist()) == list(range(len(cost))) and result.order.dtype == np.int32
         assert result.offsets[0] == 0 and result.offsets[-1] == len(cost)
@@ -51,9 +52,9 @@ def test_falling_order_beats_the_print_by_far():
     """Empirical: 5.6 to 66 % above the bound as printed, below 1 % by decreasing cost."""
     cost = np.random.default_rng(0).lognormal(5.8, 1.0, 16 * 16)
     bound = balance.lower_bound(cost, 16)
-    printed = max(loads(cost, balance.reorder_samples(cost, 16, equal_counts=False, as_printed=True)))
+    printed = max(loads(cost, reorder_samples(cost, 16, equal_counts=False, as_printed=True)))
     assert printed > 1.05 * bound
-    assert max(loads(cost, balance.reorder_samples(cost, 16, equal_counts=False))) < 1.01 * bound
+    assert max(loads(cost, reorder_samples(cost, 16, equal_counts=False))) < 1.01 * bound
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_falling_order_beats_the_print_by_far():
 )
 def test_bad_samples_are_named(cost, groups, message):
     with pytest.raises(ValueError, match=message):
-        balance.reorder_samples(cost, groups)
+        reorder_samples(cost, groups)
 
 
 # --- reorder_microbatches

@@ -13,22 +13,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from interlace.balance.partition import partition
-from interlace.costs.fitted import CostModel, LinkModel, fit_cost_model, fit_link
+from interlace.costs.fitted import LinkModel, fit_cost_model, fit_link
 from interlace.costs.layer import LayerTimes, backward_needs, frozen_costs, trainable_before
 from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.oobleck import (
-    Instantiation,
     PipelineTemplate,
-    combinations,
     instantiate,
     node_counts,
     pipeline_template,
     split_batch,
 )
-from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
-from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure, regroup
-from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
-from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
+from interlace.plan.orchestration import ModuleWork, orchestrate
+from interlace.plan.reconfiguration import admit, reconfigure, regroup
+from interlace.plan.search import SearchModule, search_configuration
+from interlace.plan.stable_batch import bernoulli_trials, proportional_allocation, stable_batch_size
 
 if TYPE_CHECKING:
     from interlace.costs.profile import profile_layers
@@ -37,27 +35,19 @@ if TYPE_CHECKING:
 _HOMES = {"profile_layers": "profile", "profile_model": "profile_modules"}  # of interlace.costs
 
 __all__ = [
-    "Configuration",
-    "CostModel",
-    "Instantiation",
     "LayerTimes",
     "LinkModel",
     "ModuleCosts",
     "ModuleWork",
-    "Orchestration",
     "PipelineTemplate",
-    "Reconfigured",
     "SearchModule",
-    "StableBatch",
     "admit",
     "analytic_costs",
     "backward_needs",
     "bernoulli_trials",
-    "combinations",
     "fit_cost_model",
     "fit_link",
     "frozen_costs",
-    "in_flight",
     "instantiate",
     "layer_costs",
     "node_counts",

@@ -16,8 +16,7 @@
 
 from interlace.schedule.actions import Action, Op
 from interlace.schedule.automatic import automatic, lower_bound
-from interlace.schedule.check import CheckReport, ScheduleError, check
-from interlace.schedule.costs import Durations
+from interlace.schedule.check import ScheduleError, check
 from interlace.schedule.generate import Options
 from interlace.schedule.generators import GENERATORS, generator_of, splits_backward
 from interlace.schedule.gpipe import gpipe
@@ -30,9 +29,7 @@ from interlace.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 __all__ = [
     "GENERATORS",
     "Action",
-    "CheckReport",
     "Chunk",
-    "Durations",
     "Edge",
     "Op",
     "Options",
