@@ -11,8 +11,8 @@ Figures are means over seeds:
 
 - "spread": the standard deviation of the forwards of microbatches, in percent of their mean, and the factor by which it
   is lower than that of static microbatches.
-- "at best": the factor that any assignment to the same number could reach (`least_spread`; inf if no sample is larger than its
-  share).
+- "at best": the factor that any assignment to the same number could reach (`least_spread`; inf if no sample is larger
+  than its share).
 - "held": the most chunks that a rank holds between forward and backward.
 
 Measured: SigLIP on one rank and Llama on the other, gloo, one thread each; steps of all methods take turns. Beside each

@@ -68,12 +68,12 @@ def assign(
             of Cornstarch, dissertation 3.3.2.1, and the sample distribution of OrchMLLM, its Algorithm 1). "lpt" then
             moves and exchanges items between the heaviest and the lightest bins while that helps, so it is never worse
             than "lpt_greedy". "even" continues until all loads, not only the heaviest, are close to each other: any two
-            bins exchange up to three items each way while that helps
-            (the time is bounded by a count of steps). "exact" is `assign_exact` with its default budget. "contiguous"
-            keeps the order of the items and cuts it to minimise the heaviest bin. The others ignore the weights, with
-            counts that differ by at most one: "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal
-            counts and gives bin r chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
-            "random" distributes a random permutation (Cornstarch 2025-03, section 5.3).
+            bins exchange up to three items each way while that helps (the time is bounded by a count of
+            steps). "exact" is `assign_exact` with its default budget. "contiguous" keeps the order of the items and
+            cuts it to minimise the heaviest bin. The others ignore the weights, with counts that differ by at most one:
+            "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal counts and gives bin r chunks r and
+            2 * bins - 1 - r, the usual layout for causal context parallelism; "random" distributes a random permutation
+            (Cornstarch 2025-03, section 5.3).
         capacity: most items a bin may take (None: any number). `n // bins` gives equal counts if bins divides n,
             e.g. context-parallel ranks with equally many tokens.
         seed: for method "random", 0 .. 2^64 - 1; the same seed gives the same result on every platform.
