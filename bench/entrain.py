@@ -11,8 +11,8 @@ Figures are means over seeds:
 
 - "spread": the standard deviation of the forwards of microbatches, in percent of their mean, and the factor by which it
   is lower than that of static microbatches.
-- "at best": the factor that any assignment to the same number could reach (`balance.least_spread`; inf if no sample is
-  larger than its share).
+- "at best": the factor that any assignment to the same number could reach (`least_spread`; inf if no sample is larger
+  than its share).
 - "held": the most chunks that a rank holds between forward and backward.
 
 Measured: SigLIP on one rank and Llama on the other, gloo, one thread each; steps of all methods take turns. Beside each
@@ -44,6 +44,7 @@ from bench import baselines
 from bench.baselines import ENCODER, LLM, Problem, Step
 from bench.lengths import Drawn, draw
 from bench.measure import command, free_port, join_group, machine, versions, write_json
+from bench.scheduling_bounds import least_spread
 from interlace import balance
 from interlace.run.tables.assign import METHODS, Assigner, Method, Slots
 from interlace.run.tables.table import Assignment, Lengths, step_table
@@ -201,7 +202,7 @@ def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
             for seed in range(options.seeds):
                 drawn = draw(mix, samples, seed=seed)
                 problem = problem_of(drawn, options.model, options.ranks)
-                least.append(balance.least_spread(problem.llm, microbatches))
+                least.append(least_spread(problem.llm, microbatches))
                 for name, made in ways(problem, drawn, microbatches).items():
                     result.setdefault(name, []).append(figures(made()))
             static = result["static 1F1B"]

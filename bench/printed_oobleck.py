@@ -1,12 +1,14 @@
 """Oobleck's planning procedures as printed in the dissertation (section 2.4), for comparison; not for use.
 
 The divide and conquer (eqs. 2.1-2.4) keeps one solution per sub-problem: the one whose own T1 + T2 + T3 is least.
+`combinations` lists the combinations of templates (eq. 2.5).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -45,3 +47,23 @@ def divide_and_conquer(costs: Any, nodes: int, gpus_per_node: int) -> float:
         return best
 
     return min(solve(stages, 0, layers, nodes, gpus_per_node)[0] for stages in range(nodes, layers + 1))
+
+
+def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> Iterator[tuple[int, ...]]:
+    """All combinations of templates that use all nodes with at least `pipelines` pipelines (eq. 2.5).
+
+    Yields tuples [p], the number of pipelines per template, in descending lexicographic order. Their number is
+    exponential, so this is for small cases; `instantiate` does not list them.
+    """
+
+    def rest(index: int, remaining: int, needed_pipelines: int) -> Iterator[tuple[int, ...]]:
+        if index == len(node_counts) - 1:
+            count, over = divmod(remaining, node_counts[index])
+            if not over and count >= needed_pipelines:
+                yield (count,)
+            return
+        for count in range(remaining // node_counts[index], -1, -1):
+            for tail in rest(index + 1, remaining - count * node_counts[index], needed_pipelines - count):
+                yield (count, *tail)
+
+    return rest(0, nodes, pipelines) if len(node_counts) else iter(())

@@ -138,6 +138,14 @@ def post_balancing(quick: bool) -> Iterator[Row]:
         )
 
 
+def internode_volume(volume: np.ndarray, placement: np.ndarray, ranks_per_node: int) -> np.ndarray:
+    """float64 [d]: size that each rank sends to other nodes under a placement. Its maximum is the objective of
+    OrchMLLM's Algorithm 3. volume [d, d] and ranks_per_node: as in `balance.nodewise_placement`; placement [d]: its
+    result."""
+    node = np.arange(len(volume)) // ranks_per_node
+    return np.where(node[:, None] != node[placement], volume, 0).sum(axis=1, dtype=np.float64)
+
+
 def placements(quick: bool, limit: float) -> Iterator[Row]:
     """Node-wise placement of the batches from post-balancing 60 samples per rank, and the exchange that it needs.
 
@@ -152,7 +160,7 @@ def placements(quick: bool, limit: float) -> Iterator[Row]:
         volume = balance.rearrangement_volume(source, destination, lengths, d)
 
         def most(ranks: np.ndarray, volume: np.ndarray = volume) -> float:
-            return float(balance.internode_volume(volume, ranks, per_node).max())
+            return float(internode_volume(volume, ranks, per_node).max())
 
         total = partial(peers.scipy_nodewise_sum, volume, per_node)
         solvers = [

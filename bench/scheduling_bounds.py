@@ -1,5 +1,6 @@
 """Lower bounds of plans, computed in numpy independently of the planner's code, so that a gap of 0 is a proof.
 
+- `least_spread`: standard deviation of the loads of bins, if items heavier than a share had a bin of their own
 - `partition`: the dynamic program of eq. 3.5 with a bisection in place of its inner loop; exact up to empty stages
 - `template`: a shortest path per interval of the slowest stage's time; intervals are halved where they decide
 - `orchestration`: the best value of DistTrain's convex problem over every choice of TP and DP
@@ -13,6 +14,24 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+
+def least_spread(weights: np.ndarray, bins: int) -> float:
+    """Lower bound on the standard deviation of the bins' loads, in the unit of the weights [n], O(n log n).
+
+    An item heavier than an equal share determines the load of its bin. The other bins at best share the rest equally;
+    the next item may be heavier than an equal share of the rest again. Sums of squares are convex, so no other loads
+    have less spread. The bound is 0 if no item is heavier than an equal share, even if whole items cannot reach it.
+    """
+    falling = np.sort(np.asarray(weights, np.float64))[::-1]
+    loads = np.zeros(bins)
+    remaining, fixed = float(falling.sum()), 0
+    while fixed < min(bins - 1, len(falling)) and falling[fixed] * (bins - fixed) > remaining:
+        loads[fixed] = falling[fixed]
+        remaining -= float(falling[fixed])
+        fixed += 1
+    loads[fixed:] = max(remaining, 0.0) / (bins - fixed)
+    return float(loads.std()) if fixed else 0.0
 
 
 def partition(

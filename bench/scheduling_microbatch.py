@@ -84,8 +84,8 @@ def deferrals(quick: bool) -> Iterator[Row]:
             target_ms=10.0,
             notes={
                 "LLM over bound as printed, without deferral": before / result.llm_bound - 1,
-                "encoder over bound": result.encoder_bottleneck / result.encoder_bound - 1,
-                "encoder over bound as printed": printed.encoder_bottleneck / printed.encoder_bound - 1,
+                "encoder over bound": result.encoder_loads.max() / result.encoder_bound - 1,
+                "encoder over bound as printed": printed.encoder_loads.max() / printed.encoder_bound - 1,
                 "deferred samples": len(result.deferred),
             },
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench import scheduling_bounds as bounds
 from bench import scheduling_peers as peers
-from bench.printed_oobleck import divide_and_conquer
+from bench.printed_oobleck import combinations, divide_and_conquer
 from bench.scheduling_rows import Row, Solver, cp_sat, installed, milp
 from interlace import plan
 
@@ -84,7 +84,7 @@ def instantiations(quick: bool) -> Iterator[Row]:
 def _listed(sizes: np.ndarray, times: np.ndarray, nodes: int, batch: int) -> float:
     """Every combination, with our batch shares."""
     best = np.inf
-    for counts in plan.combinations(sizes.tolist(), nodes, 3):
+    for counts in combinations(sizes.tolist(), nodes, 3):
         each = np.repeat(times, counts)
         best = min(best, float((plan.split_batch(each, batch) * each).max()))
     return best

@@ -7,6 +7,7 @@ import numpy as np
 from bench.papers import mllm
 from bench.papers.frame import Claim, Row, Rows, Table, ahead, behind, rises
 from bench.papers.mllm import MODELS, NODE, PHASES, Batch, Model
+from bench.scheduling_balance import internode_volume
 from interlace import balance
 from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import simulate
@@ -302,7 +303,7 @@ def gathered(case: str, small: bool) -> list[Row]:
             back = 2 if phase == "llm" else 1  # gradients of rows are sent back
             received["all-to-all"] += float(volume.sum(axis=0).max())
             received["all-gather"] += float(volume.sum())
-            waited["all-to-all"] += back * float(balance.internode_volume(volume, placement, NODE).max()) / LINK
+            waited["all-to-all"] += back * float(internode_volume(volume, placement, NODE).max()) / LINK
             waited["all-gather"] += back * float(volume.sum()) * (1 - NODE / gpus) / (NODE * LINK)
         for name in received:
             seconds = step.seconds + waited[name]
@@ -356,7 +357,7 @@ def nodewise(case: str, small: bool) -> list[Row]:
         most, mean = [], []
         for seed in range(1 if small else STEPS):
             volume, placement = volumes(model, mllm.drawn(model, gpus, model.ablation_batch, seed), phase)
-            before, after = (balance.internode_volume(volume, p, NODE) for p in (np.arange(gpus), placement))
+            before, after = (internode_volume(volume, p, NODE) for p in (np.arange(gpus), placement))
             most.append(float(after.max() / before.max()))
             mean.append(float(after.mean() / before.mean()))
         rows.append(Row(case, f"{phase}: most of a rank, over without", "0.436 to 0.722", _mean(most)))

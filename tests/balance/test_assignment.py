@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.scheduling_bounds import least_spread
 from interlace import balance
 from tests.balance.assignment import best_assignment, capped, fractions, makespan, weight_lists, whole
 
@@ -302,7 +303,7 @@ def test_even_is_never_heavier_nor_less_even_than_lpt(case):
 def test_least_spread_is_below_every_assignment(weights, bins):
     """Checks a lower bound against all assignments. It is reached if too large items leave one bin for the others."""
     best = min(deviation(weights, np.array(b), bins) for b in itertools.product(range(bins), repeat=len(weights)))
-    bound = balance.least_spread(weights, bins)
+    bound = least_spread(weights, bins)
     assert bound <= best * (1 + 1e-9) + 1e-9 * max(weights, default=0.0) + 1e-12
     if bins == 2 and 2 * max(weights) > sum(weights):
         assert bound == pytest.approx(best, rel=1e-9)
@@ -317,11 +318,6 @@ def test_even_comes_near_the_least_spread(items, bins, near):
     for sigma in (0.25, 0.4, 1.0):
         weights = rng.lognormal(6, sigma, items)
         loads = np.bincount(balance.assign(weights, bins, method="even"), weights, bins)
-        bound = balance.least_spread(weights, bins)
+        bound = least_spread(weights, bins)
         assert loads.std() <= 1.1 * bound + near * loads.mean(), (sigma, loads.std() / loads.mean())
         assert (bound > 0) == (weights.max() > weights.sum() / bins)
-
-
-def test_least_spread_refuses_what_is_no_weight():
-    with pytest.raises(ValueError, match="weights"):
-        balance.least_spread([1.0, -1.0], 2)

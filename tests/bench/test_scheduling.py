@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import scheduling, scheduling_bounds, scheduling_peers, scheduling_rows
+from bench.scheduling_balance import internode_volume
 from bench.scheduling_report import lines, summary
 from bench.scheduling_rows import Row, Solver, measure
 from interlace import balance, plan
@@ -236,7 +237,7 @@ def test_milp_peers():
     split = min(float((np.array(c) * times).max()) for c in every)
     assert scheduling_peers.milp_split(times, 10, 10.0).value == pytest.approx(split)
     volume = rng.integers(0, 50, (6, 6)).astype(float)
-    placed = min(balance.internode_volume(volume, np.array(p), 2).max() for p in itertools.permutations(range(6)))
+    placed = min(internode_volume(volume, np.array(p), 2).max() for p in itertools.permutations(range(6)))
     assert scheduling_peers.milp_nodewise(volume, 2, 10.0).value == pytest.approx(placed)
     sizes, each = np.array([2, 3, 4]), np.array([3.1, 2.2, 1.7])
     mixes = [np.repeat(each, c) for c in itertools.product(range(6), repeat=3) if np.dot(c, sizes) == 11 and sum(c) > 1]
@@ -254,7 +255,7 @@ def test_scipy_peers():
         best = min(best, max(min(cost[i, j], alone[i]) for i, j in enumerate(order)))
     assert scheduling_peers.scipy_bottleneck(cost, alone) == best <= scheduling_peers.scipy_sum(cost, alone)
     volume = rng.integers(0, 50, (6, 6)).astype(float)
-    kept = lambda ranks: volume.sum() - balance.internode_volume(volume, ranks, 2).sum()  # noqa: E731
+    kept = lambda ranks: volume.sum() - internode_volume(volume, ranks, 2).sum()  # noqa: E731
     most = max(kept(np.array(p)) for p in itertools.permutations(range(6)))
     assert kept(scheduling_peers.scipy_nodewise_sum(volume, 2)) == most
 
@@ -266,7 +267,7 @@ def test_cp_sat_peers():
     assert scheduling_peers.cp_sat_makespan(weights, 3, 10.0).value == balance.assign_exact(weights, 3).makespan
     assert scheduling_peers.cp_sat_subset(weights, 200, 10.0) == scheduling_peers.milp_subset(weights, 200, 10.0)
     volume = rng.integers(0, 50, (6, 6)).astype(float)
-    placed = min(balance.internode_volume(volume, np.array(p), 2).max() for p in itertools.permutations(range(6)))
+    placed = min(internode_volume(volume, np.array(p), 2).max() for p in itertools.permutations(range(6)))
     assert scheduling_peers.cp_sat_nodewise(volume, 2, 10.0).value == placed
     times = np.array([1.25, 2.5, 1.75])
     every = [np.array(c) * times for c in itertools.product(range(1, 11), repeat=3) if sum(c) == 12]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import interlace.data.builtin.fetch as fetch_module
-from interlace.data import cache_folder, fetch_stamps, find_stamps
-from interlace.data.builtin.fetch import exclusive
+from interlace.data import cache_folder, find_stamps
+from interlace.data.builtin.fetch import exclusive, find_or_fetch
 
 APT_GET = """
 echo "apt-get $*" >> "$FAKE/calls"
@@ -69,13 +69,13 @@ def leftovers(cache: Path) -> list[str]:
 
 def test_fetches_once_into_a_versioned_folder(archive, tree, tmp_path):
     assert find_stamps() is None
-    folder = fetch_stamps()
-    assert folder == tmp_path / "cache/stamps/1_2.0/stamps" == find_stamps() == fetch_stamps()
+    folder, _ = find_or_fetch()
+    assert folder == tmp_path / "cache/stamps/1_2.0/stamps" == find_stamps() and find_or_fetch() == (folder, "")
     names = {p.relative_to(tree) for p in tree.rglob("*.png")}
     assert {p.relative_to(folder) for p in folder.rglob("*.png")} == names
     assert (folder.parent / "copyright").read_text() == "GPL-2"
     calls = (archive / "calls").read_text().splitlines()
-    assert len(calls) == 2  # the second fetch_stamps used no network
+    assert len(calls) == 2  # the second find_or_fetch used no network
     for call in calls:  # no system files of apt are written
         assert f"Dir::State::lists={tmp_path}/cache/apt/lists" in call and f"Dir::Cache={tmp_path}/cache/apt" in call
     assert not leftovers(tmp_path / "cache")
@@ -94,43 +94,41 @@ def test_fetches_once_into_a_versioned_folder(archive, tree, tmp_path):
         ({"SLOW": "30"}, "apt-get download took longer than 1 s"),
     ],
 )
-def test_trouble_is_one_line_none_and_nothing_left(archive, tmp_path, monkeypatch, caplog, trouble, message):
+def test_trouble_is_one_line_none_and_nothing_left(archive, tmp_path, monkeypatch, trouble, message):
     for key, value in trouble.items():
         monkeypatch.setenv(key, value)
-    assert fetch_stamps(timeout=1 if "SLOW" in trouble else 60) is None
-    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert record.message.startswith("stamps not available: ") and "\n" not in record.message
-    import re
-
-    assert re.search(message, record.message), record.message
+    folder, error = find_or_fetch(timeout=1 if "SLOW" in trouble else 60)
+    assert folder is None and "\n" not in error and re.search(message, error), error
     assert find_stamps() is None and not leftovers(tmp_path / "cache")
     for key in trouble:
         monkeypatch.delenv(key)
-    assert fetch_stamps() is not None  # the next attempt is not blocked
+    assert find_or_fetch()[0] is not None  # the next attempt is not blocked
 
 
 def test_a_failing_update_alone_does_not_matter(archive, monkeypatch):
     monkeypatch.setenv("UPDATE_FAILS", "1")
-    assert fetch_stamps() is not None
+    assert find_or_fetch()[0] is not None
 
 
-def test_no_apt(archive, tmp_path, monkeypatch, caplog):
+def test_no_apt(archive, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert fetch_stamps() is None
-    assert "stamps not available: apt-get not found" in caplog.text
+    folder, error = find_or_fetch()
+    assert folder is None and error.startswith("apt-get not found")
 
 
-def test_no_room(archive, monkeypatch, caplog):
+def test_no_room(archive, monkeypatch):
     import collections
 
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1, 1, 1 << 20))
-    assert fetch_stamps() is None and "has 1 MiB free, 700 MiB are needed" in caplog.text
+    folder, error = find_or_fetch()
+    assert folder is None and "has 1 MiB free, 700 MiB are needed" in error
 
 
-def test_a_cache_that_cannot_be_made(archive, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_made(archive, tmp_path):
     (tmp_path / "file").write_text("")
-    assert fetch_stamps(tmp_path / "file" / "cache") is None and "stamps not available" in caplog.text
+    folder, error = find_or_fetch(tmp_path / "file" / "cache")
+    assert folder is None and error
 
 
 def test_leftovers_of_a_killed_process_are_removed(archive, tmp_path):
@@ -139,14 +137,18 @@ def test_leftovers_of_a_killed_process_are_removed(archive, tmp_path):
     half = tmp_path / "cache/stamps/1_2.0/stamps"  # a folder without its complete.json does not count
     half.mkdir(parents=True)
     assert find_stamps() is None
-    assert fetch_stamps() is not None and not leftovers(tmp_path / "cache")
+    assert find_or_fetch()[0] is not None and not leftovers(tmp_path / "cache")
     assert list(half.rglob("*.png"))
 
 
 def test_two_processes_fetch_once(archive, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "0.5")
     monkeypatch.setenv("PYTHONPATH", str(Path(fetch_module.__file__).parents[3]))
-    command = [sys.executable, "-c", "from interlace.data.builtin.fetch import fetch_stamps; print(fetch_stamps())"]
+    command = [
+        sys.executable,
+        "-c",
+        "from interlace.data.builtin.fetch import find_or_fetch; print(find_or_fetch()[0])",
+    ]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     result = {process.communicate(timeout=600)[0].strip() for process in processes}
     assert result == {str(tmp_path / "cache/stamps/1_2.0/stamps")}

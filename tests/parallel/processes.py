@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 
-from interlace.parallel import dtensor_state_dict, full_state_dict, tensor_parallel
+from interlace.parallel import full_state_dict, tensor_parallel
 
 PLAN = {"norm": "sequence", "": "gather", "gate": "column", "up": "column", "down": "row"}
 CUT = {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
@@ -33,28 +31,6 @@ class Gated(nn.Module):
 
 def example() -> Tensor:
     return torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))
-
-
-def checkpoint(rank: int, folder: str) -> str:
-    """Shards a module along one dimension of a mesh, saves it as DTensors, and loads these in place into another."""
-    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    mesh = both["tensor"]
-    whole = Gated().state_dict()
-    state = dtensor_state_dict(tensor_parallel(Gated(), PLAN, mesh), mesh)
-    for key, tensor in state.items():
-        assert tensor.placements == ((Shard(CUT[key]),) if key in CUT else (Replicate(),)), key
-        assert torch.equal(tensor.full_tensor(), whole[key]), key
-    dcp.save(state, checkpoint_id=folder)
-
-    other = tensor_parallel(Gated(seed=2), PLAN, mesh)
-    dcp.load(dtensor_state_dict(other, mesh), checkpoint_id=folder)
-    for (name, have), want in zip(other.named_parameters(), tensor_parallel(Gated(), PLAN, mesh).parameters()):
-        assert torch.equal(have, want), name
-    try:
-        dtensor_state_dict(other, both)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def step(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded modules: in the ordinary module's format, and as DTensors in real processes."""
+"""Checkpoints of sharded modules: in the ordinary module's format, and in real processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from interlace.comm import run_local
 from interlace.parallel import full_state_dict, tensor_parallel
@@ -79,16 +78,6 @@ def returned(results):
     for kind, value in results:
         assert kind == "returned", value
     return [value for _, value in results]
-
-
-def test_distributed_checkpoints_of_two_processes(tmp_path):
-    for message in returned(run_ranks(2, processes.checkpoint, str(tmp_path))):
-        assert "mesh has 2 dimensions" in message
-    # And in one process, without DTensors.
-    want = processes.Gated().state_dict()
-    state = {key: torch.zeros_like(value) for key, value in want.items()}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert all(torch.equal(state[key], value) for key, value in want.items())
 
 
 def test_a_module_cut_along_a_mesh_of_processes():

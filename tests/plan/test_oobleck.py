@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.printed_oobleck import divide_and_conquer, iteration_time
+from bench.printed_oobleck import combinations, divide_and_conquer, iteration_time
 from interlace import plan
 from tests.plan.oobleck import every_template, stage_widths
 
@@ -141,8 +141,8 @@ def test_node_counts_cover_every_number_of_nodes_up_to_500():
 
 
 def test_figure_2_7():
-    assert set(plan.combinations([2, 3, 4], 7)) == {(2, 1, 0), (0, 1, 1)}
-    assert list(plan.combinations([2, 3, 4], 7, 3)) == [(2, 1, 0)]
+    assert set(combinations([2, 3, 4], 7)) == {(2, 1, 0), (0, 1, 1)}
+    assert list(combinations([2, 3, 4], 7, 3)) == [(2, 1, 0)]
     result = plan.instantiate([2, 3, 4], [6.0, 4.0, 3.0], 7, faults=2, microbatches=12)
     assert tuple(result.counts) == (2, 1, 0) and result.microbatches.sum() == 12
 
@@ -197,7 +197,7 @@ def instances(draw):
 def check_instantiate(case):
     sizes, times, nodes, faults, microbatches = case
     best = math.inf
-    for counts in plan.combinations(sizes, nodes, faults + 1):
+    for counts in combinations(sizes, nodes, faults + 1):
         each = np.repeat(times, counts)
         if 0 < len(each) <= microbatches:
             best = min(best, (plan.split_batch(each, microbatches) * each).max())

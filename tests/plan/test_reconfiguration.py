@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.printed_oobleck import combinations
 from interlace import plan
 
 
@@ -43,7 +44,7 @@ def check_storm(data):
     faults, least = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4))
     nodes = data.draw(st.integers((faults + 1) * least, (faults + 1) * least + 12))
     sizes = plan.node_counts(nodes, faults, least).tolist()
-    counts = data.draw(st.sampled_from(list(plan.combinations(sizes, nodes, faults + 1))[:50]))
+    counts = data.draw(st.sampled_from(list(combinations(sizes, nodes, faults + 1))[:50]))
     names = iter(range(nodes))
     pipelines = [[next(names) for _ in range(n)] for n, count in zip(sizes, counts) for _ in range(count)]
     alive = set(range(nodes))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from interlace import plan
 from interlace.layout import ParallelSpec
+from interlace.plan.search import in_flight
 
 LLM = "language_model"
 BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes")
@@ -360,7 +361,7 @@ def test_in_flight_counts_are_those_of_1f1b(stages, downstream, microbatches):
         forwards = [2 * k - distance for k in range(microbatches)]
         backwards = [2 * k + distance + 1 for k in range(microbatches)]
         counts.append(max(sum(f <= now <= b for f, b in zip(forwards, backwards)) for now in forwards))
-    assert plan.in_flight(stages, downstream, microbatches).tolist() == counts
+    assert in_flight(stages, downstream, microbatches).tolist() == counts
 
 
 def test_bad_input_is_named():

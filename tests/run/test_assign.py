@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.lengths import draw
+from bench.scheduling_bounds import least_spread
 from interlace import balance
 from interlace.costs.links import Links
 from interlace.costs.step import ScaledCosts
@@ -164,7 +165,7 @@ def test_microbatches_are_near_the_least_possible_deviation(mix: str) -> None:
     llm = result.work[LLM]
     loads = np.bincount(result.replica * 32 + result.llm_slot, llm, 128)
     static = np.bincount(np.arange(512) // 4, llm, 128).std()
-    least = balance.least_spread(llm, 128)
+    least = least_spread(llm, 128)
     if mix in ("llava", "video"):  # some samples are larger than four others
         assert least > 0
     else:

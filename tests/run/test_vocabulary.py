@@ -10,6 +10,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from interlace.comm import run_local
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import ModalityModule, MultimodalModel, loss
+from interlace.model.language import run_language
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 from interlace.run import parallelize
 from tests import tiny
@@ -183,7 +184,8 @@ def test_logits_of_a_stage_are_of_all_words():
     def rank(group):
         parallel._ranks[group.rank].connect({(0, 1): group})
         with torch.no_grad():
-            return parallel.stages[group.rank][LLM, 0].logits_of(dict(inputs))
+            stage = parallel.stages[group.rank][LLM, 0]
+            return run_language(stage.language_model, mllm.language_settings, dict(inputs), None).logits
 
     for result in run_local(2, rank):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.printed_oobleck import combinations
 from interlace import plan
 from interlace.simulate.elastic_job import Cluster, Job, StateBytes
 from interlace.simulate.failure_trace import Change, at_once, nodes_at_start
@@ -131,7 +132,7 @@ def test_uses_the_most_nodes_layers_and_microbatches_allow(layers, microbatches)
         feasible = [
             used
             for used in range(nodes + 1)
-            if any(2 <= sum(each) <= microbatches for each in plan.combinations(own.sizes, used))
+            if any(2 <= sum(each) <= microbatches for each in combinations(own.sizes, used))
         ]
         assert sum(own.best_pipelines(nodes)) == max(feasible)
 

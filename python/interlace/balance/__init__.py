@@ -1,9 +1,9 @@
 """Load balancing: assignment of weighted items (token blocks, samples, microbatches, layers) to bins (ranks, stages).
 
-- `assignment`: weighted items to bins: `assign` by eight methods, `assign_exact`, `lower_bound`, `least_spread`.
+- `assignment`: weighted items to bins: `assign` by eight methods, `assign_exact`, `lower_bound`.
 - `partition`: layers to stages, in order.
 - `tokens`: token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`; `block_for`, `rows_per_rank`.
-- `rearrange`: drawn samples to data-parallel ranks: `post_balance`, `batch_costs`, `nodewise_placement`, `compose`,
+- `rearrange`: drawn samples to data-parallel ranks: `post_balance`, `batch_costs`, `nodewise_placement`,
   `all_to_all_plan`.
 - `microbatches`: samples to microbatches by encoder and LLM cost: `assign_microbatches`, `assign_replicas`.
 - `reorder`: the order of samples and microbatches: `reorder_samples`, `reorder_microbatches`.
@@ -11,7 +11,7 @@
 Inputs and outputs are numpy arrays; the algorithms are in csrc/balance/ and release the GIL.
 """
 
-from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, least_spread, lower_bound
+from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, lower_bound
 from interlace.balance.microbatches import (
     MicrobatchPlan,
     assign_microbatches,
@@ -23,8 +23,6 @@ from interlace.balance.rearrange import (
     AllToAllPlan,
     all_to_all_plan,
     batch_costs,
-    compose,
-    internode_volume,
     nodewise_bound,
     nodewise_placement,
     nodewise_placement_of_items,
@@ -40,7 +38,6 @@ __all__ = [
     "assign_exact",
     "ExactAssignment",
     "lower_bound",
-    "least_spread",
     "distribute_tokens",
     "block_for",
     "rows_per_rank",
@@ -51,8 +48,6 @@ __all__ = [
     "nodewise_placement",
     "nodewise_placement_of_items",
     "nodewise_bound",
-    "internode_volume",
-    "compose",
     "all_to_all_plan",
     "AllToAllPlan",
     "MicrobatchPlan",

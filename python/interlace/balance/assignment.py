@@ -68,12 +68,12 @@ def assign(
             of Cornstarch, dissertation 3.3.2.1, and the sample distribution of OrchMLLM, its Algorithm 1). "lpt" then
             moves and exchanges items between the heaviest and the lightest bins while that helps, so it is never worse
             than "lpt_greedy". "even" continues until all loads, not only the heaviest, are close to each other: any two
-            bins exchange up to three items each way while that helps (`least_spread` bounds how close loads can get;
-            the time is bounded by a count of steps). "exact" is `assign_exact` with its default budget. "contiguous"
-            keeps the order of the items and cuts it to minimise the heaviest bin. The others ignore the weights, with
-            counts that differ by at most one: "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal
-            counts and gives bin r chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
-            "random" distributes a random permutation (Cornstarch 2025-03, section 5.3).
+            bins exchange up to three items each way while that helps (the time is bounded by a count of
+            steps). "exact" is `assign_exact` with its default budget. "contiguous" keeps the order of the items and
+            cuts it to minimise the heaviest bin. The others ignore the weights, with counts that differ by at most one:
+            "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal counts and gives bin r chunks r and
+            2 * bins - 1 - r, the usual layout for causal context parallelism; "random" distributes a random permutation
+            (Cornstarch 2025-03, section 5.3).
         capacity: most items a bin may take (None: any number). `n // bins` gives equal counts if bins divides n,
             e.g. context-parallel ranks with equally many tokens.
         seed: for method "random", 0 .. 2^64 - 1; the same seed gives the same result on every platform.
@@ -139,32 +139,6 @@ def lower_bound(weights: ArrayLike, bins: int, *, capacity: int | None = None) -
     `assign`.
     """
     return _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
-
-
-def least_spread(weights: ArrayLike, bins: int) -> float:
-    """Lower bound on the standard deviation of the bins' loads, in the unit of the weights, O(n log n).
-
-    An item heavier than an equal share determines the load of its bin. The other bins at best share the rest equally;
-    the next item may be heavier than an equal share of the rest again. Sums of squares are convex, so no other loads
-    have less spread. The bound is 0 if no item is heavier than an equal share, even if whole items cannot reach it.
-
-    Args:
-        weights: real numbers [n], finite and not negative, in any unit; at least one.
-        bins: number of bins.
-
-    Raises:
-        ValueError: as `assign`.
-    """
-    _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), None)  # validates weights and bins
-    falling = np.sort(as_numpy(weights).astype(np.float64))[::-1]
-    loads = np.zeros(bins)
-    remaining, fixed = float(falling.sum()), 0
-    while fixed < min(bins - 1, len(falling)) and falling[fixed] * (bins - fixed) > remaining:
-        loads[fixed] = falling[fixed]
-        remaining -= float(falling[fixed])
-        fixed += 1
-    loads[fixed:] = max(remaining, 0.0) / (bins - fixed)
-    return float(loads.std()) if fixed else 0.0
 
 
 def as_numpy(values: ArrayLike) -> NDArray[Any]:

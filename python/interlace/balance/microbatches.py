@@ -121,11 +121,6 @@ class MicrobatchPlan:
         """Deferred sample -> the LLM microbatch that consumes it, by rising sample."""
         return {int(i): int(self.llm_of[i]) for i in np.flatnonzero(self.llm_of != self.encoder_of)}
 
-    @property
-    def encoder_bottleneck(self) -> float:
-        """The largest encoder load."""
-        return float(self.encoder_loads.max())
-
 
 def assign_microbatches(
     encoder_cost: ArrayLike, llm_cost: ArrayLike, microbatches: int, *, shrink: bool = True, as_printed: bool = False

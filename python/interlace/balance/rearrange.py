@@ -1,8 +1,8 @@
 """Rearrangement of drawn samples over data-parallel ranks, and its network traffic (OrchMLLM sections 5-6).
 
 Each phase (an encoder, the language model) rearranges the step's samples in its own way. `post_balance` assigns samples
-to batches. `nodewise_placement` assigns batches to ranks with little traffic between nodes. `compose` merges the
-inverse of one rearrangement and the next rearrangement into one exchange. `all_to_all_plan` gives its splits.
+to batches. `nodewise_placement` assigns batches to ranks with little traffic between nodes. `all_to_all_plan`
+gives the splits of the exchange.
 """
 
 from __future__ import annotations
@@ -215,41 +215,6 @@ def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 
     return _core.nodewise_bound(
         as_numpy(volume), bounded_index(ranks_per_node, "ranks_per_node"), bounded_index(iterations, "iterations")
     )
-
-
-def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: int) -> NDArray[np.float64]:
-    """float64 [d]: size that each rank sends to other nodes under a placement. Its maximum is the objective of
-    Algorithm 3."""
-    matrix = as_numpy(volume)
-    d = len(matrix)
-    per_node = _checked_count(ranks_per_node, "ranks_per_node")
-    ranks = _checked_ranks(placement, "placement", d)
-    if matrix.shape != (d, d) or ranks.shape != (d,) or d % per_node:
-        raise ValueError(
-            f"volume has shape {matrix.shape} and placement {ranks.shape}: they must be [d, d] and [d], with d "
-            f"divisible by ranks_per_node = {per_node}"
-        )
-    leaves_node = (np.arange(d) // per_node)[:, None] != (ranks // per_node)[None]
-    sent: NDArray[np.float64] = np.where(leaves_node, matrix, 0).sum(axis=1, dtype=np.float64)
-    return sent
-
-
-def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
-    """Merges two rearrangements into one (OrchMLLM section 6): ``x[compose(a, b)] == x[a][b]``.
-
-    Args:
-        first_inverse: whole numbers [m]: position of each sample in the current layout of the data, e.g. the inverse of
-            an encoder's rearrangement.
-        second: whole numbers [k] in 0 .. m - 1: the samples in the order of the next phase. It may leave samples out or
-            repeat them.
-
-    Returns:
-        int64 [k]: for each position in the next phase's layout, the position in the current layout to take it from.
-    """
-    first, following = _whole_numbers(first_inverse, "first_inverse"), _whole_numbers(second, "second")
-    if not following.size:
-        return np.zeros(0, np.int64)
-    return first.astype(np.int64)[_checked_ranks(following, "second", len(first))]
 
 
 @dataclass(frozen=True, eq=False)

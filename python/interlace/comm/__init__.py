@@ -7,39 +7,24 @@
 - `channels`: point-to-point messages of the pipeline executor, between threads or processes.
 """
 
-from interlace.comm.channels.base import Channel, Pending, Tag
-from interlace.comm.channels.local import LocalChannel, LocalNetwork
-from interlace.comm.channels.process_group import GroupChannel
 from interlace.comm.collectives.rows import (
-    Handle,
     all_gather_into_tensor,
     all_reduce,
     all_to_all_single,
     reduce_scatter_tensor,
 )
 from interlace.comm.collectives.shards import shard, shard_mask, unshard
-from interlace.comm.collectives.torch_balancer import torch_load_balancer
 from interlace.comm.overlap.context_parallel import ContextParallelPlan, context_parallel_attention
 from interlace.comm.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.process.errors import CommError
-from interlace.comm.process.recorder import FlightRecorder
-from interlace.comm.process.trace import Trace, traced
+from interlace.comm.process.trace import traced
 from interlace.comm.transports import EmulatedTransport, Transport, connect, run_local
 from interlace.comm.transports.choose import disconnect, resolve
 
 __all__ = [
-    "Channel",
     "CommError",
     "ContextParallelPlan",
     "EmulatedTransport",
-    "FlightRecorder",
-    "GroupChannel",
-    "Handle",
-    "LocalChannel",
-    "LocalNetwork",
-    "Pending",
-    "Tag",
-    "Trace",
     "Transport",
     "all_gather_into_tensor",
     "all_gather_matmul",
@@ -54,7 +39,6 @@ __all__ = [
     "run_local",
     "shard",
     "shard_mask",
-    "torch_load_balancer",
     "traced",
     "unshard",
 ]

@@ -1,11 +1,10 @@
 """Attention masks as bitfields: the rule, the mask and its constructors, conversions and pictures."""
 
-from interlace.masks.mask import BitfieldMask, FlexMaskMod, Segment
+from interlace.masks.mask import BitfieldMask, Segment
 from interlace.masks.rule import (
     ATTENDS_MASK,
     CAUSAL,
     KEY_FIELDS,
-    MAX_STREAM,
     NEUTRAL,
     NO_WINDOW,
     OWN_SHIFT,
@@ -20,13 +19,11 @@ __all__ = [
     "ATTENDS_MASK",
     "CAUSAL",
     "KEY_FIELDS",
-    "MAX_STREAM",
     "NEUTRAL",
     "NO_WINDOW",
     "OWN_SHIFT",
     "QUERY_FIELDS",
     "BitfieldMask",
-    "FlexMaskMod",
     "Segment",
     "Tokens",
     "filled",

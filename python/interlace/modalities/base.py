@@ -282,9 +282,3 @@ def of_suffix(name: str) -> Modality | None:
 def of_argument(argument: str) -> Modality | None:
     """The modality of an encoder whose main input is `argument`."""
     return next((each for each in _REGISTERED.values() if argument in each.arguments), None)
-
-
-def encoder_of(spec: Spec) -> str:
-    """Usual name of the encoder of a spec: "vision" or "audio"; that of its modality if whole checkpoints have none."""
-    modality = named(spec.modality)
-    return modality.encoder or modality.name

@@ -11,21 +11,18 @@
 from interlace.parallel.families import plan_for
 from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks
-from interlace.parallel.state import dtensor_state_dict, full_state_dict
+from interlace.parallel.state import full_state_dict
 from interlace.parallel.tensor import check_plan, tensor_parallel, used_in_part
-from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_plan
+from interlace.parallel.vocabulary import VocabularyHead
 
 __all__ = [
     "ColumnParallelLinear",
     "Ranks",
     "RowParallelLinear",
-    "VocabularyEmbedding",
     "VocabularyHead",
     "check_plan",
-    "dtensor_state_dict",
     "full_state_dict",
     "plan_for",
     "tensor_parallel",
     "used_in_part",
-    "vocabulary_plan",
 ]

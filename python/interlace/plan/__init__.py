@@ -19,7 +19,6 @@ from interlace.costs.modules import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.oobleck import (
     Instantiation,
     PipelineTemplate,
-    combinations,
     instantiate,
     node_counts,
     pipeline_template,
@@ -27,7 +26,7 @@ from interlace.plan.oobleck import (
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
 from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure, regroup
-from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
+from interlace.plan.search import Configuration, SearchModule, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
 if TYPE_CHECKING:
@@ -53,11 +52,9 @@ __all__ = [
     "analytic_costs",
     "backward_needs",
     "bernoulli_trials",
-    "combinations",
     "fit_cost_model",
     "fit_link",
     "frozen_costs",
-    "in_flight",
     "instantiate",
     "layer_costs",
     "node_counts",

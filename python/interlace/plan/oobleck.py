@@ -12,7 +12,7 @@ All algorithms here are exact; those of the paper are not always. See each funct
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,26 +107,6 @@ def pipeline_template(
         table, degrees, operator.index(nodes), operator.index(gpus_per_node), operator.index(microbatches_per_stage)
     )
     return PipelineTemplate(operator.index(nodes), boundaries, gpus, time)
-
-
-def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> Iterator[tuple[int, ...]]:
-    """All combinations of templates that use all nodes with at least `pipelines` pipelines (eq. 2.5).
-
-    Yields tuples [p], the number of pipelines per template, in descending lexicographic order. Their number is
-    exponential, so this is for small cases; `instantiate` does not list them.
-    """
-
-    def rest(index: int, remaining: int, needed_pipelines: int) -> Iterator[tuple[int, ...]]:
-        if index == len(node_counts) - 1:
-            count, over = divmod(remaining, node_counts[index])
-            if not over and count >= needed_pipelines:
-                yield (count,)
-            return
-        for count in range(remaining // node_counts[index], -1, -1):
-            for tail in rest(index + 1, remaining - count * node_counts[index], needed_pipelines - count):
-                yield (count, *tail)
-
-    return rest(0, nodes, pipelines) if len(node_counts) else iter(())
 
 
 @dataclass(frozen=True)

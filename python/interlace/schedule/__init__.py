@@ -17,7 +17,6 @@
 from interlace.schedule.actions import Action, Op
 from interlace.schedule.automatic import automatic, lower_bound
 from interlace.schedule.check import CheckReport, ScheduleError, check
-from interlace.schedule.costs import Durations
 from interlace.schedule.generate import Options
 from interlace.schedule.generators import GENERATORS, generator_of, splits_backward
 from interlace.schedule.gpipe import gpipe
@@ -32,7 +31,6 @@ __all__ = [
     "Action",
     "CheckReport",
     "Chunk",
-    "Durations",
     "Edge",
     "Op",
     "Options",

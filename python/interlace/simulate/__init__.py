@@ -4,7 +4,7 @@
   integer rows, for searches over thousands of schedules.
 - `timeline`: these times, simulated or measured (makespan, bubble, busy, memory). `trace`: Chrome/Perfetto trace.
 - `groups`, `sampled_trace`: steps of thousands of ranks, by group of ranks, with a trace of bounded size.
-- `elastic_job`, `failure_trace`, `recovery`: costs of node failures and joins. `templates`: picture of their pipelines.
+- `elastic_job`, `failure_trace`, `recovery`: costs of node failures and joins.
 - `pictures/`: pictures and pages of all of these.
 
     timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
@@ -15,18 +15,15 @@
 from interlace.simulate.arrays import Simulated, simulate_arrays
 from interlace.simulate.events import simulate
 from interlace.simulate.pictures.layouts import plot_layout
-from interlace.simulate.pictures.loads import plot_deferral, plot_loads
-from interlace.simulate.templates import plot_templates
+from interlace.simulate.pictures.loads import plot_loads
 from interlace.simulate.timeline import Record, Timeline
 
 __all__ = [
     "Record",
     "Simulated",
     "Timeline",
-    "plot_deferral",
     "plot_layout",
     "plot_loads",
-    "plot_templates",
     "simulate",
     "simulate_arrays",
 ]

@@ -104,21 +104,6 @@ class Timeline:
         return 1.0 - sum(self.busy_per_rank) / area if area else 0.0
 
     @property
-    def busy_share(self) -> tuple[float, ...]:
-        """Per rank, the share of compute between its first compute action's start and its last one's finish, 0 to 1.
-
-        It is 1 without compute actions. Its complement is the bubble that remains when steps follow each other closely.
-        """
-        shares = []
-        for actions, starts, finishes, busy in zip(
-            self.actions, self.start, self.finish, self.busy_per_rank, strict=True
-        ):
-            own = [i for i, action in enumerate(actions) if action.op in COMPUTE]
-            spanned = finishes[own[-1]] - starts[own[0]] if own else 0.0
-            shares.append(busy / spanned if spanned else 1.0)
-        return tuple(shares)
-
-    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank, the most forwards whose backward has not run yet, summed over its stages."""
         return tuple(peak(actions).in_flight for actions in self.actions)

@@ -1,7 +1,7 @@
 """Transports: move bytes between ranks, with one interface (`base`) and one file per implementation."""
 
 from interlace.comm.process.errors import CommError
-from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import Capabilities, Copy, Transport
 from interlace.comm.transports.choose import capabilities, connect
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.comm.transports.local import LocalHub, LocalTransport, run_local
@@ -13,7 +13,6 @@ __all__ = [
     "EmulatedTransport",
     "LocalHub",
     "LocalTransport",
-    "Ticket",
     "Transport",
     "capabilities",
     "connect",

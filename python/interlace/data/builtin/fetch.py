@@ -45,19 +45,11 @@ def find_stamps(cache: str | Path | None = None) -> Path | None:
     return complete[-1].parent / "stamps" if complete else None
 
 
-def fetch_stamps(cache: str | Path | None = None, *, timeout: float = 300.0) -> Path | None:
-    """The stamps folder, fetched if it is not in the cache. None, with one warning line, if it is not available.
+def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
+    """(The stamps folder, fetched if it is not in the cache, or None; the error in one line, or "").
 
     ``timeout``: seconds for each subprocess and for waiting on another process that fetches.
     """
-    folder, trouble = find_or_fetch(cache, timeout=timeout)
-    if trouble:
-        log.warning("stamps not available: %s", trouble)
-    return folder
-
-
-def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
-    """``fetch_stamps`` for callers that report errors themselves: (folder or None, the error in one line or "")."""
     folder = cache_folder(cache)
     try:
         lock = folder / "fetch.lock"

@@ -97,15 +97,6 @@ class StageModule(nn.Module):
             return head_cross_entropy(output, head, targets.to(output.device))
         return cross_entropy_sum(output.logits, labels if columns is None else labels[0][columns])
 
-    def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of all positions, on the language model's last stage."""
-        if self.is_encoder or not self.is_last:
-            raise ValueError(
-                f"{self.name} [{self.start}:{self.stop}] has no logits: use the language model's last stage"
-            )
-        self._check(hidden)
-        return run_language(self.language_model, self._settings, inputs, hidden).logits
-
     def _check(self, hidden: Tensor | None) -> None:
         if self.is_first == (hidden is not None):
             wanted = "takes no hidden state" if self.is_first else "needs the previous stage's hidden state"

@@ -6,8 +6,8 @@
 
 Samples are assigned to the replicas of the language model first (section 4.3), then to the microbatches of each.
 Several encoders count as one. A joint assignment would gain almost nothing: replicas are equal to about 0.01 % if
-samples allow, and over all microbatches of the batch the spread is near its bound (`balance.least_spread`;
-tests/run/test_assign.py).
+samples allow, and over all microbatches of the batch the spread is near its bound
+(tests/run/test_assign.py).
 
 Every rank computes the same result by itself: compared values are sums of whole numbers below 2^53, exact in any order,
 and depend only on lengths.

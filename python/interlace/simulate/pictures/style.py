@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-Colour = str | tuple[float, float, float]
 _HUES = {"language_model": "#3b6fb6", "vision": "#d9772b", "audio": "#3a9a5b"}
 _PALETTE = ("#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
 COLOURS = (*_HUES.values(), *_PALETTE)
