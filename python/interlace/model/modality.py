@@ -225,7 +225,7 @@ class ModalityModule(nn.Module):
         return self._lengths[item.shape]
 
     def tokens(self, shape: Shape, about: About = NOTHING) -> int:
-        """Number of language-model tokens (= placeholders) of an item. Raises ValueError as check_shape.
+        """Number of language-model tokens (= placeholders) of an item. Raises ValueError as encoder_length.
 
         shape, about: of its Media. Image (3, H, W): ceil(patches / downsample). Audio (mel bins, frames):
         ceil(ceil(frames / stride) / downsample). (patches, numbers of a patch) with grid_thw: the features of the
