@@ -15,7 +15,7 @@ from tests.layering import PACKAGE, ROOT, imported, modules
 ROOMS = (
     *(
         "_core",
-        "_cache",
+        "_files",
         "_cores",
         "_device",
         "_text",

@@ -19,7 +19,6 @@ import importlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 import warnings
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from interlace import _device
-from interlace._cache import cache_folder
+from interlace._files import cache_folder, write_whole
 from interlace.attention import gluon, reference, triton
 from interlace.attention.backend import Attention
 from interlace.attention.plan import AttentionPlan
@@ -280,10 +279,7 @@ def _verdict(backend: ModuleType, kind: Kind, job: Attention) -> Verdict:
     log.info("%s on %s, %s: %s the reference", kind.kernel, card(job.q.device), kind.shape, relation)
     with contextlib.suppress(OSError):  # if the cache is not writable, the next process repeats the check
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as made:
-            json.dump(verdict._asdict(), made)
-        os.replace(name, file)
+        write_whole(file, json.dumps(verdict._asdict()))
     return verdict
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from interlace._files import write_whole
 from interlace._text import one_line
 from interlace.train import device as devices
 from interlace.train import runfolder
@@ -101,7 +102,7 @@ class Rank:
             job.stored()
         at = self._find_folder()
         if chosen and self.rank == 0:
-            runfolder.write_whole(job.folder / LAYOUT_FILE, chosen)
+            write_whole(job.folder / LAYOUT_FILE, chosen)
         runfolder.check_shared(job.folder, self.startup)
         self._make_parallel()
         self._make_data()

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from interlace._files import write_whole
 from interlace.train.config.load import ConfigError, dumps
 from interlace.train.config.sections import Config
 
@@ -124,16 +125,6 @@ def has_checkpoint(folder: Path) -> bool:
     names = [path.name for path in place.glob("step-*")]
     names += [path.name[1:-4] for path in place.glob(".step-*.old")]  # `checkpointfolder.restore` will bring it back
     return any(name.removeprefix("step-").isdigit() for name in names)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file of a run folder atomically: readers see the old or new file, never a part, even after a kill."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from time import time_ns
 from typing import Any, Protocol
 
+from interlace._files import write_whole
+
 VERSION = 1
 LONGEST = 500  # characters of a text
 _NO_RANKS: tuple[int, ...] = ()
@@ -125,7 +127,5 @@ class FlightRecorder:
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank}.json"
-        draft = folder / f".rank-{self.rank}.{os.getpid()}.tmp"
-        draft.write_text(json.dumps(table))
-        os.replace(draft, path)  # atomic: readers never see a partial file
+        write_whole(path, json.dumps(table))
         return path

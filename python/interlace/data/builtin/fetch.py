@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from interlace._cache import cache_folder
+from interlace._files import cache_folder
 
 PACKAGE = "tuxpaint-stamps-default"
 NEEDED_BYTES = 700 << 20  # for the package, the unpacked tree and derived files

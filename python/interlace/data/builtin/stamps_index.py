@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from interlace._files import write_whole
 from interlace.data.builtin.fetch import made_once
 from interlace.modalities.audio import clip_info
 from interlace.modalities.errors import DecodeError
@@ -84,9 +85,7 @@ class StampIndex:
         """Writes the JSON atomically."""
         record = {"format": FORMAT} | asdict(self)
         del record["root"]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(record, ensure_ascii=False, separators=(",", ":")))
 
     @classmethod
     def load(cls, path: Path, root: Path, signature: str) -> StampIndex | None:

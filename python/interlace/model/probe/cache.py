@@ -13,8 +13,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import os
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -28,6 +26,7 @@ import transformers
 from torch import nn
 
 import interlace
+from interlace._files import write_whole
 from interlace.model.inputs.base import Item
 from interlace.model.inputs.clips import ClipInputs
 from interlace.model.inputs.images import ImageInputs
@@ -99,20 +98,13 @@ def _is_answer(value: object) -> bool:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as made:
-            made.write(text)
-        os.replace(name, file)
-        every = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in every[:-MOST]:
-            old.unlink(missing_ok=True)
-        for left in file.parent.glob("*.tmp"):  # left by a killed process
-            if time.time() - left.stat().st_mtime > LATE:
-                left.unlink(missing_ok=True)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(file, text)
+    every = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for old in every[:-MOST]:
+        old.unlink(missing_ok=True)
+    for left in file.parent.glob("*.tmp"):  # left by a killed process
+        if time.time() - left.stat().st_mtime > LATE:
+            left.unlink(missing_ok=True)
 
 
 def _file(folder: Path, key: tuple[str, ...], module: nn.Module) -> Path | None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from interlace._files import write_whole
 from interlace._text import one_line
 from interlace.costs.links import Links
 from interlace.train import device as devices
@@ -22,7 +23,6 @@ from interlace.train.models.build import build, build_layout
 from interlace.train.models.costs import stated_links
 from interlace.train.models.media_specs import check_inputs
 from interlace.train.models.tuning import check_degrees
-from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from interlace._files import write_whole
 from interlace.train.blame import UNREADABLE, check_at_least, writing
 from interlace.train.config.load import ConfigError, blaming, load
-from interlace.train.runfolder import write_whole
 
 if TYPE_CHECKING:
     from interlace.data.chats.encoding.tokens import ChatFormat

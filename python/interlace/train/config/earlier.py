@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from interlace._cache import cache_folder
+from interlace._files import cache_folder
 
 LOOKS = 12  # distorted copies of each picture, in place of new distortions in every epoch
 

@@ -15,10 +15,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interlace._files import write_whole
 from interlace.model.inputs.placeholders import token_ids
 from interlace.train.config.sections import Config
 from interlace.train.report import answers as greedy
-from interlace.train.runfolder import write_whole
 
 if TYPE_CHECKING:
     from interlace.data import Question, SampleDataset, Tokenizer

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from interlace._files import write_whole
 from interlace.balance import AllToAllPlan
 from interlace.costs.fitted import FREE
 from interlace.costs.links import Links
@@ -32,7 +33,6 @@ from interlace.train.device import AUTOCAST, finish
 from interlace.train.launch import launcher
 from interlace.train.models.tuning import Rates, rates
 from interlace.train.optim import Optimizer
-from interlace.train.runfolder import write_whole
 from interlace.train.step_overhead import measure_overhead
 
 if TYPE_CHECKING:

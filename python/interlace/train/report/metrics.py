@@ -20,13 +20,14 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from interlace import _device
+from interlace._files import write_whole
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.run.tables.table import Lengths
 from interlace.schedule import StepTable
 from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline
 from interlace.train.report.trackers import Trackers
-from interlace.train.runfolder import json_lines, write_whole
+from interlace.train.runfolder import json_lines
 
 if TYPE_CHECKING:
     from interlace.run.parallel_model import ParallelModel

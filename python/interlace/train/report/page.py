@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace._files import write_whole
 from interlace.simulate.pictures.page import image, page, table
 from interlace.train.config.load import dumps
 from interlace.train.config.sections import Config
@@ -16,7 +17,6 @@ from interlace.train.report.curves import charts, figure, number
 from interlace.train.report.facts import Facts
 from interlace.train.report.metrics import read_metrics
 from interlace.train.report.samples import Scalings, cards, draw
-from interlace.train.runfolder import write_whole
 
 NAME = "report.html"
 TILES = (

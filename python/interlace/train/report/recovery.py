@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace._files import write_whole
 from interlace.simulate.pictures.page import page, table
 from interlace.simulate.pictures.style import COLOURS
 from interlace.train.report.curves import number
-from interlace.train.runfolder import write_whole
 
 NAME = "recovery.html"
 PARTS = ("detection", "vote", "regroup", "copy", "replay")

@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
+from interlace._files import write_whole
 from interlace._hints import nearest
 from interlace._text import one_line
 from interlace.train.config.load import ConfigError, imported
 from interlace.train.config.log import TRACKERS
 from interlace.train.config.sections import Config
 from interlace.train.launch import launcher
-from interlace.train.runfolder import write_whole
 
 BEHIND = 1000  # logged steps that a tracker may be behind
 CLOSING_SECONDS = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}  # maximum wait at the end of a run

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace._files import draft_of
 from interlace.data.chats.files import records as chats_files
 from interlace.data.chats.files.index import FORMAT, MEDIA, RECORDS, digest_of
 from interlace.data.chats.files.records import Piece
@@ -98,10 +99,8 @@ def index_piece(piece: Piece, place: Path, rules: Rules, media: Path, alive: Cal
         arrays[name] = np.array([row[column] for row in media_rows], kind.base).reshape(-1, *kind.shape)
     arrays["lines"] = np.frombuffer(b"".join(lines), np.uint8)
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
+    with draft_of(place) as draft, open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(temporary, place)
     return totals
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace._files import draft_of
 from interlace.data.chats.files import tar as chats_tar
 from interlace.data.chats.files.keys import unique
 from interlace.data.chats.files.tar import ChatFileError, Fields, braces, energon_folder
@@ -275,9 +275,8 @@ def _without_bytes(value: Any, media: Path) -> Any:
             target = media / name
             if not target.exists():
                 media.mkdir(parents=True, exist_ok=True)
-                temporary = target.with_name(f".{name}.{os.getpid()}")
-                temporary.write_bytes(data)
-                os.replace(temporary, target)
+                with draft_of(target) as draft:
+                    draft.write_bytes(data)
             more = {key: inner for key, inner in value.items() if key not in ("bytes", "path")}
             return {"path": str(target), **_without_bytes(more, media)} if more else str(target)
         return {key: _without_bytes(inner, media) for key, inner in value.items() if inner is not None}

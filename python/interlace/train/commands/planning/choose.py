@@ -14,9 +14,9 @@ def choose(options: argparse.Namespace) -> int:
     """Chooses a layout. Prints it with the reasons, or the content of layout.toml with ``--json``."""
     import json
 
+    from interlace._files import write_whole
     from interlace.train.auto import layout_file, report
     from interlace.train.auto.resolve import choose_for
-    from interlace.train.runfolder import write_whole
 
     source = str(options.config)
     if options.gpus < 1 or not 0 < options.memory < 1e6:
