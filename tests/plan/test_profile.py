@@ -89,6 +89,13 @@ def test_costs_use_measured_backward_of_first_trainable_layer():
     assert times.costs([True] * 3, trainable_before=True).tolist() == [3, 3, 3]
     with pytest.raises(ValueError, match="frozen has 2 layers, the profile has 3"):
         times.costs([True, False])
+    for bad, message in (
+        (np.array([2.0, -2, 2]), "input_grad has a value that is NaN, infinite or negative"),
+        (np.array([2.0, np.nan, 2]), "input_grad has a value that is NaN"),
+        (np.ones(2), r"input_grad has shape \(2,\), forward has \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.LayerTimes(forward, bad, w, alone).costs([True, False, False])
 
 
 def test_a_wider_layer_takes_longer(monkeypatch):

@@ -86,6 +86,11 @@ class LayerTimes:
         weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
         if len(weight) != len(self.forward):
             raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
+        for name, part in vars(self).items():
+            if part.shape != self.forward.shape:
+                raise ValueError(f"{name} has shape {part.shape}, forward has {self.forward.shape}: they must be equal")
+            if not (np.isfinite(part) & (part >= 0)).all():
+                raise ValueError(f"{name} has a value that is NaN, infinite or negative")
         total = self.forward.astype(np.float64)
         for grad, layers in (
             (self.weight_only, weight & ~inputs),
