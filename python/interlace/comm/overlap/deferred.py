@@ -138,9 +138,9 @@ def deferred_linear(
     weight: [N, K], or with by="in" [K, N] (transformers' Conv1D). bias: [N] or None; its gradient is not deferred.
     deferral: None for a plain product.
     """
-    if deferral is None:
+    if deferral is None and by == "out":
         return linear(x, weight, bias)
-    if not deferral.takes(weight) or weight.dim() != 2 or x.dim() < 2:
+    if deferral is None or not deferral.takes(weight) or weight.dim() != 2 or x.dim() < 2:
         return _product(x, weight, bias, by)
     check_reverse_mode("deferred_linear", x, weight)
     kind = x.device.type
