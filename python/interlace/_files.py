@@ -1,4 +1,4 @@
-"""Files: the cache folder, and files that are written whole or not at all."""
+"""Files: the cache folder, and atomic writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` for the block to write; it becomes ``path`` if the block raises no error.
+    """Atomic write: a draft beside ``path`` for the block to write, renamed to ``path`` if the block raises no error.
 
     Readers see the old file or the new one, never a part, even after a kill, which leaves a ``.NAME.*.tmp``. Processes
     and threads of one machine may write the same file. Raises OSError.
@@ -35,6 +35,6 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes ``text`` in UTF-8 through a `draft_of` the file. Raises OSError."""
+    """Writes ``text`` atomically, in UTF-8: see `draft_of`. Raises OSError."""
     with draft_of(path) as draft:
         draft.write_text(text, encoding="utf-8")

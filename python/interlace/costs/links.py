@@ -110,7 +110,7 @@ class Links:
         return inside + self.network.reduce_scatter(size / min(counts), len(counts))
 
     def all_gather(self, size: float, ranks: Sequence[int]) -> float:
-        """Seconds of an all-gather over `ranks`. size: total bytes of the result. It moves as much as the other."""
+        """Seconds of an all-gather over `ranks`. Takes as long as a reduce-scatter. size: bytes of the result."""
         return self.reduce_scatter(size, ranks)
 
     def all_reduce(self, size: float, ranks: Sequence[int]) -> float:

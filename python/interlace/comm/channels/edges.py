@@ -56,7 +56,7 @@ class GroupEdge:
         return work
 
     def _abort(self, error: CommError) -> None:
-        """Notifies the peer that this rank sends no more messages."""
+        """No-op: the abort report notifies the peer."""
 
     def close(self) -> None: ...
 
@@ -79,6 +79,7 @@ class TransportEdge:
         return _Delivery(self.transport.copy_batch([], [Copy(1 - self.transport.rank, tensor)], KIND))
 
     def _abort(self, error: CommError) -> None:
+        """Notifies the peer that this rank sends no more messages."""
         self.transport._abort(error)
 
     def close(self) -> None:
