@@ -58,7 +58,7 @@ def test_the_data_are_written_once(small: None, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fetch, "_fetch", forbidden)
     monkeypatch.setattr(stamps_folder, "_make", forbidden)
-    monkeypatch.setattr(chats_store, "_build", forbidden)
+    monkeypatch.setattr(chats_store, "_write", forbidden)
     feed.prepare(config, lambda line: pytest.fail(line))
 
 

@@ -42,13 +42,13 @@ def write_media(
         trouble: dict[str, str] = {}
         for source in sources:
             try:
-                if wanted[0].target.endswith(".flac"):
-                    _write_clip(root / source, folder / wanted[0].target)
-                else:
-                    _write_pictures(root / source, folder, wanted, side)
-                break
+                made = _clip(root / source) if wanted[0].target.endswith(".flac") else _picture(root / source, side)
             except (DecodeError, OSError) as error:
                 trouble[source] = f"cannot be decoded: {str(error).replace(f'{root}/', '').removeprefix(f'{source}: ')}"
+                continue
+            for file in wanted:  # not in the try: a full disk is an error of all sources
+                _save(made, file, folder / file.target)
+            break
         return trouble
 
     with ThreadPoolExecutor(workers, "interlace-stamps") as pool:
@@ -59,18 +59,30 @@ def write_media(
     return failed, left_out
 
 
-def _write_pictures(source: Path, folder: Path, wanted: list[MediaFile], side: int) -> None:
-    """Writes the looks at a picture. Raises DecodeError, and OSError."""
+def _picture(source: Path, side: int) -> Any:
+    """A picture of at most `side` pixels; of a drawing, of exactly as many. Raises DecodeError, and OSError."""
     width, height = image_size(source)
     if max(width, height) > MOST_ELONGATED * min(width, height):
         raise DecodeError(f"{source}: more than {MOST_ELONGATED} times as long as wide")
     scale = side / max(width, height)
     scale = scale if source.suffix == ".svg" else min(1.0, scale)
     pixels = decode_image(source, (3, max(1, round(height * scale)), max(1, round(width * scale))))
-    picture = library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    for file in wanted:
-        made = picture if file.seed is None else distorted(picture, np.random.default_rng(file.seed))
-        made.save(folder / file.target, "PNG", compress_level=1)
+    return library("PIL.Image").fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+
+
+def _clip(source: Path) -> np.ndarray:
+    """A clip as float32 [n] at SAMPLE_RATE. Raises DecodeError."""
+    samples, rate = whole_clip(source)
+    return np.clip(resampled(samples.mean(axis=1), rate), -1, 1)
+
+
+def _save(made: Any, file: MediaFile, target: Path) -> None:
+    """Writes a clip, or a look at a picture."""
+    if isinstance(made, np.ndarray):
+        library("soundfile").write(str(target), made, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+        return
+    picture = made if file.seed is None else distorted(made, np.random.default_rng(file.seed))
+    picture.save(target, "PNG", compress_level=1)
 
 
 def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) -> Any:
@@ -91,10 +103,3 @@ def distorted(picture: Any, rng: np.random.Generator, *, mirrored: bool = True) 
         fillcolor=(255, 255, 255),
     )  # fmt: skip
     return moved.point([max(0, round(255 - (255 - value) * (1 + 0.2 * light))) for value in range(256)] * 3)
-
-
-def _write_clip(source: Path, target: Path) -> None:
-    """Writes a clip. Raises DecodeError, and OSError."""
-    samples, rate = whole_clip(source)
-    mono = np.clip(resampled(samples.mean(axis=1), rate), -1, 1)
-    library("soundfile").write(str(target), mono, SAMPLE_RATE, format="FLAC", subtype="PCM_16")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from interlace._files import write_whole
+from interlace.data.reading import Reading
 from interlace.train.blame import UNREADABLE, check_at_least, writing
 from interlace.train.config.load import ConfigError, blaming, load
 
@@ -144,11 +145,12 @@ def _batches(config: Config, tokens: Mapping[str, np.ndarray], hashes: Mapping[s
     )
 
 
-@dataclass(frozen=True)
-class _Lengths:
+class _Lengths(Reading):
     """A dataset with known sample lengths only."""
 
-    token_lengths: np.ndarray
+    def __init__(self, token_lengths: np.ndarray) -> None:
+        super().__init__()
+        self.token_lengths = token_lengths
 
     def __len__(self) -> int:
         return len(self.token_lengths)

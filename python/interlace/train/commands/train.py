@@ -27,13 +27,13 @@ def train(options: argparse.Namespace) -> int:
         return run_elastic(config, source=source, resume=options.resume)
     if launcher.under_launcher():
         return _as_rank(options)
-    from interlace.train.auto.resolve import check_fits, config_of_layout
-    from interlace.train.data.feed import prepare
-
     path = _config_path(options)
     config = load(path, options.set)
+    laid_out = None
     if options.layout is not None:  # refused before anything is created or prepared
-        config_of_layout(config, options.layout, source=str(path))
+        from interlace.train.auto.resolve import check_fits, config_of_layout  # only here: it imports torch
+
+        laid_out = config_of_layout(config, options.layout, source=str(path))
     if options.elastic:
         from interlace.train.commands import elastic
 
@@ -41,17 +41,23 @@ def train(options: argparse.Namespace) -> int:
     trackers.made(config, source=str(path))  # checked before anything is created
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
+    from interlace.train.data.feed import prepare
+
+    resumed = None if options.resume is None else runfolder.resolve(config, options.resume)
     with launcher.leaving_on_sigterm():
         prepare(config, launcher.note, source=str(path))
-        if options.layout is not None:
-            check_fits(config_of_layout(config, options.layout, source=str(path)), options.layout)
-        return _in_run_folder(options, config, path)
+        if laid_out is not None:
+            check_fits(laid_out, options.layout)
+        return _in_run_folder(options, config, path, resumed)
 
 
-def _in_run_folder(options: argparse.Namespace, config: Config, path: Path) -> int:
-    """Makes or finds the run folder, locks it and trains; removes a new folder if the config is refused."""
-    new = options.resume is None
-    folder, at = (runfolder.create(config), None) if new else runfolder.resolve(config, options.resume)
+def _in_run_folder(
+    options: argparse.Namespace, config: Config, path: Path, resumed: tuple[Path, Path | None] | None
+) -> int:
+    """Locks the run folder and trains. resumed: folder and checkpoint; None: a new folder, which is removed if the
+    config is refused."""
+    new = resumed is None
+    folder, at = resumed or (runfolder.create(config), None)
     try:
         with lock.take(folder, take_over=options.take_over, say=launcher.note) as held:
             code = _in_folder(options, config, path, folder, at, held)
