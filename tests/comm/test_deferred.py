@@ -138,6 +138,12 @@ def test_what_needs_no_gradient_is_not_put_off() -> None:
     assert not len(gradients) and leaf.grad is not None and bias.grad is not None and x.grad is not None
 
 
+def test_without_deferral_a_product_is_plain() -> None:
+    x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(4)
+    assert torch.equal(deferred_linear(x, weight, bias, None), nn.functional.linear(x, weight, bias))
+    torch.testing.assert_close(deferred_linear(x, weight, bias, None, by="in"), x @ weight + bias)
+
+
 def test_backward_outside_of_deferral_begin_is_an_error() -> None:
     y = deferred_linear(torch.ones(2, 3), nn.Parameter(torch.ones(4, 3)), None, Deferral())
     with pytest.raises(RuntimeError, match=r"run its backward inside Deferral\.begin"):
