@@ -85,6 +85,10 @@ def test_files_of_other_configs_and_broken_ones_are_refused() -> None:
         (None, "cannot read the layout: No such file"),
         ("version = 1", "invalid layout file: it has no section [asked]"),
         ("version = 1\n[asked]\n[chosen.parallel]\n[chosen.train]", "chosen for another config, with other settings"),
+        (
+            "version = 1\n[asked]\n[chosen.parallel]\n[chosen.train]\n[asked_keys]\ndata = 3",
+            "other settings of [model],",
+        ),
     ],
 )
 def test_a_refused_file_makes_no_run_folder(

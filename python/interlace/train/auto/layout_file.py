@@ -2,9 +2,9 @@
 
     version = 1
     [asked]                     digests of the sections that the choice depends on
+    [asked_keys.SECTION]        digests of the keys of each section
     [chosen.parallel]           keys as in a config, and [chosen.parallel.NAME]
     [chosen.train]              batch_size, microbatches, activation_checkpointing
-    [asked_keys.SECTION]        digests of the keys of each section
     [predicted]                 seconds of a step and of its parts; bytes on the fullest rank, and the limit
     [reasons]                   source of the costs, number of candidates, refused candidates with reasons
     [[runners_up]]              the next best
@@ -149,8 +149,9 @@ def _differing(config: Config, asked: Mapping[str, object], keys: object) -> lis
         if asked.get(name) == digest_of(part):
             continue
         known = keys.get(name) if isinstance(keys, dict) else None
+        theirs: dict[str, Any] = known if isinstance(known, dict) else {}
         mine = {key: digest_of(value) for key, value in part.items()}
-        other = [key for key in sorted({*known, *mine}) if known.get(key) != mine.get(key)] if known else []
+        other = [key for key in sorted({*theirs, *mine}) if theirs.get(key) != mine.get(key)] if theirs else []
         found += [f"{name}.{key}" for key in other] or [f"[{name}]"]
     return found
 
