@@ -105,6 +105,9 @@ def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.Captu
     code = "import sys; from interlace.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    code = "import sys; from interlace.cli import main\nassert main(['train', 'missing.toml']) == 2\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, check=True)
     for command in ("train", "generate", "doctor", "mask", "plan", "simulate"):
         assert command in done.stdout
     assert main([]) == 0

@@ -25,6 +25,7 @@ from interlace.data.builtin.stamps import (
     LANGUAGES,
     QUESTIONS,
     Drawn,
+    MediaFile,
     Settings,
     _Entry,
     _Side,
@@ -35,7 +36,7 @@ from interlace.data.builtin.stamps import (
     walk,
 )
 from interlace.data.builtin.stamps_index import Clip, Stamp, is_held_out, load_index
-from interlace.data.builtin.stamps_media import distorted
+from interlace.data.builtin.stamps_media import distorted, write_media
 from interlace.data.chats.encoding.bpe import LEAST, write_tokenizer
 from interlace.data.chats.encoding.load import load_tokenizer
 from interlace.data.chats.encoding.tokens import TokenizerFormat
@@ -135,6 +136,14 @@ def test_broken_files_are_named_and_in_no_record(folder: Path) -> None:
     assert "odd/wordy.txt [en]: a caption of more than 80 characters" in output
     for name in {name for split in ("train", "validation") for r in read(folder, split) for name in media_of(r)}:
         assert (folder / name).stat().st_size > 50, name
+
+
+def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/a.png").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_media(tmp_path, tmp_path / "out", {"a.png": MediaFile("a.png", ("a.png",))}, side=8, workers=1)
 
 
 def test_the_same_settings_write_the_same_bytes(package: Path, folder: Path, tmp_path: Path) -> None:
