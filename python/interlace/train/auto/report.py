@@ -54,7 +54,7 @@ def _against(outcome: Outcome, best: Outcome) -> str:
     part = 100 * (outcome.seconds / best.seconds - 1)
     speed = "as fast" if abs(part) < 0.05 else f"{abs(part):.1f} % {'slower' if part > 0 else 'faster'}"
     more = outcome.candidate.world - best.candidate.world
-    if part < 0 and more > 0:
+    if part < 0.05 and more > 0:
         return f"{speed}, too little for {more} more rank{'s' * (more > 1)}"
     if more == 0 and part <= 100 * ALIKE:
         plainer = settings_of(outcome.candidate) > settings_of(best.candidate)
