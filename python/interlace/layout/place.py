@@ -54,7 +54,7 @@ def from_specs(
     """
     _check_specs(list(per_layer), specs)
     specs = {name: specs[name] for name in per_layer}
-    check_degrees(specs, placement, ranks)
+    check_placement(specs, placement, ranks)
     cuts: Cuts = {name: _cut(name, per_layer[name], spec) for name, spec in specs.items()}
     if placement == "shared":
         return _shared(specs, cuts)
@@ -66,7 +66,7 @@ def from_specs(
     return _placed(specs, cuts, units, placement)
 
 
-def check_degrees(specs: Mapping[str, ParallelSpec], placement: str, ranks: int | None) -> None:
+def check_placement(specs: Mapping[str, ParallelSpec], placement: str, ranks: int | None) -> None:
     """Raises ValueError for an unknown placement, degrees that do not fit it, and ranks that the specs cannot use.
 
     specs: of all modules, in the order of data flow. Other arguments as in `from_specs`.

@@ -115,7 +115,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
         from interlace.layout import ParallelSpec
-        from interlace.layout.place import check_degrees
+        from interlace.layout.place import check_placement
         from interlace.schedule.generate import KINDS
 
         parallel, encoders = self.parallel, self.model.encoders()
@@ -150,7 +150,10 @@ class Config(Section):
         elif parallel.placed == "shared" and parallel.ranks is not None:
             raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
         else:
-            check_degrees(specs, parallel.placed, parallel.ranks)
+            try:
+                check_placement(specs, parallel.placed, parallel.ranks)
+            except ValueError as error:
+                raise ValueError(f"[parallel]: {error}") from None
         order = KINDS[parallel.schedule].order if parallel.schedule in KINDS else ""
         has = {
             "loop": any(spec.virtual > 1 for spec in specs.values()),
