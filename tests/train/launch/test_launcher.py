@@ -108,6 +108,14 @@ def test_user_errors_stay_one_line(tmp_path: Path) -> None:
     assert _run(textwrap.dedent(body), tmp_path)[:2] == (2, "interlace: [train] has no key 'stesp'")
 
 
+def _wait_until_ready(tmp_path: Path) -> None:
+    """Waits for both ranks, and for the launcher: a signal before it handles them would end this process."""
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler or not all(
+        (tmp_path / f"ready-{rank}").exists() for rank in range(2)
+    ):
+        time.sleep(0.02)
+
+
 def test_signals_are_forwarded_once_and_then_kill(tmp_path: Path) -> None:
     body = """
     signal.signal(signal.SIGTERM, lambda *_: open(f"saved-{rank}", "w").close() or sys.exit(0))
@@ -116,8 +124,7 @@ def test_signals_are_forwarded_once_and_then_kill(tmp_path: Path) -> None:
     """
 
     def terminate() -> None:
-        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-            time.sleep(0.02)
+        _wait_until_ready(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
 
     body = f"os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(body)
@@ -149,8 +156,7 @@ def _signalled(tmp_path: Path, *numbers: int, stuck: bool = False) -> tuple[int,
     """
 
     def send() -> None:
-        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-            time.sleep(0.02)
+        _wait_until_ready(tmp_path)
         for number in numbers:
             os.kill(os.getpid(), number)
             while not all((tmp_path / f"asked-{rank}").exists() for rank in range(2)):
