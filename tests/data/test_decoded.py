@@ -62,7 +62,7 @@ def test_the_bound_holds_and_what_was_used_last_stays(tmp_path_factory, uses):
 def test_items_over_the_limit_or_on_a_full_disk_are_not_cached(where, monkeypatch):
     kept = Decoded(where)
     assert not kept.put((1,), torch.zeros(1 << 18))
-    monkeypatch.setattr(Path, "rename", lambda self, other: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(Path, "replace", lambda self, other: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert not kept.put((2,), torch.zeros(8)) and kept.get((2,)) is None
     assert not [path for path in where.folder.iterdir() if path.name.startswith(".")]
     kept.close()

@@ -62,7 +62,7 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
 
 
 class MediaOptions(TypedDict, total=False):
-    """How a language model reads media: keywords of a `MultimodalModel`, which describes them."""
+    """Keyword arguments of `MultimodalModel` for the language model's inputs. Its docstring describes them."""
 
     bidirectional: bool | str
     positions: Callable[[Sample], Tensor] | None

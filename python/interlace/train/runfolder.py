@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import platform
 import secrets
 import shutil
@@ -31,7 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from interlace._files import write_whole
+from interlace._files import draft_of, write_whole
 from interlace.train.config.load import ConfigError, dumps
 from interlace.train.config.sections import Config
 
@@ -143,11 +142,9 @@ def write_config(folder: Path, config: Config) -> None:
 
 def point_latest(folder: Path) -> None:
     """Points ``latest`` beside a run folder at it."""
-    link = folder.parent / "latest"
-    draft = folder.parent / f".latest.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a convenience; some file systems have no links
-        draft.symlink_to(folder.name)
-        draft.replace(link)
+    # A convenience; some file systems have no links.
+    with contextlib.suppress(OSError), draft_of(folder.parent / "latest") as link:
+        link.symlink_to(folder.name)
 
 
 class Gathering(Protocol):

@@ -27,6 +27,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from interlace._files import draft_of
+
 SHARED = Path("/dev/shm")
 PREFIX = "interlace-decoded-"
 STRIPES = 1024  # locks, shared by all samples
@@ -109,13 +111,11 @@ class Decoded:
         if size > KEPT_SHARE * self.limit or item.dtype not in DTYPES:
             return False
         path = self._file(key)
-        new = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._make_room(size)
-            safetensors.torch.save_file({ITEM: item}, new)
-            new.rename(path)
+            with draft_of(path) as draft:
+                safetensors.torch.save_file({ITEM: item}, draft)
         except (OSError, SafetensorError):  # of a full disk
-            new.unlink(missing_ok=True)
             return False
         return True
 

@@ -24,7 +24,7 @@ CALLBACKS = {
 
 
 class Callbacks(TypedDict, total=False):
-    """Keywords of a `ModalityModule`, which describes them. None: no callback."""
+    """Keyword arguments of `ModalityModule` for callbacks. Its docstring describes them. None: no callback."""
 
     preprocess: Callable[[Inputs], Inputs] | None
     postprocess: Callable[..., Any] | None
