@@ -141,3 +141,14 @@ def test_where_items_are_kept(tmp_path, monkeypatch):
     assert shared is not None and shared.folder == tmp_path / "shm" / disk.folder.name
     assert decoded.place("run", 1 << 60, tmp_path).folder.parent == tmp_path / "decoded"
     assert decoded.place("other", 5, tmp_path).folder.name != shared.folder.name
+
+
+def test_a_handle_of_a_removed_folder_leaves_its_successor_alone(where):
+    """Someone clears the shared memory while a run is on, and another process makes the folder again."""
+    first = Decoded(where)
+    (where.folder / "alive").unlink()
+    second = Decoded(where)
+    first.close()
+    assert second.put((1,), torch.zeros(8)) and second.has((1,))
+    second.close()
+    assert not where.folder.exists() and not list(where.folder.parent.glob(f"{decoded.PREFIX}*"))

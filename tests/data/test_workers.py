@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from interlace.data import Loader, ReadAhead, RowLoader, Sample
 from interlace.data.workers import pool as workers
 from interlace.data.workers.decode_cache import PREFIX, Place
 from interlace.data.workers.pool import WorkerPool, WorkersError, sensible
-from interlace.data.workers.tasks import Task, sample_key
+from interlace.data.workers.tasks import OfStream, Task, packed, sample_key
 from interlace.modalities.errors import DecodeError
 from tests import forkserver
 from tests.data.pictures import Killer, Pictures
@@ -289,6 +290,24 @@ def test_in_flight_is_bounded(tmp_path):
         next(loader)
         time.sleep(0.5)
         assert max(int(line[0]) for line in dataset.decoded()) < 3 * (1 + 2 + 2)
+
+
+class Zeros:
+    """A stream whose media are sent to the workers as bytes."""
+
+
+def _decode(data: bytes) -> torch.Tensor:
+    return torch.full((len(data) // 4,), float(data[0]))
+
+
+def test_large_tasks_and_large_answers_do_not_block_each_other():
+    """Neither fits into a pipe: a worker does not read while it sends, and the trainer must not wait for it."""
+    stream: Any = Zeros()
+    pool = WorkerPool(OfStream(stream), 1)
+    loads = [packed(stream, [partial(_decode, bytes([number]) * (1 << 22))]) for number in range(6)]
+    answers = [pool.ask(Task("decode", loads=each)) for each in loads]
+    assert [answer.result(timeout=600).items[0].tensor()[-1] for answer in answers] == list(range(6))
+    pool.close()
 
 
 def _train_and_hang(folder: Path) -> None:

@@ -5,8 +5,8 @@ safetensors. It is written under a temporary name and renamed, so readers never 
 writer is killed. The least recently used items are evicted first. A process holds a file lock while it decodes a
 sample, so the ranks of a node decode it once. The kernel releases the lock if the process dies.
 
-The last process that uses a folder removes it. If all of its processes were killed, the next run of the same user on
-the node removes it: the folder's lock is then free.
+The last process that uses a folder removes it: a trainer, or the workers of one that was killed. If they were killed,
+too, the next run of the same user on the node removes it: the folder's lock is then free.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Decoded:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 self._alive = os.open(self.folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._alive, fcntl.LOCK_SH)
-                if (self.folder / "alive").exists():
+                if _is_at(self._alive, self.folder / "alive"):
                     break
                 os.close(self._alive)
 
@@ -181,9 +181,8 @@ class Decoded:
         """Closes this handle; the last process removes the folder. Tensors already read stay valid."""
         if self._alive < 0:
             return
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.folder, ignore_errors=True)
+        fcntl.flock(self._alive, fcntl.LOCK_UN)  # first: of two that both kept theirs, neither would be the last
+        _remove_unused(self.folder, self._alive)
         os.close(self._alive)
         self._alive = -1
 
@@ -195,8 +194,26 @@ def _sweep(parent: Path) -> None:
             if folder.stat().st_uid != os.getuid():
                 continue
             with open(folder / "alive", "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_unused(folder, file.fileno())
+
+
+def _remove_unused(folder: Path, alive: int) -> None:
+    """Removes the folder if no process holds the lock of its file `alive`, here open as a descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(alive, folder / "alive"):
+            # Renamed first: another process may make the folder anew at once. If this one is killed, a sweep finds it.
+            removed = folder.with_name(f"{folder.name}-{os.getpid()}")
+            folder.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """True if `path` is the open file, False if that one was removed, even if another has taken its place."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 __all__ = ["Decoded", "Place", "place"]

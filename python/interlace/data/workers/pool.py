@@ -12,6 +12,7 @@ A thread of the trainer sends tasks and receives answers. It has no influence on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import heapq
 import itertools
 import logging
@@ -28,13 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from interlace._cores import usable_cores
 from interlace.data.workers.decode_cache import Decoded, Place
-from interlace.data.workers.process import READY, work
+from interlace.data.workers.process import READY, STOP, work
 from interlace.data.workers.tasks import DEATHS, Loaded, OfStream, Task, sample_key
 
 if TYPE_CHECKING:
     from interlace.data.loader import Loader
 
 AHEAD = 2  # tasks queued per worker, so that it never waits for the trainer
+SMALL = 1 << 12  # bytes that fit into a pipe while the worker does not read; a larger task waits for an idle worker
 STARTS = 3  # consecutive workers that may die before one becomes ready
 PATIENCE = 120.0  # seconds per task; a worker that takes longer is hung and is killed
 PAUSE = 0.02  # seconds before asking again for a sample that another rank's worker decodes
@@ -224,8 +226,8 @@ class WorkerPool:
     def _hand_out(self, worker: _Worker) -> None:
         while worker.ready and len(worker.jobs) < AHEAD:
             with self._lock:
-                if not self._pending or (worker.jobs and len(self._pending) < len(self._workers)):
-                    return  # the last tasks are for idle workers
+                if not self._pending or (worker.jobs and self._for_idle_workers(self._pending[0].task)):
+                    return
                 job = heapq.heappop(self._pending)
             if not job.begun and not job.future.set_running_or_notify_cancel():
                 continue  # cancelled
@@ -237,6 +239,11 @@ class WorkerPool:
                 worker.pipe.send((job.number, job.task))
             except OSError:
                 return  # dead: its sentinel reports that
+
+    def _for_idle_workers(self, task: Task) -> bool:
+        """True for the last tasks, and for large ones: sent to a worker that is sending a large answer, one would
+        block both."""
+        return len(self._pending) < len(self._workers) or len(task.loads) > SMALL
 
     def _take(self, worker: _Worker) -> None:
         try:
@@ -310,7 +317,9 @@ class WorkerPool:
 
     def _end_all(self) -> None:
         for worker in self._workers:
-            worker.pipe.close()
+            with contextlib.suppress(OSError):  # it is dead
+                worker.pipe.send(STOP)
+            worker.pipe.close()  # a worker that is sending an answer stops
         deadline = time.monotonic() + CLOSING
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
