@@ -292,8 +292,8 @@ def test_in_flight_is_bounded(tmp_path):
         assert max(int(line[0]) for line in dataset.decoded()) < 3 * (1 + 2 + 2)
 
 
-class Zeros:
-    """A stream whose media are sent to the workers as bytes."""
+class Encoded:
+    """A stream; its media are sent to the workers as bytes."""
 
 
 def _decode(data: bytes) -> torch.Tensor:
@@ -302,7 +302,7 @@ def _decode(data: bytes) -> torch.Tensor:
 
 def test_large_tasks_and_large_answers_do_not_block_each_other():
     """Neither fits into a pipe: a worker does not read while it sends, and the trainer must not wait for it."""
-    stream: Any = Zeros()
+    stream: Any = Encoded()
     pool = WorkerPool(OfStream(stream), 1)
     loads = [packed(stream, [partial(_decode, bytes([number]) * (1 << 22))]) for number in range(6)]
     answers = [pool.ask(Task("decode", loads=each)) for each in loads]

@@ -181,7 +181,6 @@ class Decoded:
         """Closes this handle; the last process removes the folder. Tensors already read stay valid."""
         if self._alive < 0:
             return
-        fcntl.flock(self._alive, fcntl.LOCK_UN)  # first: of two that both kept theirs, neither would be the last
         _remove_unused(self.folder, self._alive)
         os.close(self._alive)
         self._alive = -1
@@ -198,8 +197,9 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_unused(folder: Path, alive: int) -> None:
-    """Removes the folder if no process holds the lock of its file `alive`, here open as a descriptor."""
+    """Removes the folder if no other process holds the lock of its file `alive`, here open as a descriptor."""
     with contextlib.suppress(OSError):
+        fcntl.flock(alive, fcntl.LOCK_UN)  # of two processes that both kept theirs, neither would be the last
         fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(alive, folder / "alive"):
             # Renamed first: another process may make the folder anew at once. If this one is killed, a sweep finds it.
